@@ -1,0 +1,30 @@
+# A newcomer needs two of these: `make demo` and `make test`.
+.PHONY: help environment demo test test-full lint clean
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+environment:
+	@bash scripts/bootstrap.sh
+
+demo: environment ## install into .venv if needed, then run `gracetune demo`
+	.venv/bin/gracetune demo
+
+test: environment ## the everyday CPU tests (under 10 minutes on 2 cores)
+	.venv/bin/python -m pytest -m 'not gpu and not full'
+
+test-full: environment ## the long CPU tests (under 25 minutes; needs the network)
+	.venv/bin/python -m pytest -m 'full and not gpu'
+
+# Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.
+in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
+lint: environment ## ruff, mypy --strict on src, import layers, shellcheck
+	$(in_venv) ruff check .
+	$(in_venv) ruff format --check .
+	$(in_venv) mypy --strict src
+	$(in_venv) lint-imports
+	$(in_venv) shellcheck scripts/*.sh .ci/run
+
+clean: ## remove .venv and everything else these targets create
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

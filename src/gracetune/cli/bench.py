@@ -1,0 +1,85 @@
+"""`gracetune bench NAME`: measured on this machine, against bars, with everything needed to compare it later."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gracetune import __version__
+from gracetune.cli.console import out, print_json
+from gracetune.config.environment import make_cublas_deterministic
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine, probe
+from gracetune.memory import bench as memory_bench
+from gracetune.memory.trial import Row
+
+RESULT_FORMAT: Final = 1
+BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {"memory": memory_bench.run}
+
+
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(BENCHES)}.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON result and nothing else.")] = False,
+) -> None:
+    """Measure a part of gracetune on this machine. Exit 1 if a bar is missed."""
+    if name not in BENCHES:
+        raise ConfigError(
+            [Problem("NAME", name, f"one of {', '.join(BENCHES)}", f"gracetune bench {next(iter(BENCHES))}")]
+        )
+    make_cublas_deterministic()
+    machine = probe()
+    rows = BENCHES[name](machine)
+    result = result_of(name, rows, machine)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(result)
+    else:
+        print_rows(out(), rows)
+    raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)
+
+
+def result_of(name: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
+    return {
+        "format": RESULT_FORMAT,
+        "bench": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["gracetune", *sys.argv[1:]]),
+        "git_commit": git_commit(),
+        "gpu": machine.gpus[0].name if machine.gpus else None,
+        "profile": machine.profile.value,
+        "versions": {"gracetune": __version__, **machine.software.model_dump(mode="json")},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, marked if files differ from it; unknown outside one."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def print_rows(console: Console, rows: list[Row]) -> None:
+    marks = {True: "[green]ok  [/]", False: "[bold red]MISS[/]", None: "    "}
+    for row in rows:
+        value = f"{row.value:.4g} {row.unit}" if row.unit else ""
+        bar = f" ({row.bar})" if row.bar else ""
+        console.print(f"{marks[row.ok]}  {row.name:<24} {escape(value + bar)}".rstrip())
+        if row.detail:
+            console.print(f"{'':<31}{escape(row.detail)}", style="dim")

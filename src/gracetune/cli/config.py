@@ -1,0 +1,152 @@
+"""`gracetune config check | show | schema`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gracetune.cli.console import out, print_json, print_problems, session
+from gracetune.config import Environment, Resolved, UnresolvedError, load, native
+from gracetune.config.explain import schema as config_schema
+from gracetune.config.this_machine import path_problems, size_warnings
+from gracetune.errors import ConfigError, Problem
+
+app = typer.Typer(help="Check, resolve and describe configuration files.", no_args_is_help=True)
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value; repeatable.")
+]
+AllowUnsupported = Annotated[bool, typer.Option("--allow-unsupported", help="Leave out what we do not support.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One file's verdict."""
+
+    path: Path
+    dialect: str | None
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        problems = [
+            {"key": p.key, "found": p.found, "expected": p.expected, "hint": p.hint, "file": p.file}
+            for p in self.problems
+        ]
+        return {
+            "path": str(self.path),
+            "dialect": self.dialect,
+            "ok": not self.problems,
+            "problems": problems,
+            "notes": list(self.notes),
+        }
+
+
+def check_file(
+    path: Path,
+    environment: Environment,
+    overrides: list[str] | None = None,
+    *,
+    allow_unsupported: bool = False,
+    paths: bool = True,
+) -> Checked:
+    """Everything wrong with one file. `paths=False` leaves out what depends on this machine, its variables included."""
+    environment = environment if paths else environment.without_memory_options()
+    try:
+        resolved = load(path, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
+    except UnresolvedError as error:
+        return Checked(path, error.dialect, error.problems, error.notes)
+    except ConfigError as error:
+        return Checked(path, None, error.problems, ())
+    problems = path_problems(resolved) if paths else []
+    warnings = size_warnings(resolved) if paths else []
+    return Checked(path, resolved.dialect, tuple(problems), (*resolved.notes, *warnings))
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configuration files of any dialect.")],
+    overrides: Overrides = None,
+    no_paths: Annotated[bool, typer.Option("--no-paths", help="For files meant for another machine.")] = False,
+    allow_unsupported: AllowUnsupported = False,
+    as_json: AsJson = False,
+) -> None:
+    """Parse and validate files; list every problem at once. Exit 1 if there is any."""
+    environment = session(context).environment
+    checked = [
+        check_file(path, environment, overrides, allow_unsupported=allow_unsupported, paths=not no_paths)
+        for path in _files(files)
+    ]
+    if as_json:
+        print_json({"files": [item.as_json() for item in checked]})
+    else:
+        print_checked(out(), checked)
+    raise typer.Exit(1 if any(item.problems for item in checked) else 0)
+
+
+def _files(paths: list[Path]) -> list[Path]:
+    """A shell's `examples/*` also names the folders that hold sidecar files: said, and left out."""
+    files = [path for path in paths if not path.is_dir()]
+    if not files:
+        return paths
+    for folder in (path for path in paths if path.is_dir()):
+        typer.echo(f"{folder}: a folder, not checked", err=True)
+    return files
+
+
+def print_checked(console: Console, checked: list[Checked]) -> None:
+    for item in checked:
+        mark = "[bold red]✗[/]" if item.problems else "[bold green]✓[/]"
+        count = f": {len(item.problems)} problem{'s' * (len(item.problems) > 1)}" if item.problems else ""
+        console.print(f"{mark} [bold]{escape(str(item.path))}[/] ({item.dialect or 'unknown dialect'}){count}")
+        print_problems(console, item.problems, str(item.path))
+        for note in item.notes:
+            console.print(f"    note      {escape(note)}")
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(metavar="FILE")],
+    overrides: Overrides = None,
+    allow_unsupported: AllowUnsupported = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the resolved config as our own dialect, with where each value came from."""
+    environment = session(context).environment
+    resolved = load(file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
+    if as_json:
+        print_json(_as_json(resolved))
+        return
+    print(f"# {file}, read as {resolved.dialect}")
+    for note in resolved.notes:
+        print(f"# note: {note}")
+    print(native.write(resolved.config, resolved.origins), end="")
+
+
+def _as_json(resolved: Resolved) -> dict[str, Any]:
+    return {
+        "path": str(resolved.file),
+        "dialect": resolved.dialect,
+        "config": resolved.config.model_dump(mode="json"),
+        "origins": native.flat(resolved.config, resolved.origins),
+        "notes": list(resolved.notes),
+    }
+
+
+@app.command("schema")
+def print_schema() -> None:
+    """Print the JSON Schema of our own dialect, for editors."""
+    schema = dict(config_schema())
+    version = {native.VERSION_KEY: {"const": native.VERSION, "description": "Version of the format."}}
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"] = {**version, **schema["properties"]}
+    schema["required"] = [native.VERSION_KEY, *schema["required"]]
+    print_json(schema)

@@ -1,0 +1,195 @@
+"""`gracetune doctor`: is this machine fit for training, and what should be changed? (docs/doctor.md)
+
+`gh200_diagnostic.py` at the root of the repository is the same code behind the older command line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gracetune.cli.console import out, print_json, session
+from gracetune.cli.doctor_view import print_diagnosis
+from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware.allocation import (
+    DEFAULT_SCALE,
+    AllocationResult,
+    check_scale,
+    host_reserve,
+    plan_allocation,
+    run_allocation,
+    skipped,
+)
+from gracetune.hardware.check import Examination, UvmReport
+from gracetune.hardware.doctor import Diagnosis, diagnose
+from gracetune.hardware.machine import Machine
+from gracetune.hardware.managed import CudaManagedDriver
+from gracetune.hardware.probe import probe, read_host_memory
+from gracetune.hardware.recording import load_recording, record
+from gracetune.hardware.software import minimum_versions
+from gracetune.memory.validate import validate
+
+
+@dataclass(frozen=True)
+class DoctorOptions:
+    scale: float = DEFAULT_SCALE
+    skip_allocation: bool = False
+    force_oversubscription: bool = False
+    require_gpu: bool = False
+    record: Path | None = None
+    from_recording: Path | None = None
+    output: Path | None = None
+    json: bool = False
+
+
+def doctor(
+    context: typer.Context,
+    oversubscription_scale: Annotated[
+        float, typer.Option(metavar="X", help="Size of the allocation test, in multiples of the GPU's memory.")
+    ] = DEFAULT_SCALE,
+    skip_allocation: Annotated[bool, typer.Option("--skip-allocation", help="Leave the allocation test out.")] = False,
+    force_oversubscription: Annotated[
+        bool,
+        typer.Option(
+            "--force-oversubscription",
+            help="Go beyond the GPU's memory even without a coherent link. Can hang the machine until a reboot.",
+        ),
+    ] = False,
+    require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail where there is no usable GPU.")] = False,
+    record_to: Annotated[
+        Path | None, typer.Option("--record", metavar="DIR", help="Also write a recording of this machine.")
+    ] = None,
+    from_recording: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Examine a recorded machine instead of this one.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON report there.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report and nothing else.")] = False,
+) -> None:
+    """Examine this machine: GPU, driver, memory mode, limits, versions. Exit code 1 if a check fails."""
+    options = DoctorOptions(
+        scale=oversubscription_scale,
+        skip_allocation=skip_allocation,
+        force_oversubscription=force_oversubscription,
+        require_gpu=require_gpu,
+        record=record_to,
+        from_recording=from_recording,
+        output=output,
+        json=as_json,
+    )
+    raise typer.Exit(run_doctor(options, session(context).environment))
+
+
+def run_doctor(options: DoctorOptions, environment: Environment) -> int:
+    """The whole command; returns its exit code."""
+    diagnosis = examine(options, environment)
+    report = diagnosis.to_json()
+    if options.output is not None:
+        write_report(options.output, report)
+    if options.json:
+        print_json(report)
+    else:
+        print_diagnosis(diagnosis, out())
+    _say_where(options)
+    return 0 if diagnosis.healthy else 1
+
+
+def examine(options: DoctorOptions, environment: Environment) -> Diagnosis:
+    _refuse_contradictions(options)
+    if options.from_recording is not None:
+        machine = load_recording(options.from_recording)
+        allocation = skipped(options.scale, "this is a recording, not the machine itself")
+        # The environment of the machine at hand says nothing about the recorded one.
+        return diagnose(_examination(machine, allocation, options, None, None))
+    if options.record is not None:
+        record(options.record)
+    machine = probe(free_memory=True)
+    uvm = uvm_report(environment)
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    diagnosis = diagnose(_examination(machine, _allocation(machine, options), options, uvm, visible))
+    if machine.gpus and not options.skip_allocation:
+        return replace(diagnosis, checks=(*diagnosis.checks, *validate()))
+    return diagnosis
+
+
+def _examination(
+    machine: Machine, allocation: AllocationResult, options: DoctorOptions, uvm: UvmReport | None, visible: str | None
+) -> Examination:
+    return Examination(
+        machine=machine,
+        allocation=allocation,
+        uvm=uvm,
+        require_gpu=options.require_gpu,
+        minimums=minimum_versions(),
+        visible_devices=visible,
+    )
+
+
+def _refuse_contradictions(options: DoctorOptions) -> None:
+    check_scale(options.scale)
+    if options.record is not None and options.from_recording is not None:
+        problem = Problem("--record", "together with --from-recording", "one of the two", "copy the folder instead")
+        raise ConfigError([problem])
+
+
+def _allocation(machine: Machine, options: DoctorOptions) -> AllocationResult:
+    if options.skip_allocation:
+        return skipped(options.scale, "--skip-allocation")
+    return allocate_beyond(machine, options.scale, force=options.force_oversubscription)
+
+
+def allocate_beyond(machine: Machine, scale: float, *, force: bool) -> AllocationResult:
+    """The allocation test, as large as is safe on this machine."""
+    plan = plan_allocation(machine, scale, force=force)
+    return run_allocation(
+        plan,
+        CudaManagedDriver(),
+        headroom=lambda: read_host_memory(machine.gpus).headroom,
+        reserve=host_reserve(machine),
+    )
+
+
+def uvm_report(environment: Environment) -> UvmReport:
+    """The unified-memory settings of the environment, as the config package understands them."""
+    memory = memory_settings(environment)
+    values = {name: setting.value for name, setting in memory.settings.items()}
+    raw = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
+    return UvmReport(
+        enabled=bool(values.get("use_uvm")),
+        raw=raw,
+        oversubscription_ratio=values.get("uvm_oversubscription_ratio"),
+        access_pattern=values.get("uvm_access_pattern"),
+        problems=tuple(f"{p.key}: found {p.found}, expected {p.expected}; {p.hint}" for p in memory.problems),
+    )
+
+
+def write_report(path: Path, report: dict[str, Any]) -> None:
+    """Complete or absent: written beside its place, flushed to disk, then renamed."""
+    scratch: str | None = None
+    try:
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(report, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        Path(scratch).chmod(0o644)  # mkstemp's files are private; a report is not
+        Path(scratch).replace(path)
+    except OSError as error:
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
+        problem = Problem("--output", f"{path}: {error.strerror}", "a file we can write", "--output report.json")
+        raise ConfigError([problem]) from error
+
+
+def _say_where(options: DoctorOptions) -> None:
+    """On stderr, so that --json leaves one object and nothing else on stdout."""
+    if options.record is not None:
+        typer.echo(f"Recording written to {options.record} (docs/doctor.md says how to send it)", err=True)
+    if options.output is not None:
+        typer.echo(f"Report written to {options.output}", err=True)

@@ -1,0 +1,27 @@
+"""What `validate_uvm.py` runs: the memory layer's experiments, then the allocation test."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from gracetune.cli.console import out, print_json
+from gracetune.cli.doctor import allocate_beyond
+from gracetune.cli.doctor_view import print_check
+from gracetune.hardware import host_checks, probe
+from gracetune.hardware.check import Examination
+from gracetune.memory.validate import validate
+
+
+def run_validation(device: int, *, scale: float, force: bool, as_json: bool) -> int:
+    """Returns the exit code: 1 if anything failed or could not be tried for want of a GPU."""
+    machine = probe(free_memory=True)
+    checks = list(validate(device))
+    allocation = allocate_beyond(machine, scale, force=force)
+    checks += [check for check in [host_checks.allocation(Examination(machine, allocation))] if check is not None]
+    if as_json:
+        print_json({"checks": [asdict(check) for check in checks], "uvm_allocation_test": allocation.to_json()})
+    else:
+        console = out()
+        for check in checks:
+            print_check(console, check)
+    return 1 if any(check.status == "fail" for check in checks) or not machine.gpus else 0

@@ -1,0 +1,147 @@
+"""PyTorch's allocator string, taken apart: our unified-memory options on one side, the rest untouched on the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+from gracetune.config.memory_options import AccessPattern
+from gracetune.config.spelling import nearest
+from gracetune.errors import Problem
+
+OptionValue = bool | float | int | str
+
+OPTION_NAMES = (
+    "use_uvm",
+    "uvm_oversubscription_ratio",
+    "uvm_access_pattern",
+    "uvm_stage1_threshold",
+    "uvm_stage1_min_bytes",
+)
+
+
+@dataclass(frozen=True)
+class AllocConf:
+    options: dict[str, OptionValue]
+    rest: str
+    """What remains for PyTorch, exactly as it was written."""
+    problems: tuple[Problem, ...]
+
+
+def split_alloc_conf(text: str, variable: str) -> AllocConf:
+    """Take the unified-memory options out of an allocator string such as `use_uvm:True,max_split_size_mb:512`."""
+    options: dict[str, OptionValue] = {}
+    problems: list[Problem] = []
+    rest: list[str] = []
+    for item in _items(text):
+        name = item.split(":", 1)[0].strip()
+        if not _is_ours(name.split("=", 1)[0]):
+            rest.append(item)
+            continue
+        parsed = _option(item, variable)
+        if isinstance(parsed, Problem):
+            problems.append(parsed)
+        elif parsed[0] in options:
+            problems.append(Problem(variable, f"{parsed[0]} twice", "each option once", "keep one of the two"))
+        else:
+            options[parsed[0]] = parsed[1]
+    return AllocConf(options, ",".join(rest), tuple(problems))
+
+
+def _items(text: str) -> list[str]:
+    """Split at commas, but not inside brackets: `roundup_power2_divisions:[256:1,512:2]` is one item."""
+    items, depth, start = [], 0, 0
+    for position, character in enumerate(text):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            items.append(text[start:position])
+            start = position + 1
+    return [*items, text[start:]] if text else []
+
+
+def _is_ours(name: str) -> bool:
+    lowered = name.strip().lower()
+    return lowered == "use_uvm" or lowered.startswith("uvm_")
+
+
+def _option(item: str, variable: str) -> tuple[str, OptionValue] | Problem:
+    name, colon, value = (part.strip() for part in item.partition(":"))
+    if not colon:
+        bare = item.split("=", 1)[0].strip()
+        return Problem(variable, item.strip(), f"{bare}:VALUE", f"put a colon between name and value: {bare}:…")
+    if name not in OPTION_NAMES:
+        near = nearest(name, OPTION_NAMES)
+        expected = f"one of {', '.join(OPTION_NAMES)}"
+        return Problem(variable, f"the option {name}", expected, f"write {near}:{value}" if near else "remove it")
+    try:
+        return name, _VALUES[name](value)
+    except _WrongValueError as error:
+        return Problem(variable, item.strip(), error.expected, f"write {name}:{error.example}")
+
+
+class _WrongValueError(ValueError):
+    def __init__(self, expected: str, example: str) -> None:
+        super().__init__(expected)
+        self.expected, self.example = expected, example
+
+
+def _switch(text: str) -> bool:
+    # PyTorch itself accepts exactly these two spellings, and so did the patched build the strings were written for.
+    if text not in ("True", "False"):
+        raise _WrongValueError("True or False, with a capital letter", "True")
+    return text == "True"
+
+
+def _ratio(text: str) -> float:
+    value = _number(text)
+    if not value > 1.0:
+        raise _WrongValueError("a finite number greater than 1, without a unit", "5.0")
+    return value
+
+
+def _threshold(text: str) -> float:
+    value = _number(text)
+    if not 0.0 < value < 1.0:
+        raise _WrongValueError("a number between 0 and 1", "0.10")
+    return value
+
+
+def _byte_count(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise _WrongValueError("a whole number of bytes, 0 or more", "0")
+    return int(text)
+
+
+def _pattern(text: str) -> str:
+    choices = get_args(AccessPattern)
+    if text not in choices:
+        raise _WrongValueError(f"one of {', '.join(choices)}", nearest(text, choices) or "cpu_first")
+    return text
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan
+
+
+_VALUES: dict[str, Callable[[str], OptionValue]] = {
+    "use_uvm": _switch,
+    "uvm_oversubscription_ratio": _ratio,
+    "uvm_access_pattern": _pattern,
+    "uvm_stage1_threshold": _threshold,
+    "uvm_stage1_min_bytes": _byte_count,
+}
+
+
+def parse_option(name: str, value: str, variable: str) -> OptionValue | Problem:
+    """One option given on its own, as the `GH200_UVM_*` variables do."""
+    parsed = _option(f"{name}:{value}", variable)
+    if isinstance(parsed, Problem):
+        hint = parsed.hint.replace(f"write {name}:", f"export {variable}=")
+        return Problem(variable, value, parsed.expected, hint)
+    return parsed[1]

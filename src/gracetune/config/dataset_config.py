@@ -1,0 +1,168 @@
+"""What a config says about one dataset."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from gracetune.config.base import (
+    Flag,
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    Number,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    WholeNumber,
+)
+
+
+class InMemory(Section):
+    """How a dataset of type `in_memory` is staged."""
+
+    compression: Literal["none", "lz4", "zlib", "snappy", "zstd"] = "none"
+    num_workers: PositiveInt | None = None
+    """Staging threads; unset means min(72, CPUs)."""
+    memory_limit_gb: PositiveFloat | None = None
+    file_extensions: tuple[Name, ...] | None = None
+    """Media to stage; unset means everything the dataset type can read."""
+
+
+class CaptionTable(Section):
+    """Captions (and sizes) kept in one Parquet, CSV or JSONL file."""
+
+    path: Name
+    filename_column: Name = "filename"
+    caption_column: Name = "caption"
+    fallback_caption_column: Name | None = None
+    width_column: Name | None = None
+    height_column: Name | None = None
+    identifier_includes_extension: Flag = True
+
+
+class Captions(Section):
+    """Where captions come from and what is done to them."""
+
+    strategy: Literal["textfile", "filename", "instanceprompt", "parquet", "csv", "jsonl", "json"] = "textfile"
+    extension: Name = "txt"
+    default: Text | None = None
+    """Taken where a file has no caption of its own."""
+    instance_prompt: Text | None = None
+    prepend_instance_prompt: Flag = False
+    trigger_word: Text | None = None
+    """Replaces `[trigger]`, and is put in front of captions that do not contain it."""
+    split_lines: Flag = True
+    """Each line of a text file is a caption of its own."""
+    dropout: Fraction = 0.0
+    shuffle_tags: Flag = False
+    keep_tags: WholeNumber = 0
+    """This many leading tags stay where they are when the rest is shuffled."""
+    shuffle_variants: PositiveInt = 1
+    tag_separator: Text = ","
+    table: CaptionTable | None = None
+
+
+class Crop(Section):
+    enabled: Flag = False
+    style: Literal["random", "center", "corner", "face"] = "random"
+    aspect: Literal["square", "preserve", "closest", "random"] = "square"
+    aspect_buckets: tuple[PositiveFloat, ...] = ()
+
+
+class Augmentation(Section):
+    """What is varied between two visits of the same sample, and how that meets the latent cache."""
+
+    flip_x: Flag = False
+    flip_y: Flag = False
+    transforms: tuple[Options, ...] = ()
+    cache_mode: Literal["disable_cache", "static", "refresh_each_epoch"] = "disable_cache"
+
+
+class Video(Section):
+    num_frames: PositiveInt | None = None
+    """Frames per clip (4k+1); unset means the family's own length."""
+    fps: PositiveFloat | None = None
+    """Resample to this rate; unset keeps every frame as it is."""
+    min_frames: PositiveInt | None = None
+    max_frames: PositiveInt | None = None
+    clip: Literal["head", "uniform", "random"] = "head"
+    whole_clip: Flag = False
+    """Spread `num_frames` over the whole file instead of cutting a piece out of it."""
+    from_length: Flag = False
+    """Take as many frames as each file has (4k+1) instead of `num_frames`."""
+    image_to_video: Flag = False
+    bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
+    frame_interval: PositiveInt | None = None
+
+
+class Audio(Section):
+    sample_rate: PositiveInt | None = None
+    """Unset means the family's own rate."""
+    channels: PositiveInt | None = None
+    duration_interval: PositiveFloat = 3.0
+    max_duration_seconds: PositiveFloat | None = None
+    truncation: Literal["beginning", "end", "random"] = "beginning"
+
+
+class Mask(Section):
+    """Masked loss: white is learnt, black counts `min_weight`."""
+
+    path: Name | None = None
+    from_alpha: Flag = False
+    min_weight: Fraction = 0.0
+    invert: Flag = False
+
+
+class Dataset(Section):
+    """One source of samples."""
+
+    id: Name
+    path: Name
+    type: Literal["local", "in_memory", "url"] = "local"
+    dataset_type: Literal["image", "video", "audio", "conditioning", "eval"] = "image"
+    disabled: Flag = False
+    in_memory: InMemory = InMemory()
+
+    resolution: PositiveFloat = 1024
+    """Pixels, or megapixels where `resolution_type` is `area`."""
+    resolution_type: Literal["pixel", "pixel_area", "area"] = "pixel_area"
+    minimum_size: NonNegativeFloat = 0
+    maximum_size: PositiveFloat | None = None
+    downsample_to: PositiveFloat | None = None
+    """Images above `maximum_size` are scaled to this before cropping; both are given or neither."""
+    minimum_aspect_ratio: PositiveFloat | None = None
+    maximum_aspect_ratio: PositiveFloat | None = None
+    crop: Crop = Crop()
+    captions: Captions = Captions()
+    augmentation: Augmentation = Augmentation()
+    video: Video = Video()
+    audio: Audio = Audio()
+    mask: Mask = Mask()
+
+    repeats: WholeNumber = 0
+    """Extra visits per epoch: 0 is once, 1 is twice."""
+    probability: Annotated[float, Strict(), Field(gt=0)] = 1.0
+    batch_size: PositiveInt | None = None
+    max_samples: PositiveInt | None = None
+    start_epoch: PositiveInt = 1
+    end_epoch: PositiveInt | None = None
+    start_step: WholeNumber = 0
+    end_step: PositiveInt | None = None
+    regularisation: Flag = False
+    loss_weight: NonNegativeFloat = 1.0
+    adapter_strength: Number = 1.0
+
+    conditioning: tuple[Name, ...] = ()
+    """Ids of the datasets that hold this one's edit sources or references, matched by file stem."""
+    conditioning_type: Literal["reference_strict", "reference_loose", "mask"] | None = None
+    source_dataset_id: Name | None = None
+    cache_dir: Name | None = None
+    """A latent cache folder of its own; unset means one below the run's cache folder."""
+    cache_latents: Literal["disk", "memory", "none"] | None = None
+    """Overrides `cache.vae_cache_type` for this dataset."""
+    corrupt_threshold: Fraction = 0.01
+    """Unreadable files up to this share are listed and left out; more stop the run."""

@@ -1,0 +1,193 @@
+"""What a reader fills: values on their way to a `RunConfig`, each with the place it came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from gracetune.errors import Problem
+
+Path = tuple[str | int, ...]
+Kind = Literal["file", "flag", "environment", "default"]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value came from, in the words of whoever wrote it."""
+
+    kind: Kind
+    key: str = ""
+    """The key as the user wrote it, which is rarely our own name for it."""
+    where: str = ""
+    """The file it stands in, or for a default whose default it is."""
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.kind, self.where, self.key) if part)
+
+
+OUR_DEFAULT = Origin("default")
+
+
+def dotted(path: Path) -> str:
+    """`("datasets", 0, "path")` -> `datasets[0].path`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+_STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]=]+)")
+
+
+def parse_path(text: str) -> Path:
+    """The inverse of `dotted`; `datasets.0.path` is taken too. Raises ValueError on anything else."""
+    steps: list[str | int] = []
+    position = 0
+    while position < len(text):
+        match = _STEP.match(text, position)
+        if match is None or (match[2] and position == 0 and text[0] == "."):
+            raise ValueError(f"not a key path: {text!r}")
+        index = match[1] or (match[2] if match[2].isdecimal() and steps else None)
+        steps.append(int(index) if index else match[2])
+        position = match.end()
+    if not steps:
+        raise ValueError("an empty key path")
+    return tuple(steps)
+
+
+@dataclass
+class Draft:
+    """Grows while files, environment and flags are read; a later `put` replaces an earlier one."""
+
+    file: str
+    tree: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path, Origin] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    unsupported: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reported_missing: set[Path] = field(default_factory=set)
+    """Required values a reader has already asked for under the dialect's own name."""
+
+    def put(self, path: Path, value: Any, origin: Origin) -> None:
+        _insert(self.tree, path, value)
+        self._forget_below(path)
+        self.origins[path] = origin
+
+    def put_tree(self, path: Path, value: Any, origin: Origin) -> None:
+        """Put every leaf of a nested value, each under its own key."""
+        if isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                self.put_tree((*path, str(key)), item, _below(origin, str(key)))
+        elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+            for index, item in enumerate(value):
+                self.put_tree((*path, index), item, _below(origin, index))
+        elif value != {} or self.get(path) is None:  # an empty section says nothing about what is already in it
+            self.put(path, value, origin)
+
+    def default(self, path: Path, value: Any, whose: str, key: str = "") -> None:
+        """A peer's default, where it differs from ours and the file does not set the key."""
+        if path not in self.origins:
+            self.put(path, value, Origin("default", key, whose))
+
+    def get(self, path: Path) -> Any:
+        """The value put at a path, or None."""
+        node: Any = self.tree
+        for step in path:
+            if isinstance(node, dict):
+                node = node.get(str(step))
+            elif isinstance(node, list) and isinstance(step, int) and step < len(node):
+                node = node[step]
+            else:
+                return None
+        return node
+
+    def origin(self, path: Path) -> Origin | None:
+        """The origin of a value or, for one inside it, of the nearest value around it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return None
+
+    def place(self, path: Path) -> tuple[str, str | None]:
+        """The key and file to name when the value at a path is wrong. Flags and variables stand in no file."""
+        origin = self.origin(path)
+        if origin is None or origin.kind == "default":
+            return (origin.key if origin and origin.key else dotted(path)), self.file
+        return origin.key, origin.where or None
+
+    def missing(self, path: Path, key: str, expected: str, hint: str) -> None:
+        """A required key that the file lacks, named as its dialect names it."""
+        self.reported_missing.add(path)
+        self.problems.append(Problem(key, "nothing", expected, hint, self.file))
+
+    def problem(self, key: str, found: Any, expected: str, hint: str, file: str | None = None) -> None:
+        self.problems.append(Problem(key, describe(found), expected, hint, file or self.file))
+
+    def refuse(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
+        """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""
+        hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
+        self.unsupported.append(Problem(key, describe(found), why, hint, file or self.file))
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _forget_below(self, path: Path) -> None:
+        for known in [known for known in self.origins if len(known) > len(path) and known[: len(path)] == path]:
+            del self.origins[known]
+
+
+def _below(origin: Origin, step: str | int) -> Origin:
+    key = f"{origin.key}[{step}]" if isinstance(step, int) else f"{origin.key}.{step}".removeprefix(".")
+    return Origin(origin.kind, key, origin.where)
+
+
+def _insert(tree: dict[str, Any], path: Path, value: Any) -> None:
+    node: Any = tree
+    for step, following in pairwise(path):
+        node = _child(node, step, [] if isinstance(following, int) else {})
+    last = path[-1]
+    if isinstance(node, list) and isinstance(last, int):
+        node.extend([None] * (last + 1 - len(node)))
+        node[last] = value
+    else:
+        node[last if isinstance(node, dict) else str(last)] = value
+
+
+def _child(node: Any, step: str | int, empty: dict[str, Any] | list[Any]) -> Any:
+    if isinstance(node, list) and isinstance(step, int):
+        node.extend([None] * (step + 1 - len(node)))
+        if not isinstance(node[step], type(empty)):
+            node[step] = empty
+        return node[step]
+    child = node.get(step)
+    if not isinstance(child, type(empty)):
+        child = node[step] = empty
+    return child
+
+
+def describe(value: Any) -> str:
+    """A found value as its writer would recognise it, with its type where that is the point."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, Mapping):
+        return f"a mapping with {len(value)} keys" if value else "an empty mapping"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}" if value else "an empty list"
+    text = f'"{value}"' if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every leaf of plain nested data; a list of plain values is one leaf."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from leaves(item, (*path, str(key)))
+    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, index))
+    else:
+        yield path, value

@@ -1,0 +1,148 @@
+"""The only module that touches `os.environ`.
+
+`capture()` takes a snapshot; everyone else is handed that snapshot. `claim_allocator_options()` takes the
+unified-memory options out of PyTorch's allocator string before torch sees them: a stock PyTorch stops at the first
+CUDA call when the string holds a key it does not know.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gracetune.config.alloc_conf import OPTION_NAMES, parse_option, split_alloc_conf
+from gracetune.config.spelling import nearest
+from gracetune.errors import Problem
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""In PyTorch's own order: the first that is set is the one it reads."""
+HINTS_VARIABLE = "SIMPLETUNER_GH200_ENABLE_UVM_HINTS"
+GH200_PREFIX = "GH200_UVM_"
+
+_GH200_OPTIONS = {f"GH200_{name.upper()}": name for name in OPTION_NAMES if name != "use_uvm"}
+_SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A snapshot of the process environment."""
+
+    variables: Mapping[str, str]
+
+    @classmethod
+    def capture(cls) -> Environment:
+        return cls(dict(os.environ))
+
+    def get(self, name: str) -> str | None:
+        return self.variables.get(name)
+
+    def without_memory_options(self) -> Environment:
+        """The same environment as seen from a machine where nobody set a memory option."""
+        ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE)
+        kept = {name: value for name, value in self.variables.items() if name not in ours}
+        return Environment({name: value for name, value in kept.items() if not name.startswith(GH200_PREFIX)})
+
+
+@dataclass(frozen=True)
+class MemorySetting:
+    """One memory option found in the environment."""
+
+    value: Any
+    variable: str
+
+
+@dataclass(frozen=True)
+class EnvironmentMemory:
+    """All memory options of the environment, `GH200_UVM_*` ahead of the allocator string."""
+
+    settings: dict[str, MemorySetting] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+
+def memory_settings(environment: Environment) -> EnvironmentMemory:
+    settings: dict[str, MemorySetting] = {}
+    problems: list[Problem] = []
+    _from_allocator_strings(environment, settings, problems)
+    _from_gh200_variables(environment, settings, problems)
+    _from_hints_switch(environment, settings, problems)
+    return EnvironmentMemory(settings, tuple(problems))
+
+
+def _from_allocator_strings(env: Environment, settings: dict[str, MemorySetting], problems: list[Problem]) -> None:
+    for variable in reversed(ALLOCATOR_VARIABLES):
+        split = split_alloc_conf(env.get(variable) or "", variable)
+        problems += split.problems
+        settings |= {name: MemorySetting(value, variable) for name, value in split.options.items()}
+
+
+def _from_gh200_variables(env: Environment, settings: dict[str, MemorySetting], problems: list[Problem]) -> None:
+    for variable in sorted(env.variables):
+        if not variable.startswith(GH200_PREFIX):
+            continue
+        if variable not in _GH200_OPTIONS:
+            near = nearest(variable.lower(), [name.lower() for name in _GH200_OPTIONS])
+            hint = f"export {near.upper()}=…" if near else f"unset {variable}"
+            problems.append(Problem(variable, "an unknown variable", f"one of {', '.join(_GH200_OPTIONS)}", hint))
+            continue
+        value = parse_option(_GH200_OPTIONS[variable], env.variables[variable].strip(), variable)
+        if isinstance(value, Problem):
+            problems.append(value)
+            continue
+        settings[_GH200_OPTIONS[variable]] = MemorySetting(value, variable)
+        # Whoever exports the ratio or the pattern means to use it; an explicit use_uvm in the string still decides.
+        settings.setdefault("use_uvm", MemorySetting(True, variable))
+
+
+def _from_hints_switch(env: Environment, settings: dict[str, MemorySetting], problems: list[Problem]) -> None:
+    text = env.get(HINTS_VARIABLE)
+    if text is None or not text.strip():
+        return
+    value = _SWITCHES.get(text.strip().lower())
+    if value is None:
+        problems.append(Problem(HINTS_VARIABLE, text, "1 or 0", f"export {HINTS_VARIABLE}=1"))
+    else:
+        settings["enable_uvm_hints"] = MemorySetting(value, HINTS_VARIABLE)
+
+
+def claim_allocator_options(environ: MutableMapping[str, str] | None = None, *, torch_takes_them: bool) -> list[str]:
+    """Rewrite the allocator strings without our options; returns one line for each string that changed.
+
+    Call after `Environment.capture()` and before torch initialises CUDA. A patched PyTorch keeps its string.
+    """
+    environ = os.environ if environ is None else environ
+    lines = []
+    for variable in ALLOCATOR_VARIABLES:
+        split = split_alloc_conf(environ.get(variable, ""), variable)
+        if torch_takes_them or not (split.options or split.problems):
+            continue
+        if split.rest:
+            environ[variable] = split.rest
+        else:
+            del environ[variable]
+        taken = ", ".join(split.options) or "options with errors"
+        left = f"PyTorch gets {split.rest}" if split.rest else "nothing is left for PyTorch"
+        lines.append(f"{variable}: took {taken} for gracetune's memory layer; {left}")
+    return lines
+
+
+def torch_accepts_uvm_options(torch_folder: Path | None = None) -> bool:
+    """Whether the installed PyTorch parses the options itself: only then does its allocator library spell one out.
+
+    Read from the library file, because asking torch would mean importing it, and importing it would parse the string.
+    """
+    if torch_folder is None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            return False
+        torch_folder = Path(spec.origin).parent
+    library = torch_folder / "lib" / "libc10_cuda.so"
+    return library.is_file() and b"uvm_oversubscription_ratio" in library.read_bytes()
+
+
+def make_cublas_deterministic() -> None:
+    """cuBLAS repeats itself exactly only with a fixed workspace, which it reads from here when CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

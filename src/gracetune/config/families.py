@@ -1,0 +1,63 @@
+"""The model families we train, and the published weights behind each flavour's name.
+
+Only names live here, because a config file is checked long before any model code is imported. What a family *does*
+is in its folder under `models/`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Family = Literal["wan", "qwen_image", "flux", "sdxl", "stable_audio"]
+FAMILIES: tuple[str, ...] = get_args(Family)
+
+Modality = Literal["image", "video", "audio"]
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One published set of weights of a family."""
+
+    name: str
+    weights: str
+    makes: Modality
+    dual_expert: bool = False
+    edits: bool = False
+
+
+_FLAVOURS: dict[str, tuple[Flavour, ...]] = {
+    "wan": (
+        Flavour("t2v-14b-2.2", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "video", dual_expert=True),
+        Flavour("i2v-14b-2.2", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "video", dual_expert=True),
+        Flavour("ti2v-5b-2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "video"),
+        Flavour("t2v-1.3b-2.1", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "video"),
+        Flavour("t2v-14b-2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "video"),
+        Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video"),
+        Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video"),
+    ),
+    "qwen_image": (
+        Flavour("t2i", "Qwen/Qwen-Image", "image"),
+        Flavour("t2i-2512", "Qwen/Qwen-Image-2512", "image"),
+        Flavour("edit", "Qwen/Qwen-Image-Edit", "image", edits=True),
+        Flavour("edit-2509", "Qwen/Qwen-Image-Edit-2509", "image", edits=True),
+        Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
+    ),
+    "flux": (
+        Flavour("dev", "black-forest-labs/FLUX.1-dev", "image"),
+        Flavour("krea", "black-forest-labs/FLUX.1-Krea-dev", "image"),
+        Flavour("schnell", "black-forest-labs/FLUX.1-schnell", "image"),
+        Flavour("kontext", "black-forest-labs/FLUX.1-Kontext-dev", "image", edits=True),
+    ),
+    "sdxl": (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
+    "stable_audio": (Flavour("open-1.0", "stabilityai/stable-audio-open-1.0", "audio"),),
+}
+
+
+def flavours(family: str) -> tuple[Flavour, ...]:
+    """Every flavour of a family; the first is the one taken when a config names none. Empty for a family we lack."""
+    return _FLAVOURS.get(family, ())
+
+
+def find_flavour(family: str, name: str) -> Flavour | None:
+    return next((flavour for flavour in flavours(family) if flavour.name == name), None)

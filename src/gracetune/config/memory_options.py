@@ -1,0 +1,28 @@
+"""The unified-memory options, under the names people already use for them (`docs/memory.md` explains each)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from gracetune.config.base import Flag, OpenFraction, Section, WholeNumber
+
+AccessPattern = Literal["gpu_first", "balanced", "cpu_first"]
+
+
+class MemoryOptions(Section):
+    """Overflow arena, governor and residency hints."""
+
+    use_uvm: Flag = False
+    """Reserve the overflow arena in managed memory and run the two-stage governor."""
+    uvm_oversubscription_ratio: Annotated[float, Strict(), Field(gt=1.0)] = 5.0
+    """The arena is (ratio - 1) x the GPU's memory, clamped to what the host can spare."""
+    uvm_access_pattern: AccessPattern = "cpu_first"
+    """Where the arena's pages prefer to live."""
+    uvm_stage1_threshold: OpenFraction = 0.10
+    """Memory pressure begins when less than this fraction of the GPU's memory is available."""
+    uvm_stage1_min_bytes: WholeNumber = 0
+    """The same floor in bytes; the larger of both counts."""
+    enable_uvm_hints: Flag = False
+    """Give residency hints and prefetch cached batches."""

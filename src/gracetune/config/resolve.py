@@ -1,0 +1,218 @@
+"""File, environment and flags in; one `RunConfig` out, or every problem at once."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from gracetune.config import aitoolkit, native, simpletuner
+from gracetune.config.draft import Draft, Origin, Path, dotted, parse_path
+from gracetune.config.environment import Environment, memory_settings
+from gracetune.config.explain import known_path, problems_of, required_names
+from gracetune.config.rules import broken_rules
+from gracetune.config.run_config import RunConfig
+from gracetune.config.syntax import Document, open_document, parse_scalar
+from gracetune.errors import ConfigError, Problem
+
+Reader = Callable[[Document, Draft, Environment], None]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    name: str
+    looks_like: Callable[[Any], bool]
+    read: Reader
+
+
+DIALECTS = (
+    Dialect("native", native.looks_like, native.read),
+    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read),
+    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read),
+)
+"""Asked in this order; the first that recognises a file reads it."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete config, where each of its values came from, and what the user should know about it."""
+
+    config: RunConfig
+    dialect: str
+    file: FilePath
+    origins: Mapping[Path, Origin]
+    notes: tuple[str, ...]
+
+
+class UnresolvedError(ConfigError):
+    """A config that cannot be used; remembers what was learnt about it on the way."""
+
+    def __init__(self, problems: Sequence[Problem], dialect: str | None, notes: Sequence[str]) -> None:
+        super().__init__(problems)
+        self.dialect = dialect
+        self.notes = tuple(notes)
+
+
+def load(
+    path: FilePath,
+    *,
+    environment: Environment,
+    overrides: Sequence[str] = (),
+    allow_unsupported: bool = False,
+) -> Resolved:
+    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults."""
+    document = _read(path)
+    dialect = _recognise(document)
+    draft = Draft(document.name)
+    _read_environment(draft, environment)
+    dialect.read(document, draft, environment)
+    _read_overrides(draft, overrides)
+    _switch_hints_on(draft)
+    return _build(draft, dialect.name, path, allow_unsupported)
+
+
+_VARIABLE = re.compile(r"\$\{\w+\}")
+
+
+def _read(path: FilePath) -> Document:
+    """ai-toolkit fills `${NAME}` in before it parses, so such a file need not be well-formed until then."""
+    document = open_document(path)
+    try:
+        return document.reparsed()
+    except ConfigError:
+        if not _VARIABLE.search(document.text):
+            raise
+        data = _parsed_with_blanks(document)
+        if not aitoolkit.looks_like(data):
+            raise
+        return Document(document.path, document.format, document.text, data)
+
+
+def _parsed_with_blanks(document: Document) -> Any:
+    try:
+        return document.reparsed(_VARIABLE.sub("0", document.text)).data
+    except ConfigError:
+        return None
+
+
+def _recognise(document: Document) -> Dialect:
+    for dialect in DIALECTS:
+        if dialect.looks_like(document.data):
+            return dialect
+    found = "an empty file" if document.data is None else f"a {document.format} file of another kind"
+    raise ConfigError(
+        [
+            Problem(
+                "(file)",
+                found,
+                "a SimpleTuner config (model_family, ...), an ai-toolkit job (job, config) or our own (gracetune: 1)",
+                "start from a file in examples/",
+                document.name,
+            )
+        ]
+    )
+
+
+def _read_environment(draft: Draft, environment: Environment) -> None:
+    found = memory_settings(environment)
+    draft.problems += found.problems
+    for name, setting in found.settings.items():
+        draft.put(("memory", name), setting.value, Origin("environment", setting.variable))
+
+
+def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        try:
+            path = parse_path(key.strip())
+        except ValueError:
+            path = ()
+        if not equals or not path:
+            draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
+        elif _beyond_lists(draft, path):
+            draft.problem(f"--set {key}", value, "an existing list entry or the next one", "count entries from 0")
+        else:
+            draft.put(path, parse_scalar(value), Origin("flag", f"--set {dotted(path)}"))
+
+
+def _beyond_lists(draft: Draft, path: Path) -> bool:
+    """Whether an index would leave a hole in a list (or ask for a list of absurd length)."""
+    for position, step in enumerate(path):
+        if isinstance(step, int):
+            around = draft.get(path[:position])
+            if step > (len(around) if isinstance(around, list) else 0):
+                return True
+    return False
+
+
+def _switch_hints_on(draft: Draft) -> None:
+    """Caches in unified memory ask for hints, unless the file or a flag says otherwise."""
+    path: Path = ("memory", "enable_uvm_hints")
+    explicit = draft.origins.get(path)
+    if explicit is not None and explicit.kind in ("file", "flag"):
+        return
+    for name in ("vae_cache_type", "text_cache_type"):
+        cause = draft.origins.get(("cache", name))
+        if cause is not None and draft.get(("cache", name)) == "unified_memory":
+            draft.put(path, True, cause)
+            return
+
+
+def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) -> Resolved:
+    problems = list(draft.problems)
+    if allow_unsupported:
+        for refused in draft.unsupported:
+            draft.note(f"{refused.key}: {refused.found} is not supported and was left out ({refused.expected})")
+    else:
+        problems += draft.unsupported
+    config, bad_paths, schema_problems = _validate(draft)
+    problems += schema_problems
+    for broken in broken_rules(config) if config is not None else ():
+        if not any(broken.path[: len(path)] == path for path in bad_paths):
+            key, where = draft.place(broken.path)
+            problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
+    if problems or config is None:
+        raise UnresolvedError(list(dict.fromkeys(problems)), dialect, draft.notes)
+    return Resolved(config, dialect, file, dict(draft.origins), tuple(draft.notes))
+
+
+# Stand-ins for required values that are missing, so that the rules between the others can still be checked.
+_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", "id": "unknown",
+                              "path": "unknown", "prompt": "unknown", "model": {"family": "wan"}}  # fmt: skip
+
+
+def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:
+    """Validate; on errors take the bad values out and validate the rest, so that all problems arrive together."""
+    tree = copy.deepcopy(draft.tree)
+    bad_paths: set[Path] = set()
+    problems: list[Problem] = []
+    for _round in range(4):
+        try:
+            return RunConfig.model_validate(tree), bad_paths, problems
+        except ValidationError as error:
+            errors = error.errors(include_url=False)
+            problems += [found for found in problems_of(errors, draft) if found not in problems]
+            for detail in errors:
+                bad_paths.add(_set_aside(tree, detail))
+    return None, bad_paths, problems
+
+
+def _set_aside(tree: dict[str, Any], error: ErrorDetails) -> Path:
+    path = known_path(error["loc"], error["type"])
+    node: Any = tree
+    for step in path[:-1]:
+        inside = (isinstance(node, dict) and step in node) or (isinstance(node, list) and isinstance(step, int))
+        node = node[step] if inside else None
+    if isinstance(node, dict) and path:
+        node.pop(path[-1], None)
+        if path[-1] in required_names(path[:-1]):
+            node[str(path[-1])] = _STAND_INS.get(str(path[-1]))
+    elif isinstance(node, list) and path and isinstance(path[-1], int):
+        node[path[-1]] = {"id": f"unknown {path[-1]}", "path": "unknown"}
+    return path

@@ -1,0 +1,188 @@
+"""What no single field can know: rules between the values of a `RunConfig`. Each is a small pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.draft import Path, describe
+from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.run_config import RunConfig
+from gracetune.config.spelling import nearest
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A rule that does not hold, and the value to change."""
+
+    path: Path
+    found: str
+    expected: str
+    hint: str
+
+
+def broken_rules(config: RunConfig) -> list[Broken]:
+    return list(chain.from_iterable(rule(config) for rule in RULES))
+
+
+def _length(config: RunConfig) -> Iterator[Broken]:
+    steps, epochs = config.training.max_steps, config.training.epochs
+    if steps is None and epochs is None:
+        yield Broken(("training", "max_steps"), "neither steps nor epochs", "one of the two",
+                     "set training.max_steps, for example 2000")  # fmt: skip
+    if steps is not None and epochs is not None:
+        yield Broken(("training", "epochs"), f"{steps} steps and {epochs} epochs", "one of the two",
+                     "remove training.epochs or training.max_steps")  # fmt: skip
+
+
+def _ramp(config: RunConfig) -> Iterator[Broken]:
+    ramp = config.training.ramp
+    if not ramp.enabled:
+        return
+    for name in ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps"):
+        if ramp.model_dump()[name] is None:
+            yield Broken(("training", "ramp", name), "nothing", "a whole number >= 1",
+                         f"the batch ramp is enabled: set {name}")  # fmt: skip
+    first, last = ramp.initial_effective_batch_size, ramp.target_effective_batch_size
+    if first is not None and last is not None and first > last:
+        yield Broken(("training", "ramp", "initial_effective_batch_size"), str(first), f"at most the target, {last}",
+                     "a ramp rises: swap the two")  # fmt: skip
+
+
+def _known_flavour(config: RunConfig) -> Flavour | None:
+    """The flavour whose nature we know without opening the weights."""
+    model = config.model
+    if model.flavour is not None:
+        return find_flavour(model.family, model.flavour)
+    return flavours(model.family)[0] if model.path is None else None
+
+
+def _model(config: RunConfig) -> Iterator[Broken]:
+    model, flavour = config.model, _known_flavour(config)
+    if model.flavour is not None and flavour is None:
+        names = [known.name for known in flavours(model.family)]
+        near = nearest(model.flavour, names)
+        yield Broken(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}",
+                     f"write `{near}`" if near else "choose one of them, or give model.path instead")  # fmt: skip
+    if model.experts != "both" and flavour is not None and not flavour.dual_expert:
+        yield Broken(("model", "experts"), model.experts, f"both: {flavour.name} has a single expert",
+                     "remove model.experts")  # fmt: skip
+
+
+def _adapter(config: RunConfig) -> Iterator[Broken]:
+    adapter = config.adapter
+    if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
+        yield Broken(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
+                     "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
+
+
+def _automagic(config: RunConfig) -> Iterator[Broken]:
+    optimizer = config.optimizer
+    for name, limits in (
+        ("limits", optimizer.limits), ("high_noise", optimizer.high_noise), ("low_noise", optimizer.low_noise)
+    ):  # fmt: skip
+        if optimizer.name != "automagic" and limits != type(limits)():
+            yield Broken(("optimizer", name), f"limits for {optimizer.name}", "the automagic optimizer",
+                         f"set optimizer.name to automagic or remove optimizer.{name}")  # fmt: skip
+        if limits.min_lr is not None and limits.max_lr is not None and limits.min_lr > limits.max_lr:
+            yield Broken(("optimizer", name, "min_lr"), f"{limits.min_lr:g}", f"at most max_lr, {limits.max_lr:g}",
+                         "swap the two")  # fmt: skip
+
+
+def _objective(config: RunConfig) -> Iterator[Broken]:
+    objective = config.objective
+    if objective.min_timestep >= objective.max_timestep:
+        yield Broken(("objective", "min_timestep"), str(objective.min_timestep),
+                     f"below max_timestep, {objective.max_timestep}", "widen the window")  # fmt: skip
+
+
+def _dataset_ids(config: RunConfig) -> Iterator[Broken]:
+    seen: dict[str, int] = {}
+    for index, dataset in enumerate(config.datasets):
+        if dataset.id in seen:
+            yield Broken(("datasets", index, "id"), f"{describe(dataset.id)} again", "an id of its own",
+                         f"dataset {seen[dataset.id] + 1} has this id: rename one of the two")  # fmt: skip
+        seen.setdefault(dataset.id, index)
+
+
+def _something_to_train_on(config: RunConfig) -> Iterator[Broken]:
+    trainable = [d for d in config.datasets if not d.disabled and d.dataset_type in ("image", "video", "audio")]
+    if not trainable:
+        yield Broken(("datasets",), f"{len(config.datasets)} datasets, none to train on",
+                     "an enabled image, video or audio dataset", "add one, or remove its `disabled`")  # fmt: skip
+
+
+def _datasets(config: RunConfig) -> Iterator[Broken]:
+    ids = [dataset.id for dataset in config.datasets]
+    flavour = _known_flavour(config)
+    for index, dataset in enumerate(config.datasets):
+        for rule in (_sizes, _frames, _periods):
+            yield from rule(dataset, ("datasets", index))
+        yield from _references(dataset, ("datasets", index), ids)
+        if flavour is not None:
+            yield from _modality(dataset, ("datasets", index), flavour)
+
+
+def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    if (dataset.maximum_size is None) != (dataset.downsample_to is None):
+        missing = "maximum_size" if dataset.maximum_size is None else "downsample_to"
+        yield Broken((*path, missing), "nothing", "a size: maximum_size and downsample_to come together",
+                     f"set {missing}, or remove the other")  # fmt: skip
+    low, high = dataset.minimum_aspect_ratio, dataset.maximum_aspect_ratio
+    if low is not None and high is not None and low > high:
+        yield Broken((*path, "minimum_aspect_ratio"), f"{low:g}", f"at most {high:g}", "swap the two")
+    crop = dataset.crop
+    if crop.enabled and crop.aspect in ("closest", "random") and not crop.aspect_buckets:
+        yield Broken((*path, "crop", "aspect_buckets"), "nothing", f"a list of ratios for aspect {crop.aspect}",
+                     "for example [1.0, 0.75, 1.33]")  # fmt: skip
+
+
+def _frames(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    frames = dataset.video.num_frames
+    if dataset.dataset_type == "video" and frames is not None and frames % 4 != 1:
+        lower, upper = frames - (frames - 1) % 4, frames - (frames - 1) % 4 + 4
+        yield Broken((*path, "video", "num_frames"), str(frames), "a multiple of 4 plus 1",
+                     f"write {lower} or {upper}" if lower > 0 else f"write {upper}")  # fmt: skip
+
+
+def _periods(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    if dataset.end_epoch is not None and dataset.end_epoch < dataset.start_epoch:
+        yield Broken((*path, "end_epoch"), str(dataset.end_epoch), f"at least start_epoch, {dataset.start_epoch}",
+                     "swap the two")  # fmt: skip
+    if dataset.end_step is not None and dataset.end_step <= dataset.start_step:
+        yield Broken((*path, "end_step"), str(dataset.end_step), f"above start_step, {dataset.start_step}",
+                     "swap the two")  # fmt: skip
+
+
+def _references(dataset: Dataset, path: Path, ids: list[str]) -> Iterator[Broken]:
+    wanted = [*dataset.conditioning, *([dataset.source_dataset_id] if dataset.source_dataset_id else [])]
+    for name in wanted:
+        if name not in ids or name == dataset.id:
+            near = nearest(name, [known for known in ids if known != dataset.id])
+            field = "conditioning" if name in dataset.conditioning else "source_dataset_id"
+            yield Broken((*path, field), describe(name), "the id of another dataset of this config",
+                         f"write `{near}`" if near else "add that dataset")  # fmt: skip
+
+
+def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken]:
+    """Video models learn from single images too; nothing else mixes."""
+    readable = {"video": ("video", "image"), "image": ("image",), "audio": ("audio",)}[flavour.makes]
+    if dataset.dataset_type in ("image", "video", "audio") and dataset.dataset_type not in readable:
+        expected = f"{' or '.join(readable)}, which {flavour.name} learns from"
+        yield Broken((*path, "dataset_type"), dataset.dataset_type, expected,
+                     "remove the dataset or choose a model for it")  # fmt: skip
+
+
+RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
+    _length,
+    _ramp,
+    _model,
+    _adapter,
+    _automagic,
+    _objective,
+    _dataset_ids,
+    _something_to_train_on,
+    _datasets,
+)

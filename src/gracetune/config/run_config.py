@@ -1,0 +1,246 @@
+"""`RunConfig`: everything one training run was asked to do. Every dialect ends here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
+
+from gracetune.config.base import (
+    Flag,
+    Fraction,
+    Name,
+    NonNegativeFloat,
+    Number,
+    OpenFraction,
+    Options,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Text,
+    WholeNumber,
+)
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.families import Family
+from gracetune.config.memory_options import MemoryOptions
+
+
+class Model(Section):
+    family: Family
+    flavour: Name | None = None
+    """One of the family's published weights; unset with a `path` means: ask the weights."""
+    path: Name | None = None
+    """Local folder, single safetensors file or hub id; unset means the flavour's published weights."""
+    revision: Name | None = None
+    variant: Name | None = None
+    vae_path: Name | None = None
+    text_encoder_path: Name | None = None
+    base_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
+    """How the frozen weights are held."""
+    experts: Literal["both", "high", "low"] = "both"
+    """Which noise experts of a dual-expert model are trained."""
+    switch_experts_every: PositiveInt = 1
+    """Optimizer steps between two experts' turns."""
+    expert_boundary: OpenFraction | None = None
+    """Noise level above which the high expert works; unset means the flavour's own."""
+    vae_tiling: Flag = False
+    vae_slicing: Flag = False
+
+
+class Adapter(Section):
+    kind: Literal["lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta", "full_finetune"] = "lora"
+    rank: PositiveInt = 16
+    alpha: PositiveFloat | None = None
+    """Unset means equal to the rank."""
+    dropout: Fraction = 0.0
+    conv_rank: PositiveInt | None = None
+    conv_alpha: PositiveFloat | None = None
+    factor: Annotated[int, Strict(), Field(ge=-1)] = -1
+    """LoKr's split of a dimension; -1 takes the most even one."""
+    full_rank: Flag = False
+    """LoKr only: keep the second factor whole instead of decomposing it to the rank."""
+    decompose_both: Flag = False
+    targets: tuple[Name, ...] = ()
+    """Module patterns; empty means the family's own choice. A pattern that matches nothing is an error."""
+    exclude: tuple[Name, ...] = ()
+    by_module: dict[str, Options] = Field(default={})
+    """Per-module-class options that differ from the ones above (LyCORIS `module_algo_map`)."""
+    strength: Number = 1.0
+    """LyCORIS `multiplier`."""
+    init_from: Name | None = None
+    """Adapter file to start from."""
+
+
+class Cache(Section):
+    vae_cache_type: Literal["unified_memory", "memory", "disk"] = "disk"
+    text_cache_type: Literal["unified_memory", "memory", "disk"] = "disk"
+    cache_dir: Name | None = None
+    """Unset means `cache` inside the run's folder."""
+    text_cache_dir: Name | None = None
+    image_embeds_dir: Name | None = None
+    persistent_cache: Flag = True
+    """False removes at a clean end what this run added."""
+    vae_batch_size: PositiveInt = 4
+    text_encoder_batch_size: PositiveInt = 1
+
+
+class Ema(Section):
+    enabled: Flag = False
+    decay: OpenFraction = 0.999
+    update_every: PositiveInt = 1
+
+
+class BatchRamp(Section):
+    """Grow the effective batch quadratically over the first micro-batches."""
+
+    enabled: Flag = False
+    initial_effective_batch_size: PositiveInt | None = None
+    target_effective_batch_size: PositiveInt | None = None
+    batch_rampup_steps: PositiveInt | None = None
+    """Counted in micro-batches."""
+
+
+class Training(Section):
+    max_steps: PositiveInt | None = None
+    epochs: PositiveInt | None = None
+    batch_size: PositiveInt = 1
+    gradient_accumulation_steps: PositiveInt = 1
+    gradient_checkpointing: Literal["off", "auto", "full"] = "auto"
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    max_grad_norm: PositiveFloat | None = 1.0
+    grad_clip: Literal["norm", "value"] = "norm"
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"] = "auto"
+    compile: Literal["off", "auto", "on"] = "auto"
+    seed: WholeNumber = 42
+    ema: Ema = Ema()
+    ramp: BatchRamp = BatchRamp()
+
+
+class AutomagicLimits(Section):
+    lr_bump: PositiveFloat | None = None
+    min_lr: PositiveFloat | None = None
+    max_lr: PositiveFloat | None = None
+
+
+class Optimizer(Section):
+    name: Literal[
+        "adamw", "adamw_8bit", "adafactor", "lion", "prodigy", "prodigy_plus_schedule_free", "automagic"
+    ] = "adamw"  # fmt: skip
+    lr: NonNegativeFloat = 1e-4
+    weight_decay: NonNegativeFloat | None = None
+    """Unset, like all that follow, means the optimizer's own default."""
+    betas: tuple[Fraction, Fraction] | None = None
+    eps: PositiveFloat | None = None
+    limits: AutomagicLimits = AutomagicLimits()
+    """Automagic's per-element learning rate; the two below override it for one expert."""
+    high_noise: AutomagicLimits = AutomagicLimits()
+    low_noise: AutomagicLimits = AutomagicLimits()
+    options: Options = Field(default={})
+    """Anything else the optimizer itself takes."""
+
+
+class Schedule(Section):
+    name: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "sine"
+    ] = "constant"  # fmt: skip
+    warmup_steps: WholeNumber = 0
+    cycles: PositiveFloat = 1
+    power: PositiveFloat = 1.0
+    end_lr: NonNegativeFloat = 0.0
+
+
+class Objective(Section):
+    loss: Literal["mse", "mae", "huber", "smooth_l1"] = "mse"
+    huber_delta: PositiveFloat = 0.1
+    prediction: Literal["flow", "epsilon", "v_prediction"] | None = None
+    """Unset means the family's own."""
+    flow_shift: PositiveFloat | Literal["resolution"] | None = None
+    """`resolution` lets it follow the image size; unset means the family's own."""
+    timesteps: Literal["uniform", "sigmoid", "logit_normal", "beta", "shift", "weighted", "one_step"] = "sigmoid"
+    timestep_bias: Literal["balanced", "content", "style"] = "balanced"
+    sigmoid_scale: PositiveFloat = 1.0
+    beta_alpha: PositiveFloat = 2.0
+    beta_beta: PositiveFloat = 2.0
+    min_timestep: Annotated[int, Strict(), Field(ge=0, le=1000)] = 0
+    max_timestep: Annotated[int, Strict(), Field(ge=0, le=1000)] = 1000
+    snr_gamma: PositiveFloat | None = None
+    soft_min_snr: Flag = False
+    debiased: Flag = False
+    noise_offset: NonNegativeFloat = 0.0
+    noise_offset_probability: Fraction = 1.0
+    input_perturbation: NonNegativeFloat = 0.0
+
+
+class ValidationPrompt(Section):
+    """One sample to draw; what is unset comes from the `validation` section."""
+
+    prompt: Text
+    negative_prompt: Text | None = None
+    width: PositiveInt | None = None
+    height: PositiveInt | None = None
+    num_frames: PositiveInt | None = None
+    seed: WholeNumber | None = None
+    guidance: NonNegativeFloat | None = None
+    steps: PositiveInt | None = None
+    adapter_strength: Number = 1.0
+    references: tuple[Name, ...] = ()
+    """Pictures an edit or image-to-video model starts from."""
+
+
+class Validation(Section):
+    enabled: Flag = True
+    every_steps: PositiveInt | None = None
+    every_epochs: PositiveInt | None = None
+    at_start: Flag = False
+    prompts: tuple[ValidationPrompt, ...] = ()
+    negative_prompt: Text = ""
+    width: PositiveInt | None = None
+    height: PositiveInt | None = None
+    num_frames: PositiveInt | None = None
+    fps: PositiveFloat | None = None
+    seed: WholeNumber | None = None
+    walk_seed: Flag = False
+    """Each prompt of one round takes the next seed."""
+    guidance: NonNegativeFloat | None = None
+    guidance_rescale: Fraction = 0.0
+    steps: PositiveInt | None = None
+    images_per_prompt: PositiveInt = 1
+    loss_every_steps: PositiveInt | None = None
+    """Held-out loss at fixed noise levels."""
+
+
+class Checkpoints(Section):
+    every_steps: PositiveInt | None = 500
+    every_epochs: PositiveInt | None = None
+    keep_last: PositiveInt = 5
+    keep_every_steps: PositiveInt | None = None
+    resume: Name = "latest"
+    """`latest`, `none`, or a checkpoint folder."""
+    save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    format: Literal["comfyui", "diffusers", "kohya", "lycoris"] = "comfyui"
+
+
+class Logging(Section):
+    every_steps: PositiveInt = 10
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    project: Name = "gracetune"
+    webhook: Name | None = None
+
+
+class RunConfig(Section):
+    """One training run, complete and frozen."""
+
+    name: Name
+    output_dir: Name
+    model: Model
+    datasets: tuple[Dataset, ...]
+    adapter: Adapter = Adapter()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    objective: Objective = Objective()
+    cache: Cache = Cache()
+    validation: Validation = Validation()
+    checkpoints: Checkpoints = Checkpoints()
+    logging: Logging = Logging()
+    memory: MemoryOptions = MemoryOptions()

@@ -1,0 +1,155 @@
+"""From a SimpleTuner file in any of its formats to `Options`: names, aliases, placeholders, keys nobody knows."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gracetune.config.draft import Draft, Origin
+from gracetune.config.environment import Environment, memory_settings
+from gracetune.config.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
+from gracetune.config.simpletuner.keys import ALIASES, KNOWN
+from gracetune.config.simpletuner.values import Options, Placeholders
+from gracetune.config.spelling import nearest
+from gracetune.config.syntax import Document
+from gracetune.errors import ConfigError, Problem
+
+EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
+Pairs = list[tuple[str, str, Any]]
+"""Canonical name, name as written, value."""
+MAY_BE_EMPTY = ("resume_from_checkpoint", "validation_negative_prompt", "validation_prompt")
+"""Where empty text says something; everywhere else it is as good as absent."""
+
+
+def collect(document: Document, draft: Draft, environment: Environment) -> Options:
+    placeholders = Placeholders(environment, {})
+    values: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for name, key, value in _pairs(document, draft, environment):
+        if name not in KNOWN:
+            _report_unknown(draft, key, name, value)
+            continue
+        canonical = ALIASES.get(name, name)
+        if value is None or (value == "" and canonical not in MAY_BE_EMPTY):
+            continue
+        if canonical in values and values[canonical] != value:
+            draft.problem(key, value, f"one value: `{written[canonical]}` says the same thing differently",
+                          f"keep one of `{written[canonical]}` and `{key}`")  # fmt: skip
+        values[canonical] = placeholders.fill(value, draft, key, document.name)
+        written[canonical] = key
+    return Options(values, written, document.name)
+
+
+def _pairs(document: Document, draft: Draft, environment: Environment) -> Pairs:
+    if document.format == "env":
+        return _from_env_file(document, draft, environment)
+    data = unwrapped(document.data)
+    if not isinstance(data, Mapping):
+        raise ConfigError([Problem("(file)", "a list of datasets" if isinstance(data, list) else "no mapping",
+                                   "a SimpleTuner config: option names and their values",
+                                   "give the config.json that names this file in data_backend_config",
+                                   document.name)])  # fmt: skip
+    return [(bare(key), str(key), value) for key, value in data.items()]
+
+
+def bare(key: Any) -> str:
+    return str(key).strip().lstrip("-")
+
+
+def unwrapped(data: Any) -> Any:
+    """The web interface saves a config inside `config`, next to notes about it in `_metadata`."""
+    if isinstance(data, Mapping) and isinstance(data.get("_metadata"), Mapping) and "config" in data:
+        return data["config"]
+    return data
+
+
+def _report_unknown(draft: Draft, key: str, name: str, value: Any) -> None:
+    near = nearest(name, KNOWN)
+    draft.problem(key, value, "an option SimpleTuner knows", f"write `{near}`" if near else f"remove `{key}`")
+
+
+def _from_env_file(document: Document, draft: Draft, environment: Environment) -> Pairs:
+    variables = _assignments(document.text, environment)
+    _memory_options(variables, draft, document.name)
+    pairs: Pairs = []
+    left_alone: list[str] = []
+    for variable, text in variables.items():
+        if variable == EXTRA_ARGUMENTS:
+            pairs += _arguments(text, draft)
+        elif variable in ENV_NAMES:
+            pairs += _setting(variable, text)
+        elif variable.startswith(FOREIGN_VARIABLES):
+            left_alone.append(variable)
+        else:
+            draft.problem(variable, text, "a setting SimpleTuner reads from an env file", _env_hint(variable, text))
+    if left_alone:
+        draft.note(f"not settings of the run, left to your shell: {', '.join(left_alone)}")
+    return pairs
+
+
+def _env_hint(variable: str, text: str) -> str:
+    if variable.lower() in KNOWN:
+        return f'write {EXTRA_ARGUMENTS}="--{variable.lower()}={text}"'
+    near = nearest(variable.lower(), [name.lower() for name in ENV_NAMES])
+    return f"write `{near.upper()}`" if near else f"remove `{variable}`"
+
+
+def _setting(variable: str, text: str) -> Pairs:
+    option, _, fixed = ENV_NAMES[variable].partition("=")
+    if fixed:  # a switch whose being on means one value of an option
+        return [(option, variable, fixed)] if text.strip().lower() == "true" else []
+    return [(option, variable, text)]
+
+
+_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)")
+_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+
+
+def _assignments(text: str, environment: Environment) -> dict[str, str]:
+    """As a shell would: later lines see earlier ones, so `X="${X} --more"` adds to X."""
+    values: dict[str, str] = {}
+
+    def known(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        return values.get(name, environment.get(name) or "")
+
+    for line in text.splitlines():
+        match = None if line.lstrip().startswith("#") else _LINE.fullmatch(line)
+        if match is not None:
+            plain = " ".join(shlex.split(match[3], comments=True))
+            filled = plain if match[3].lstrip().startswith("'") else _REFERENCE.sub(known, plain)
+            values[match[1]] = f"{values.get(match[1], '')}{filled}" if match[2] else filled
+    return values
+
+
+def _arguments(text: str, draft: Draft) -> Pairs:
+    """`--name=value --switch` from the line of extra arguments."""
+    pairs: Pairs = []
+    for word in _joined(text.split()):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--"):
+            draft.problem(EXTRA_ARGUMENTS, word, "--option or --option=value", f"remove {word}")
+            continue
+        pairs.append((bare(name), name, value if equals else True))
+    return pairs
+
+
+def _joined(words: Iterable[str]) -> list[str]:
+    """`--option value` is `--option=value`."""
+    joined: list[str] = []
+    for word in words:
+        if joined and not word.startswith("--") and "=" not in joined[-1]:
+            joined[-1] = f"{joined[-1]}={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _memory_options(variables: Mapping[str, str], draft: Draft, file: str) -> None:
+    """An env file may export what the GH200 setup script exports; there it belongs to the run."""
+    found = memory_settings(Environment(variables))
+    draft.problems += [Problem(p.key, p.found, p.expected, p.hint, file) for p in found.problems]
+    for name, setting in found.settings.items():
+        draft.put(("memory", name), setting.value, Origin("file", setting.variable, file))

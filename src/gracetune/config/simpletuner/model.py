@@ -1,0 +1,217 @@
+"""Which model: SimpleTuner's families and flavours, and ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gracetune.config.draft import Draft
+from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours
+from gracetune.config.simpletuner.values import PEER, Options, as_flag, choice, names
+from gracetune.config.spelling import nearest
+
+_FLAVOURS: dict[str, dict[str, str]] = {
+    "wan": {
+        "t2v-480p-1.3b-2.1": "t2v-1.3b-2.1",
+        "t2v-480p-14b-2.1": "t2v-14b-2.1",
+        "i2v-14b-2.1": "i2v-14b-480p-2.1",
+        "i2v-14b-2.1-720p": "i2v-14b-720p-2.1",
+    },
+    "qwen_image": {
+        "v1.0": "t2i",
+        "v2.0": "t2i-2512",
+        "edit-v1": "edit",
+        "edit-v2": "edit-2509",
+        "edit-v2+": "edit-2509",
+        "edit-v3": "edit-2511",
+    },
+}
+"""Where the names differ. The others, and the two experts of a flavour (`…-high`, `…-low`), are spelt alike."""
+
+_DEFAULT_FLAVOURS = {"wan": "t2v-480p-1.3b-2.1", "qwen_image": "v2.1", "flux": "krea", "sdxl": "base-1.0"}
+
+OTHER_FAMILIES = names("""
+    ace_step anima auraflow boogu_image bria chroma cosmos cosmos2image cosmos3 deepfloyd ernie flux2 flux3_image
+    heartmula hidream hunyuanvideo ideogram infinitetalk kandinsky5-image kandinsky5-video kandinsky5_image
+    kandinsky5_video kolors krea2 longcat_image longcat_video ltxvideo ltxvideo2 lumina2 mageflow minimaxh3
+    minimaxmusic moss_image omnigen pixart pixart_sigma sana sanavideo sd1x sd2x sd3 stable_cascade wan_s2v z_image
+    z_image_omni zlab_i1
+""")
+"""Families SimpleTuner trains and we do not."""
+
+_NOT_SDXL = "sdxl-vae"
+_SDXL_VAE = "madebyollin/sdxl-vae-fp16-fix"
+_STAGE_SHIFT = 5.0
+
+
+def read_family(options: Options, draft: Draft) -> str | None:
+    """The family, or None where reading on would only repeat that it is not one of ours."""
+    value = options.get("model_family")
+    family = value.strip().lower() if isinstance(value, str) else value
+    if family is None:
+        draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", 'add "model_family"')
+        draft.reported_missing.add(("model",))
+        return ""
+    if family in FAMILIES:
+        draft.put(("model", "family"), family, options.origin("model_family"))
+        return str(family)
+    near = nearest(family, FAMILIES) if isinstance(family, str) and family not in OTHER_FAMILIES else None
+    options.problem(draft, "model_family", f"one of the families we train: {', '.join(FAMILIES)}",
+                    f"write `{near}`" if near else "train this model with SimpleTuner itself")  # fmt: skip
+    return "" if near else None
+
+
+_LACKING = {
+    "wan": "animegen-t2v-high animegen-t2v-low flf2v-14b-2.1 flf2v-14b-2.2-high flf2v-14b-2.2-low "
+    "vace-1.3b-2.1 vace-14b-2.1",
+    "qwen_image": "v2.1",
+    "flux": "fluxbooru libreflux",
+    "sdxl": "refiner-1.0 base-0.9 refiner-0.9",
+}
+"""SimpleTuner's flavours of our families that we do not train."""
+
+
+def lacks_flavour(options: Options, draft: Draft, family: str) -> bool:
+    """Whether the config is for a model we do not have; there is nothing more to say about it then."""
+    if options.get("model_flavour") not in _LACKING.get(family, "").split():
+        return False
+    ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
+    options.problem(draft, "model_flavour", f"a flavour we train: {', '.join(dict.fromkeys(ours))}",
+                    "choose one of them, or train this one with SimpleTuner itself")  # fmt: skip
+    return True
+
+
+def read_model(options: Options, draft: Draft, family: str) -> None:
+    options.put(draft, "pretrained_model_name_or_path", ("model", "path"))
+    options.put(draft, "revision", ("model", "revision"))
+    options.put(draft, "variant", ("model", "variant"))
+    options.put(draft, "vae_enable_tiling", ("model", "vae_tiling"), as_flag)
+    options.put(draft, "vae_enable_slicing", ("model", "vae_slicing"), as_flag)
+    _flavour(options, draft, family)
+    _parts(options, draft, family)
+    _precision(options, draft)
+
+
+def is_image_to_video(draft: Draft) -> bool:
+    flavour = draft.get(("model", "flavour"))
+    return isinstance(flavour, str) and flavour.startswith("i2v-")
+
+
+def _flavour(options: Options, draft: Draft, family: str) -> None:
+    given = options.take("model_flavour")
+    if not family:
+        return  # a family that has to be mended first
+    if given is None:
+        _flavour_not_given(options, draft, family)
+        return
+    found, expert = _find(family, given)
+    if found is None:
+        ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
+        near = nearest(given, ours) if isinstance(given, str) else None
+        options.problem(draft, "model_flavour", f"one of {', '.join(dict.fromkeys(ours))}",
+                        f"write `{near}`" if near else "choose one of them")  # fmt: skip
+        return
+    draft.put(("model", "flavour"), found.name, options.origin("model_flavour"))
+    if expert:
+        _one_expert(options, draft, expert)
+    if found.name == "schnell" and not options.is_on("disable_assistant_lora"):
+        options.refuse(draft, "model_flavour", "SimpleTuner trains schnell under an assistant adapter, on few steps; "
+                       "that is not implemented", 'choose "dev" or "krea"')  # fmt: skip
+
+
+def _one_expert(options: Options, draft: Draft, expert: str) -> None:
+    draft.put(("model", "experts"), expert, options.origin("model_flavour"))
+    draft.note(
+        f"{options.key('model_flavour')}: the {expert}-noise expert is trained, on its own share of the timesteps. "
+        "SimpleTuner 4.10 takes the folder `transformer_2` for `-high` and `transformer` for `-low`, which diffusers "
+        "uses the other way round, and draws timesteps from the whole range"
+    )
+
+
+def stage_shift(options: Options, draft: Draft) -> float | None:
+    """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
+    if draft.get(("model", "experts")) is None or draft.get(("model", "flavour")) != "i2v-14b-2.2":
+        return None
+    if options.take("flow_schedule_shift") not in (None, _STAGE_SHIFT):
+        draft.note(
+            f"{options.key('flow_schedule_shift')}: SimpleTuner trains this flavour at {_STAGE_SHIFT:g}; so do we"
+        )
+    return _STAGE_SHIFT
+
+
+def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
+    """A flavour under either project's name, and the one expert its name asks for."""
+    if not isinstance(given, str):
+        return None, ""
+    name, _, expert = given.strip().lower().rpartition("-")
+    whole = find_flavour(family, name) if expert in ("high", "low") else None
+    if whole is not None and whole.dual_expert:
+        return whole, expert
+    text = given.strip().lower()
+    return find_flavour(family, _FLAVOURS.get(family, {}).get(text, text)), ""
+
+
+def _flavour_not_given(options: Options, draft: Draft, family: str) -> None:
+    path = options.get("pretrained_model_name_or_path")
+    if path is not None:
+        weights = str(path).strip().lower()
+        known = next((flavour for flavour in flavours(family) if flavour.weights.lower() == weights), None)
+        if known is not None:
+            draft.put(("model", "flavour"), known.name, options.origin("pretrained_model_name_or_path"))
+        return
+    default = _DEFAULT_FLAVOURS.get(family)
+    if default is None:
+        return
+    found, _ = _find(family, default)
+    if found is None:
+        ours = ", ".join(_FLAVOURS.get(family, {}))
+        draft.problem("model_flavour", None, f"a flavour: SimpleTuner would take {default}, which we do not train",
+                      f"choose one of {ours}")  # fmt: skip
+    else:
+        draft.default(("model", "flavour"), found.name, PEER, "model_flavour")
+
+
+def _parts(options: Options, draft: Draft, family: str) -> None:
+    vae = options.get("pretrained_vae_model_name_or_path")
+    if family == "sdxl":
+        draft.default(("model", "vae_path"), _SDXL_VAE, PEER, "pretrained_vae_model_name_or_path")
+    if vae is not None and vae == options.get("pretrained_model_name_or_path"):
+        options.take("pretrained_vae_model_name_or_path")
+    elif family != "sdxl" and isinstance(vae, str) and _NOT_SDXL in vae:
+        options.take("pretrained_vae_model_name_or_path")
+        draft.note(f"{options.key('pretrained_vae_model_name_or_path')}: an SDXL VAE does not fit {family}; "
+                   "the model's own is used, as SimpleTuner does")  # fmt: skip
+    else:
+        options.put(draft, "pretrained_vae_model_name_or_path", ("model", "vae_path"))
+    encoder = "qwen_text_encoder_model_name_or_path"
+    if family == "qwen_image" and options.get(encoder) != options.get("pretrained_model_name_or_path"):
+        options.put(draft, encoder, ("model", "text_encoder_path"))
+
+
+_MIXED = {"no": "fp32"}
+_FP8 = ("fp8-torchao", "fp8wo-torchao", "fp8-quanto", "fp8uz-quanto", "fp8-native", "fp8-transformerengine", "fp8")
+_PLAIN = ("bf16", "fp16", "fp32")
+
+
+def _precision(options: Options, draft: Draft) -> None:
+    mixed = choice(_MIXED)(options.get("mixed_precision"))
+    if mixed == "fp8":
+        options.refuse(draft, "mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
+    else:
+        options.put(draft, "mixed_precision", ("training", "mixed_precision"), choice(_MIXED))
+    base = options.take("base_model_precision")
+    if base is None or base == "no_change":
+        if mixed in ("fp16", "fp32"):  # frozen weights are held in the training precision
+            draft.put(("model", "base_precision"), mixed, options.origin("mixed_precision"))
+    elif base in _PLAIN:
+        options.put(draft, "base_model_precision", ("model", "base_precision"))
+    elif base in _FP8:
+        draft.put(("model", "base_precision"), "fp8", options.origin("base_model_precision"))
+        draft.note(f"{options.key('base_model_precision')}: base weights are held in fp8 by gracetune itself, "
+                   f"not by {str(base).partition('-')[2] or 'a library'}; they round a little differently")  # fmt: skip
+    else:
+        options.refuse(draft, "base_model_precision", "base weights are held in bf16, fp16, fp32 or fp8",
+                       'write "no_change" (bf16), or "fp8-torchao" to halve them')  # fmt: skip
+    full = options.get("model_type") == "full"
+    if full and draft.get(("model", "base_precision")) == "fp8":
+        options.problem(draft, "base_model_precision", "no_change: a full fine-tune trains the weights themselves",
+                        'write "no_change", or train an adapter: "model_type": "lora"')  # fmt: skip

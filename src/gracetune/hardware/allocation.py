@@ -1,0 +1,226 @@
+"""The allocation test: take managed memory, fill it with the GPU, read some back with the CPU, give it back.
+
+Filling more managed memory than a PCIe card has can hang the driver until the machine is rebooted. So `plan_allocation`
+decides first, from the Machine alone, and beyond-HBM sizes come out of it only where the driver reports coherence or
+the user forces it. Main memory is protected twice: by the plan, and again before every piece that is filled.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware.driver import DriverError
+from gracetune.hardware.machine import Gpu, Machine
+from gracetune.hardware.managed import ManagedDriver, ManagedMemory
+from gracetune.units import GIB, MIB, format_bytes
+
+DEFAULT_SCALE = 1.5
+CAREFUL_CAP = 4 * GIB
+"""All the managed memory we ever take on a machine without a coherent link, unless the user forces more."""
+GRANULE = 2 * MIB
+CHUNK = GIB
+PATTERN = 0x5A
+
+Status = Literal["success", "reduced", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class AllocationPlan:
+    """How much to take, and why that much. `size` 0 means: do not run."""
+
+    scale: float
+    requested: int
+    size: int
+    reason: str
+
+    @property
+    def reduced(self) -> bool:
+        return self.size < self.requested
+
+
+@dataclass(frozen=True)
+class AllocationResult:
+    """What came of it; the JSON keeps the field names people's scripts know (a GB there is 2**30 bytes)."""
+
+    requested_scale: float
+    status: Status
+    reason: str
+    error: str | None = None
+    allocated: int = 0
+    allocation_seconds: float | None = None
+    fill_seconds: float | None = None
+
+    @property
+    def fill_rate(self) -> float | None:
+        """Bytes per second."""
+        return self.allocated / self.fill_seconds if self.fill_seconds else None
+
+    def to_json(self) -> dict[str, object]:
+        taken = self.status in ("success", "reduced")
+        seconds, rate = self.allocation_seconds, self.fill_rate
+        return {
+            "requested_scale": self.requested_scale,
+            "status": self.status,
+            "reason": self.reason,
+            "error": self.error,
+            "allocated_gb": round(self.allocated / GIB, 2) if taken else None,
+            "allocation_time_s": round(seconds, 3) if seconds is not None else None,
+            "fill_bandwidth_gbps": round(rate / GIB, 2) if rate is not None else None,
+        }
+
+
+def skipped(scale: float, reason: str) -> AllocationResult:
+    return AllocationResult(requested_scale=scale, status="skipped", reason=reason)
+
+
+def check_scale(scale: float) -> None:
+    if not (math.isfinite(scale) and 0 < scale <= 1000):
+        flag = "--oversubscription-scale"
+        raise ConfigError([Problem(flag, str(scale), "a number above 0, at most 1000", f"{flag} {DEFAULT_SCALE}")])
+
+
+def host_reserve(machine: Machine) -> int:
+    """Main memory nobody may touch: a tenth of it, and never less than 4 GiB."""
+    return max(4 * GIB, (machine.host.memory_limit or 0) // 10)
+
+
+def plan_allocation(machine: Machine, scale: float, *, force: bool) -> AllocationPlan:
+    """Decide the size of the test on the first GPU. Pure."""
+    check_scale(scale)
+    if not machine.gpus:
+        return AllocationPlan(scale, 0, 0, "no GPU")
+    gpu = machine.gpus[0]
+    if gpu.memory_total is None:
+        return AllocationPlan(scale, 0, 0, "the driver does not say how much memory the GPU has")
+    requested = int(gpu.memory_total * scale)
+    cap, why = _cap(machine, gpu, force=force)
+    if cap is None:
+        return AllocationPlan(scale, requested, 0, why)
+    size = min(requested, cap) // GRANULE * GRANULE
+    if size <= 0:
+        return AllocationPlan(scale, requested, 0, f"nothing to spare: {why}")
+    if requested <= cap:
+        return AllocationPlan(scale, size, size, "as requested")
+    return AllocationPlan(scale, requested, size, why)
+
+
+def _cap(machine: Machine, gpu: Gpu, *, force: bool) -> tuple[int | None, str]:
+    """The most this machine may be asked for, and the sentence that says so; None means do not try at all."""
+    blocker = _blocker(gpu)
+    if blocker:
+        return None, blocker
+    spare = _spare(machine)
+    if spare is None:
+        return None, "it is unknown how much main memory is free"
+    if spare == 0:
+        return 0, f"main memory is down to its reserve of {format_bytes(host_reserve(machine))}"
+    if gpu.attributes.integrated:
+        return _one_pool_cap(spare, force=force)
+    if gpu.memory_free is None:
+        return None, "the driver does not say how much of the GPU's memory is free"
+    careful = min(CAREFUL_CAP, gpu.memory_free // 2, spare)
+    if not gpu.attributes.concurrent_managed_access:
+        return careful, "the GPU cannot hold more managed memory than it has (no concurrent managed access)"
+    # Managed memory may end up in HBM and in main memory; together they are what is really there.
+    physical = gpu.memory_free + spare
+    if gpu.coherent_link:
+        return physical, f"all that is free on the GPU, and in main memory above a reserve: {format_bytes(physical)}"
+    if force:
+        return physical, f"forced, up to what is free on the GPU and in main memory: {format_bytes(physical)}"
+    said = "says the link is not coherent" if gpu.coherent_link is False else "does not say the link is coherent"
+    return careful, f"the driver {said}; going beyond the GPU's memory there can hang it until a reboot"
+
+
+def _blocker(gpu: Gpu) -> str | None:
+    if gpu.context_error:
+        return f"the driver would not open the GPU: {gpu.context_error}"
+    if gpu.attributes.managed_memory is None:
+        return "the driver does not say whether it can allocate managed memory"
+    return None if gpu.attributes.managed_memory else "the driver cannot allocate managed memory on this system"
+
+
+def _spare(machine: Machine) -> int | None:
+    headroom = machine.host.headroom
+    return None if headroom is None else max(0, headroom - host_reserve(machine))
+
+
+def _one_pool_cap(spare: int, *, force: bool) -> tuple[int, str]:
+    # Nothing lies beyond the GPU's memory on such a machine, and using all of it hangs the box.
+    if force:
+        return spare, f"forced, up to what the one pool can spare: {format_bytes(spare)}"
+    return min(CAREFUL_CAP, spare), "CPU and GPU share one pool: there is no memory beyond the GPU's to reach for"
+
+
+def run_allocation(
+    plan: AllocationPlan,
+    driver: ManagedDriver,
+    *,
+    headroom: Callable[[], int | None],
+    reserve: int,
+    chunk: int = CHUNK,
+) -> AllocationResult:
+    """Carry out a plan. `headroom` says how much main memory is left now; below `reserve` the filling stops."""
+    if plan.size <= 0:
+        return skipped(plan.scale, plan.reason)
+    try:
+        with driver.open(0) as memory:
+            return _take_fill_check(plan, memory, headroom, reserve, chunk)
+    except DriverError as error:
+        return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
+    except OSError as error:  # libcuda went away between the probe and now
+        return AllocationResult(plan.scale, "failed", plan.reason, error=str(error))
+
+
+def _take_fill_check(
+    plan: AllocationPlan, memory: ManagedMemory, headroom: Callable[[], int | None], reserve: int, chunk: int
+) -> AllocationResult:
+    started = time.perf_counter()
+    address = memory.allocate(plan.size)
+    allocated = time.perf_counter()
+    try:
+        filled, seconds = _fill(plan.size, memory, address, headroom, reserve, chunk)
+        wrong = _wrong_byte(memory, address, filled)
+    finally:
+        memory.free(address)
+    if wrong is not None:
+        return AllocationResult(plan.scale, "failed", plan.reason, error=wrong)
+    reason = plan.reason
+    if filled < plan.size:
+        reason = f"stopped at {format_bytes(filled)}: less than {format_bytes(reserve)} of main memory was left"
+        if filled == 0:
+            return skipped(plan.scale, reason)
+    status: Status = "reduced" if filled < plan.requested else "success"
+    return AllocationResult(
+        plan.scale, status, reason, allocated=filled, allocation_seconds=allocated - started, fill_seconds=seconds
+    )
+
+
+def _fill(
+    size: int, memory: ManagedMemory, address: int, headroom: Callable[[], int | None], reserve: int, chunk: int
+) -> tuple[int, float]:
+    """Fill piece by piece, so that a machine filling up faster than planned is noticed before it is full."""
+    filled, seconds = 0, 0.0
+    while filled < size:
+        left = headroom()
+        if left is None or left < reserve:
+            break
+        piece = min(chunk, size - filled)
+        started = time.perf_counter()
+        memory.fill(address + filled, PATTERN, piece)
+        seconds += time.perf_counter() - started
+        filled += piece
+    return filled, seconds
+
+
+def _wrong_byte(memory: ManagedMemory, address: int, filled: int) -> str | None:
+    """What the GPU wrote must be what the CPU reads; first, middle and last byte stand for the rest."""
+    for offset in (0, filled // 2, filled - 1) if filled else ():
+        found = memory.peek(address + offset)
+        if found != PATTERN:
+            return f"byte {offset} reads 0x{found:02x} on the CPU after the GPU wrote 0x{PATTERN:02x}"
+    return None

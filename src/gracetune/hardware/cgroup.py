@@ -1,0 +1,149 @@
+"""The memory limit of this process's control group, for cgroup version 1 and 2.
+
+A limit set on any group between ours and the root binds us, so the whole path is walked and the tightest one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from gracetune.hardware.files import HostFiles, parse_fields, parse_integer
+from gracetune.hardware.machine import Cgroup
+
+MOUNTS = "/proc/self/mountinfo"
+MEMBERSHIP = "/proc/self/cgroup"
+
+# Version 1 has no word for "unlimited": it reports the largest page count in bytes, just under 2**63.
+_V1_UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class CgroupLocation:
+    """Where the memory controller's files of this process are."""
+
+    version: Literal[1, 2]
+    mount_point: str
+    groups: tuple[str, ...]
+    """Folder names below the mount point, outermost first."""
+
+    def folders(self) -> list[str]:
+        """Every folder from our own group up to the root, as absolute paths."""
+        base = self.mount_point.rstrip("/")
+        return ["/".join((base, *self.groups[:depth])) for depth in range(len(self.groups), -1, -1)]
+
+
+@dataclass(frozen=True)
+class _FileNames:
+    limit: str
+    current: str
+    reclaimable: str
+    throttle: str | None
+
+
+_NAMES: dict[int, _FileNames] = {
+    1: _FileNames("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", None),
+    2: _FileNames("memory.max", "memory.current", "inactive_file", "memory.high"),
+}
+
+
+@dataclass(frozen=True)
+class _Level:
+    limit: int | None
+    throttle: int | None
+    current: int | None
+    available: int | None
+
+
+def read_cgroup(files: HostFiles) -> Cgroup | None:
+    location = locate(files)
+    if location is None:
+        return None
+    levels = [_read_level(files, folder, location.version) for folder in location.folders()]
+    limited = [level for level in levels if level.limit is not None]
+    tightest = min(limited, key=lambda level: level.limit or 0, default=None)
+    return Cgroup(
+        version=location.version,
+        limit=tightest.limit if tightest else None,
+        throttle=min((level.throttle for level in levels if level.throttle is not None), default=None),
+        current=tightest.current if tightest else next((v.current for v in levels if v.current is not None), None),
+        available=min((level.available for level in limited if level.available is not None), default=None),
+    )
+
+
+def locate(files: HostFiles) -> CgroupLocation | None:
+    """Version 1 wins where both are mounted and it owns the memory controller; that is what a hybrid system means."""
+    membership = parse_membership(files.read(MEMBERSHIP) or "")
+    mounts = parse_mounts(files.read(MOUNTS) or "")
+    versions: tuple[Literal[1, 2], ...] = (1, 2)
+    for version in versions:
+        if version in membership and version in mounts:
+            mount_point, mount_root = mounts[version]
+            return CgroupLocation(version, mount_point, _below(membership[version], mount_root))
+    return None
+
+
+def _below(path: str, mount_root: str) -> tuple[str, ...]:
+    """Our group relative to what is mounted; a container without its own cgroup namespace mounts only a branch."""
+    names = _names(path)
+    root = _names(mount_root)
+    return names[len(root) :] if names[: len(root)] == root else ()
+
+
+def _names(path: str) -> tuple[str, ...]:
+    # "/../.." is how the kernel writes a group outside our namespace: nothing of it is visible from here.
+    names = tuple(name for name in path.split("/") if name not in ("", "."))
+    return () if ".." in names else names
+
+
+def parse_membership(text: str) -> dict[int, str]:
+    """`/proc/self/cgroup` -> version -> our group's path, for the hierarchies that can limit memory."""
+    found: dict[int, str] = {}
+    for line in text.splitlines():
+        parts = line.split(":", 2)
+        if len(parts) != 3:
+            continue
+        if parts[0] == "0" and parts[1] == "":
+            found[2] = parts[2]
+        elif "memory" in parts[1].split(","):
+            found[1] = parts[2]
+    return found
+
+
+def parse_mounts(text: str) -> dict[int, tuple[str, str]]:
+    """`/proc/self/mountinfo` -> version -> (mount point, which part of the hierarchy is mounted there)."""
+    found: dict[int, tuple[str, str]] = {}
+    for line in text.splitlines():
+        left, separator, right = line.partition(" - ")
+        fields, source = left.split(" "), right.split(" ")
+        if not separator or len(fields) < 5 or len(source) < 3:
+            continue
+        place = (_unescape(fields[4]), _unescape(fields[3]))
+        if source[0] == "cgroup2":
+            found.setdefault(2, place)
+        elif source[0] == "cgroup" and "memory" in source[2].split(","):
+            found.setdefault(1, place)
+    return found
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes a blank in a path as a backslash and three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+def _read_level(files: HostFiles, folder: str, version: int) -> _Level:
+    names = _NAMES[version]
+    limit = _limit(files.read(f"{folder}/{names.limit}"))
+    current = parse_integer(files.read(f"{folder}/{names.current}"))
+    throttle = _limit(files.read(f"{folder}/{names.throttle}")) if names.throttle else None
+    available = None
+    if limit is not None and current is not None:
+        reclaimable = parse_fields(files.read(f"{folder}/memory.stat") or "").get(names.reclaimable, 0)
+        available = max(0, limit - max(0, current - reclaimable))
+    return _Level(limit, throttle, current, available)
+
+
+def _limit(text: str | None) -> int | None:
+    value = parse_integer(text)  # "max" is no integer, and no limit
+    return None if value is None or value >= _V1_UNLIMITED else value

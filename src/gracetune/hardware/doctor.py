@@ -1,0 +1,100 @@
+"""The doctor: all checks in reading order, one verdict, and the JSON report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gracetune.hardware import gpu_checks, host_checks
+from gracetune.hardware.check import Check, Examination, UvmReport
+from gracetune.hardware.machine import Machine
+from gracetune.units import GIB
+
+REPORT_FORMAT = 1
+
+CHECKS: tuple[Callable[[Examination], Check | None], ...] = (
+    gpu_checks.gpu,
+    gpu_checks.driver,
+    gpu_checks.driver_cuda,
+    host_checks.torch,
+    host_checks.libraries,
+    gpu_checks.memory_mode,
+    gpu_checks.managed_memory,
+    gpu_checks.mixed_gpus,
+    gpu_checks.gpu_memory,
+    gpu_checks.link,
+    host_checks.host_memory,
+    host_checks.cgroup,
+    host_checks.pinned_memory,
+    host_checks.swap,
+    host_checks.numa_balancing,
+    host_checks.page_size,
+    host_checks.huge_pages,
+    host_checks.uvm,
+    host_checks.uvm_policy,
+    host_checks.allocation,
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was examined and what came of it."""
+
+    examination: Examination
+    checks: tuple[Check, ...]
+
+    @property
+    def machine(self) -> Machine:
+        return self.examination.machine
+
+    @property
+    def healthy(self) -> bool:
+        return all(check.status != "fail" for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Our own keys first, then the fields of the older gh200_diagnostic.py (a GB there is 2**30 bytes)."""
+        return {
+            "format": REPORT_FORMAT,
+            "profile": self.machine.profile.value,
+            "reason": self.machine.profile.reason,
+            "checks": [asdict(check) for check in self.checks],
+            "uvm": _uvm(self.examination.uvm),
+            "system": _system(self.machine),
+            "torch_version": self.machine.software.torch,
+            "uvm_allocation_test": self.examination.allocation.to_json(),
+            "machine": self.machine.model_dump(mode="json"),
+        }
+
+
+def diagnose(examination: Examination) -> Diagnosis:
+    results = (check(examination) for check in CHECKS)
+    return Diagnosis(examination, tuple(result for result in results if result is not None))
+
+
+def _uvm(uvm: UvmReport | None) -> dict[str, object]:
+    return {
+        "enabled": uvm.enabled if uvm else None,
+        "raw": uvm.raw if uvm else None,
+        "oversubscription_ratio": uvm.oversubscription_ratio if uvm else None,
+        "access_pattern": uvm.access_pattern if uvm else None,
+    }
+
+
+def _system(machine: Machine) -> dict[str, object]:
+    gpu = machine.gpus[0] if machine.gpus else None
+    return {
+        "architecture": machine.host.architecture,
+        "kernel": machine.host.kernel,
+        "cpu_count": machine.host.cpu_count,
+        "total_ram_gb": _gb(machine.host.mem_total),
+        "available_ram_gb": _gb(machine.host.mem_available),
+        "gpu_name": gpu.name if gpu else None,
+        "gpu_memory_gb": _gb(gpu.memory_total) if gpu else None,
+        "cuda_version": machine.software.torch_cuda,
+        "driver": machine.host.nvidia_kernel_driver,
+    }
+
+
+def _gb(count: int | None) -> float | None:
+    return None if count is None else round(count / GIB, 1)

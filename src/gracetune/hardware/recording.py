@@ -1,0 +1,255 @@
+"""Recordings: a machine as a folder, so that a machine we do not have can be tested against.
+
+Format 1. A recording is a folder with
+  recording.json   {"format": 1, "kind": "recorded" | "modelled", "architecture": ..., "page_size": ...}
+  driver.json      what the CUDA driver says (`driver.DriverFacts`)
+  software.json    installed versions (`machine.Software`)
+  SOURCE           for people: where this comes from
+  proc/ sys/ ...   the files the probe reads, under their own paths
+`record` writes the files that a probe of this machine really read, cut down to the lines it uses: no host or user
+names, no serial numbers, no paths. Control groups are renamed level1, level2, ... since their names carry user, job and
+container ids. A file the probe reads and that has no rule below is refused rather than copied.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import ValidationError
+
+from gracetune import __version__
+from gracetune.errors import MachineError
+from gracetune.hardware import cgroup, host
+from gracetune.hardware.driver import CudaDriver, Driver, DriverFacts
+from gracetune.hardware.files import HostFiles
+from gracetune.hardware.host import ProcessFacts
+from gracetune.hardware.machine import Facts, Machine, Software
+from gracetune.hardware.probe import assemble
+from gracetune.hardware.software import read_software
+
+
+class RecordingHeader(Facts):
+    """`recording.json`."""
+
+    format: Literal[1]
+    kind: Literal["recorded", "modelled"]
+    architecture: str | None
+    page_size: int | None
+
+
+def load_recording(folder: Path) -> Machine:
+    """The Machine a recording describes; a `MachineError` says what is wrong with one that cannot be read."""
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise MachineError(f"{folder}: found {found}, expected a recording's folder. {_HOW}")
+    header = _read_json(folder / "recording.json", RecordingHeader)
+    driver = _read_json(folder / "driver.json", DriverFacts)
+    software = _read_json(folder / "software.json", Software)
+    if not (folder / "proc").is_dir():
+        raise MachineError(f"{folder}: the folder proc is missing, so this recording is not complete. {_HOW}")
+    process = ProcessFacts(architecture=header.architecture, page_size=header.page_size)
+    return assemble(HostFiles(folder), driver, process, software)
+
+
+_HOW = "Make one with: gracetune doctor --record DIR"
+
+
+_Model = TypeVar("_Model", bound=Facts)
+
+
+def _read_json(path: Path, model: type[_Model]) -> _Model:
+    try:
+        return model.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise MachineError(f"{path}: {reason}; every recording has this file. {_HOW}") from error
+    except UnicodeDecodeError as error:
+        raise MachineError(f"{path}: not UTF-8 text, at byte {error.start}. {_HOW}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise MachineError(f"{path}: {where}: {first['msg']}. {_HOW}") from error
+
+
+def record(
+    folder: Path,
+    *,
+    root: Path = Path("/"),
+    driver: Driver | None = None,
+    process: ProcessFacts | None = None,
+    software: Software | None = None,
+) -> Machine:
+    """Write a recording of this machine and return what it says; the folder must not exist yet or be empty."""
+    _refuse_occupied(folder)
+    files = _ObservedFiles(root)
+    facts = (driver or CudaDriver()).facts(free_memory=True)
+    process = process or ProcessFacts.of_this_process()
+    software = software or read_software()
+    assemble(files, facts, process, software)
+    texts = _redact(files)
+    header = RecordingHeader(format=1, kind="recorded", architecture=process.architecture, page_size=process.page_size)
+    texts |= {
+        "recording.json": _pretty(header),
+        "driver.json": _pretty(_redact_driver(facts)),
+        "software.json": _pretty(software),
+        "SOURCE": f"Recorded from a real machine by gracetune {__version__} (doctor --record).\n",
+    }
+    _write_folder(folder, texts)
+    return load_recording(folder)
+
+
+def _refuse_occupied(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise MachineError(f"{folder}: already there and not an empty folder; choose a new one: --record NEW_DIR")
+
+
+def _pretty(model: Facts) -> str:
+    return json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
+
+
+def _write_folder(folder: Path, texts: dict[str, str]) -> None:
+    """Whole or not at all: written beside its place and moved there when complete."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            for name, text in texts.items():
+                path = scratch / name.lstrip("/")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            scratch.chmod(0o755)  # mkdtemp's folders are private; this one is made to be sent to someone
+            scratch.rename(folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+    except OSError as error:
+        raise MachineError(f"{folder}: cannot be written: {error.strerror or error}; choose another folder") from error
+
+
+class _ObservedFiles(HostFiles):
+    """Remembers every file it could read, so that a recording holds what the probe needs by construction."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.texts: dict[str, str] = {}
+
+    def read(self, path: str) -> str | None:
+        text = super().read(path)
+        if text is not None:
+            self.texts[path] = text
+        return text
+
+
+Rule = Callable[[str], str]
+
+
+def _keep_all(text: str) -> str:
+    return text
+
+
+def _keep_nothing(text: str) -> str:
+    """That the file exists is all there is to say."""
+    return text[:0]
+
+
+def _keep_lines(pattern: str) -> Rule:
+    wanted = re.compile(pattern)
+
+    def keep(text: str) -> str:
+        return "".join(f"{line}\n" for line in filter(wanted.match, text.splitlines()))
+
+    return keep
+
+
+def _keep_cpu_kinds(text: str) -> str:
+    """One entry for each kind of core instead of one for each core."""
+    kinds = map(_keep_lines(r"(model name|CPU implementer|CPU part)\s*:"), text.split("\n\n"))
+    return "\n".join(dict.fromkeys(kinds))
+
+
+def _keep_nvidia_version(text: str) -> str:
+    version = host.parse_nvidia_version(text)
+    return f"NVRM version: NVIDIA kernel module  {version}\n" if version else ""
+
+
+_RULES: tuple[tuple[str, Rule], ...] = (
+    (re.escape(host.MEMINFO), _keep_lines(r"(MemTotal|MemFree|MemAvailable|SwapTotal|SwapFree):")),
+    (re.escape(host.CPUINFO), _keep_cpu_kinds),
+    (re.escape(host.STATUS), _keep_lines(r"Cpus_allowed_list:")),
+    (re.escape(host.LIMITS), _keep_lines(r"Max locked memory ")),
+    (re.escape(host.NVIDIA_PARAMS), _keep_lines(rf"({host.COHERENT_MODE}|{host.USER_NUMA}):")),
+    (re.escape(host.NVIDIA_VERSION), _keep_nvidia_version),
+    (re.escape(host.NVIDIA_MODULE_VERSION), _keep_all),
+    (r"/proc/sys/kernel/(osrelease|numa_balancing)", _keep_all),
+    (r"/sys/kernel/mm/transparent_hugepage/enabled", _keep_all),
+    (rf"{host.NODES}/node[0-9]+/cpulist", _keep_all),
+    (rf"{host.NODES}/node[0-9]+/meminfo", _keep_lines(r"Node +[0-9]+ +(MemTotal|MemFree|FilePages):")),
+    (rf"{host.PCI_DEVICES}/[0-9a-f:.]+/(vendor|class|{'|'.join(host.LINK_FILES)})", _keep_all),
+    (r"/\.dockerenv|/run/\.containerenv", _keep_nothing),
+    (r".*/memory\.(max|high|current|limit_in_bytes|usage_in_bytes)", _keep_all),
+    (r".*/memory\.stat", _keep_lines(r"(total_)?inactive_file ")),
+)
+
+
+def _redact(files: _ObservedFiles) -> dict[str, str]:
+    location = cgroup.locate(files)
+    texts: dict[str, str] = {}
+    for path, text in files.texts.items():
+        if path in (cgroup.MOUNTS, cgroup.MEMBERSHIP) or _is_foreign_pci_device(path, files):
+            continue
+        texts[_rename_groups(path, location)] = _rule(path)(text)
+    if location is not None:
+        texts |= _cgroup_files(location)
+    # The probe tells "no NVIDIA device" from "no PCI bus" by the folder, and a folder needs a file to exist.
+    if files.names(host.PCI_DEVICES) is not None:
+        texts[f"{host.PCI_DEVICES}/.recorded"] = ""
+    return texts
+
+
+def _rule(path: str) -> Rule:
+    for pattern, rule in _RULES:
+        if re.fullmatch(pattern, path):
+            return rule
+    raise MachineError(f"no rule says what of {path} may be recorded; please report this, it is a defect of gracetune")
+
+
+def _is_foreign_pci_device(path: str, files: _ObservedFiles) -> bool:
+    """Network cards and disks are nobody's business."""
+    match = re.match(rf"({host.PCI_DEVICES}/[^/]+)/", path)
+    return match is not None and not host.is_nvidia_vendor(files.texts.get(f"{match[1]}/vendor"))
+
+
+def _canonical(location: cgroup.CgroupLocation) -> tuple[str, ...]:
+    return tuple(f"level{depth}" for depth in range(1, len(location.groups) + 1))
+
+
+_MOUNT_POINT = {1: "/sys/fs/cgroup/memory", 2: "/sys/fs/cgroup"}
+
+
+def _rename_groups(path: str, location: cgroup.CgroupLocation | None) -> str:
+    folder, _, name = path.rpartition("/")
+    if location is None or not name.startswith("memory."):
+        return path
+    depth = len(location.groups) - location.folders().index(folder)
+    return "/".join((_MOUNT_POINT[location.version], *_canonical(location)[:depth], name))
+
+
+def _cgroup_files(location: cgroup.CgroupLocation) -> dict[str, str]:
+    path, mount = "/" + "/".join(_canonical(location)), _MOUNT_POINT[location.version]
+    if location.version == 1:
+        return {
+            cgroup.MEMBERSHIP: f"1:memory:{path}\n",
+            cgroup.MOUNTS: f"1 0 0:1 / {mount} rw - cgroup cgroup rw,memory\n",
+        }
+    return {cgroup.MEMBERSHIP: f"0::{path}\n", cgroup.MOUNTS: f"1 0 0:1 / {mount} rw - cgroup2 cgroup2 rw\n"}
+
+
+def _redact_driver(facts: DriverFacts) -> DriverFacts:
+    """The loader's complaint may carry the path of someone's home."""
+    return facts.model_copy(update={"detail": re.sub(r"(/[^\s:/]+)+/", ".../", facts.detail)})

@@ -1,0 +1,155 @@
+"""How much one training step keeps between its forward and its backward pass. Pure.
+
+First principles: `Block.kept` lists the tensors autograd saves in one block, counted on the real model classes (tests
+do it again on the meta device). What an adapter adds depends on how it is computed:
+
+- `plain`: our own layers. The input of a trained matrix is kept once, however many matrices read it.
+- `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
+  each matrix keeps a copy of its own. Compiled, the copies fold into one.
+- `library`, everything else: LyCORIS rebuilds the whole weight; each rebuilt matrix is kept for the input's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from gracetune.memory.footprint import Block, Footprint, Kept, Stream, Tokens
+from gracetune.memory.trainable import Selection, Target
+
+Policy = Literal["off", "half", "full"]
+"""`off` keeps everything; `half` is torch.compile's activation budget of 0.5; `full` repeats every block's forward."""
+HALF = Fraction(1, 2)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How the step is computed."""
+
+    compiled: bool
+    adapter_path: Literal["plain", "library"]
+    compute_bytes: int = 2
+    full_finetune: bool = False
+
+    @property
+    def policies(self) -> tuple[Policy, ...]:
+        """From the fastest to the smallest. The budget is the compiler's, so it needs one."""
+        return ("off", "half", "full") if self.compiled else ("off", "full")
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes under one policy: those that grow with the batch, and those that do not."""
+
+    policy: Policy
+    kept: int
+    """For each sample, from forward to backward."""
+    working: int
+    """For each sample, alive at the worst moment of the backward pass beside the above."""
+    rebuilt: int
+    """Rebuilt weights and their gradients; the same for any batch."""
+
+    def total(self, batch: int) -> int:
+        return batch * (self.kept + self.working) + self.rebuilt
+
+
+def activations(footprint: Footprint, tokens: Tokens, selection: Selection, method: Method) -> tuple[Activations, ...]:
+    """One entry per policy, from most memory to least."""
+    costs = [_cost(block, tokens, selection, method) for block in footprint.blocks]
+    # The last norm works in fp32 and the loss on top of it, whatever the blocks do.
+    ends = 8 * footprint.width * tokens["image"]
+    working = max(cost.working for cost in costs) + ends
+    return tuple(_under(policy, costs, working, method) for policy in method.policies)
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """One kind of block."""
+
+    count: int
+    kept: int
+    enters: int
+    working: int
+    rebuilt: int
+    largest_rebuilt: int
+
+
+def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> Activations:
+    enters = sum(cost.count * cost.enters for cost in costs)
+    everything = sum(cost.count * cost.kept for cost in costs) + (enters if method.compiled else 0)
+    rebuilt = sum(cost.count * cost.rebuilt for cost in costs)
+    # A rebuilt weight's gradient is fp32 before it reaches the factors.
+    gradient = 4 * max(cost.largest_rebuilt for cost in costs)
+    if policy == "off":
+        return Activations(policy, everything, working, rebuilt + gradient)
+    if policy == "half":
+        return Activations(policy, max(enters, int(everything * HALF)), working, int(rebuilt * HALF) + gradient)
+    repeated = max(cost.kept for cost in costs)
+    return Activations(policy, enters, working + repeated, max(cost.rebuilt for cost in costs) + gradient)
+
+
+def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:
+    targets = [target for target in selection.targets if target.block is block]
+    rebuilt = [target.linear for target in targets if _rebuilds(target, method)]
+    return _Cost(
+        count=block.count,
+        kept=_kept(block, tokens, targets, method) + _added(block, tokens, targets, method),
+        enters=_bytes(block.enters, block, tokens, method),
+        working=_bytes(block.working, block, tokens, method),
+        rebuilt=sum(method.compute_bytes * linear.weights for linear in rebuilt if linear.backward),
+        largest_rebuilt=max((linear.weights for linear in rebuilt), default=0),
+    )
+
+
+def _rebuilds(target: Target, method: Method) -> bool:
+    return method.adapter_path == "library" and target.adapter.kind in (
+        "locon", "loha", "lokr", "ia3", "diag_oft",
+    )  # fmt: skip
+
+
+def _copies(target: Target, method: Method) -> bool:
+    return method.adapter_path == "library" and target.adapter.kind in ("lora", "dora") and not method.compiled
+
+
+def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+    read = {target.linear.reads for target in targets if not _copies(target, method)}
+
+    def counts(kept: Kept) -> bool:
+        if not (kept.compiled if method.compiled else kept.eager):
+            return False
+        if kept.needed_by == "weights":
+            return kept.name in read
+        return kept.needed_by == "graph" or method.full_finetune
+
+    return _bytes(filter(counts, block.kept), block, tokens, method)
+
+
+def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+    """What each adapted matrix keeps for itself, per token of its stream."""
+    total = 0
+    for target in targets:
+        linear, elements = target.linear, 0
+        if _copies(target, method):
+            elements += linear.inputs
+        if target.adapter.kind in ("lora", "dora"):
+            elements += target.adapter.rank
+        if target.adapter.kind == "dora":
+            # The magnitude scales both the base's and the adapter's output; each is kept for the other's gradient.
+            elements += 2 * linear.outputs
+        total += int(elements * _tokens(linear.stream, block, tokens))
+    return total * method.compute_bytes
+
+
+def _bytes(kept: Iterable[Kept], block: Block, tokens: Tokens, method: Method) -> int:
+    return int(
+        sum(
+            _tokens(entry.stream, block, tokens) * entry.width * (4 if entry.fp32 else method.compute_bytes)
+            for entry in kept
+        )
+    )
+
+
+def _tokens(stream: Stream, block: Block, tokens: Tokens) -> Fraction:
+    return tokens[stream] * (block.tokens if stream == "image" else Fraction(1))

@@ -1,0 +1,72 @@
+"""Which tensors of a training batch want to live where: the table of keys, and the walk that finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from gracetune.memory.managed import Home
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a key of the batch asks for."""
+
+    home: Home
+    prefetch: bool
+
+
+_LATENTS = Wish("host", prefetch=False)
+_TEXT = Wish("device", prefetch=True)
+_AUDIO = Wish("host", prefetch=True)
+
+WISHES: Final[Mapping[str, Wish]] = {
+    "latents": _LATENTS,
+    "unconditional_latents": _LATENTS,
+    "encoder_hidden_states": _TEXT,
+    "text_embeddings": _TEXT,
+    "pooled_prompt_embeds": _TEXT,
+    "prompt_embeds": _TEXT,
+    "unconditional_prompt_embeds": _TEXT,
+    "add_text_embeds": _TEXT,
+    "text_embeds": _TEXT,
+    "pooled_embeds": _TEXT,
+    "attention_mask": _TEXT,
+    "encoder_attention_mask": _TEXT,
+    "prompt_attention_mask": _TEXT,
+    "audio_latents": _AUDIO,
+    "waveform": _AUDIO,
+    "audio_samples": _AUDIO,
+    "audio_features": _AUDIO,
+}
+EMBEDS_ATTRIBUTES: Final = ("text_embeds", "pooled_embeds", "attention_mask")
+"""Prompt embeddings that are objects rather than mappings carry their tensors under these names."""
+
+
+def tensors_with_wishes(batch: Any) -> Iterator[tuple[str, Any, Wish]]:
+    """Every tensor of a nested batch whose key, or a key around it, has a wish: (dotted name, tensor, wish)."""
+    yield from _walk(batch, "", None, set())
+
+
+def _walk(value: Any, name: str, wish: Wish | None, seen: set[int]) -> Iterator[tuple[str, Any, Wish]]:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        if wish is not None and id(value) not in seen:
+            seen.add(id(value))
+            yield name, value, wish
+        return
+    for key, item in _children(value):
+        # The nearest key decides: pooled embeddings inside `latents` are still text.
+        yield from _walk(item, f"{name}.{key}".removeprefix("."), WISHES.get(key, wish), seen)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(index), item) for index, item in enumerate(value))
+    elif value is not None and not isinstance(value, str | bytes | int | float | bool):
+        found = vars(value) if hasattr(value, "__dict__") else {}
+        yield from ((name, found[name]) for name in EMBEDS_ATTRIBUTES if name in found)

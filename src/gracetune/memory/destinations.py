@@ -1,0 +1,121 @@
+"""Whether tensors in files and the memory prepared for them fit together: all of it, before a byte is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gracetune.errors import Problem
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weight_files import TensorEntry, Weights, shortened
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+
+
+def torch_dtype(entry: TensorEntry) -> torch.dtype:
+    if entry.dtype not in TORCH_DTYPES:
+        raise WeightFileError([_no_such_dtype(entry)])
+    return TORCH_DTYPES[entry.dtype]
+
+
+def find_problems(weights: Weights, destinations: Mapping[str, Tensor], unused: tuple[str, ...]) -> list[Problem]:
+    found = {name: weights.entries[name] for name in destinations if name in weights.entries}
+    mismatches = (_mismatch(entry, destinations[name]) for name, entry in found.items())
+    return [
+        *shortened(_missing(weights, [name for name in destinations if name not in found])),
+        *shortened([_unused(weights.entries[name]) for name in unused]),
+        *shortened([problem for problem in mismatches if problem is not None]),
+        *shortened(_shared_memory(destinations)),
+    ]
+
+
+def _missing(weights: Weights, names: list[str]) -> list[Problem]:
+    problems = []
+    for position, name in enumerate(names):
+        # Looking for the nearest name takes long; nobody reads more than the first few.
+        near = difflib.get_close_matches(name, weights.entries, n=1) if position < 3 else []
+        hint = f"is it {near[0]!r}?" if near else "check that these weights belong to this model"
+        file = str(next(iter(weights.files), ""))
+        problems.append(Problem(name, "no tensor of this name", "one for every destination", hint, file))
+    return problems
+
+
+def _unused(entry: TensorEntry) -> Problem:
+    hint = "check that these weights belong to this model, or load with allow_unused"
+    return Problem(entry.name, "a tensor nobody asked for", "a destination for every tensor", hint, str(entry.path))
+
+
+def _mismatch(entry: TensorEntry, tensor: Tensor) -> Problem | None:
+    hint = "check that these weights belong to this model"
+    unusable = _unusable(tensor)
+    if unusable is not None:
+        expected = "an allocated, strided tensor in main memory or on a CUDA GPU"
+        return Problem(entry.name, f"a destination that {unusable}", expected, "allocate it first", str(entry.path))
+    if entry.dtype not in TORCH_DTYPES:
+        return _no_such_dtype(entry)
+    if tuple(tensor.shape) != entry.shape:
+        return Problem(entry.name, f"shape {entry.shape}", f"shape {tuple(tensor.shape)}", hint, str(entry.path))
+    if not _convertible(TORCH_DTYPES[entry.dtype], tensor.dtype):
+        found, expected = f"dtype {entry.dtype}", f"{tensor.dtype}, or one that converts to it without loss of meaning"
+        return Problem(entry.name, found, expected, hint, str(entry.path))
+    return None
+
+
+def _unusable(tensor: Tensor) -> str | None:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "has no shape yet"
+    if type(tensor.data) is not Tensor:
+        return f"is a {type(tensor.data).__name__}, whose bytes are not its own"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"is on the device {tensor.device.type!r}"
+    if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        return "repeats the same memory (an expanded view)"
+    return None
+
+
+def _convertible(source: torch.dtype, target: torch.dtype) -> bool:
+    if source == target:
+        return True
+    if torch.float8_e8m0fnu in (source, target):  # exponents only: no sign, no zero
+        return False
+    if source.is_floating_point and target.is_floating_point:
+        return True
+    if any(d.is_floating_point or d.is_complex or d == torch.bool for d in (source, target)):
+        return False
+    narrow, wide = torch.iinfo(source), torch.iinfo(target)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _shared_memory(destinations: Mapping[str, Tensor]) -> list[Problem]:
+    """Two destinations on the same bytes would be filled in an order nobody chose."""
+    spans = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in destinations.items()
+        if _unusable(tensor) is None and tensor.is_contiguous() and tensor.numel() > 0
+    )
+    problems = []
+    last_device, furthest, owner = "", 0, ""
+    for device, start, end, name in spans:
+        if device == last_device and start < furthest:
+            hint = "leave one of the two out, and tie them after loading"
+            problems.append(Problem(name, f"a destination that shares memory with {owner}", "memory of its own", hint))
+        if device != last_device or end > furthest:
+            last_device, furthest, owner = device, end, name
+    return problems
+
+
+def _no_such_dtype(entry: TensorEntry) -> Problem:
+    expected = f"one of {', '.join(TORCH_DTYPES)}"
+    hint = "convert the file to a dtype torch can hold"
+    return Problem(entry.name, f"dtype {entry.dtype}", expected, hint, str(entry.path))

@@ -1,0 +1,133 @@
+"""The unified-memory layer of one GPU, opened from a run's options: buffers, arena, governor, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gracetune.config.memory_options import MemoryOptions
+from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
+from gracetune.hardware.machine import Machine
+from gracetune.memory.arena import OverflowArena
+from gracetune.memory.arena_size import ArenaSize, Room, arena_size
+from gracetune.memory.governor import Decision, Governor, Limits
+from gracetune.memory.lookahead import LookAheadStats
+from gracetune.memory.managed import ManagedHeap
+from gracetune.memory.native import Unavailable, Uvm, load
+from gracetune.memory.reclaim import TorchReclaimer
+from gracetune.memory.sensors import ArenaUsage, DeviceSensor, HostSensor, Sensors, TorchCuda
+from gracetune.memory.stats import UvmStats, merged
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class _NoArena:
+    def usage(self) -> ArenaUsage:
+        return ArenaUsage(0, 0)
+
+
+class UnifiedMemory:
+    """Call `step()` at every step boundary, `stats()` whenever, `close()` at the end."""
+
+    def __init__(
+        self,
+        uvm: Uvm,
+        machine: Machine,
+        options: MemoryOptions,
+        size: ArenaSize,
+        arena: OverflowArena | None,
+        device: int,
+    ) -> None:
+        self.arena_size = size
+        self._uvm, self._arena = uvm, arena
+        self.heap = ManagedHeap(uvm, device, _wait_for(device))
+        limits = Limits.from_options(options, host_reserve=host_reserve(machine))
+        self._device = DeviceSensor(
+            TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
+        )
+        self.sensors = Sensors(HostSensor(machine.gpus), self._device, arena or _NoArena())
+        self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
+        self._cuda_device = device
+        self.look_ahead = LookAheadStats()
+
+    @classmethod
+    def open(
+        cls,
+        options: MemoryOptions,
+        machine: Machine,
+        *,
+        device: int = 0,
+        streams: Sequence[torch.cuda.Stream] = (),
+        max_split_bytes: int | None = None,
+        force_oversubscription: bool = False,
+        managed_elsewhere: int = 0,
+        most_arena_bytes: int | None = None,
+    ) -> UnifiedMemory | Unavailable:
+        """`managed_elsewhere`: what caches and parked weights will hold in managed memory, by the plan."""
+        uvm = load()
+        if isinstance(uvm, Unavailable):
+            return uvm
+        room = Room.of(machine, device)
+        uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
+        size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
+        if options.use_uvm:
+            size = arena_size(
+                room,
+                options.uvm_oversubscription_ratio,
+                other_managed=managed_elsewhere,
+                force=force_oversubscription,
+            )
+        granted = size.bytes if most_arena_bytes is None else min(size.bytes, most_arena_bytes)
+        arena = None
+        if granted > 0:
+            arena = OverflowArena(
+                uvm, device, granted, options.uvm_access_pattern, streams=streams, max_split_bytes=max_split_bytes
+            )
+        return cls(uvm, machine, options, size, arena, device)
+
+    def step(self) -> Decision:
+        """Sample and act. Raises MemoryPressure when nothing is left to give up."""
+        return self._governor.sample()
+
+    @property
+    def memory_is_tight(self) -> bool:
+        return self._governor.state.stage == 2
+
+    def uvm_stats(self) -> UvmStats:
+        usage = self._arena.usage() if self._arena else ArenaUsage(0, 0)
+        counters = self._governor.counters
+        return UvmStats(
+            stage=self._governor.state.stage,
+            transitions=counters.transitions,
+            light_reclamations=counters.light_reclamations,
+            hard_reclamations=counters.hard_reclamations,
+            arena_reserved_bytes=usage.reserved,
+            arena_active_bytes=usage.active,
+            arena_peak_bytes=max(counters.arena_peak, usage.active),
+            refused=self._uvm.total_stats().refused,
+            prefetched_bytes=self.look_ahead.prefetched_bytes,
+            prefetch_wait_ms=self.look_ahead.wait_ms,
+        )
+
+    def stats(self) -> dict[str, Any]:
+        """A copy of torch's statistics with `uvm.*` added."""
+        import torch
+
+        return merged(self._device.with_peaks(torch.cuda.memory_stats(self._cuda_device)), self.uvm_stats())
+
+    def close(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+def _wait_for(device: int) -> Any:
+    def wait() -> None:
+        import torch
+
+        torch.cuda.synchronize(device)
+
+    return wait

@@ -1,0 +1,286 @@
+"""Weights from disk into the memory they will be used from, without a second copy on the way.
+
+Mapping a file and copying from the map holds everything twice: the pages of the map, and the destination. Here each
+tensor's bytes are read (`pread`) into the destination itself, by several threads, and the kernel is told afterwards
+that the file's pages will not be needed again: on a machine where CPU and GPU share one memory, a page cache full of
+weights is memory the GPU does not have. Only where bytes cannot go straight to their place (another dtype, a
+non-contiguous view, GPU memory) do they pass through a few small buffers that are used over and over.
+
+    weights = open_weights(path)                      # headers only
+    tensors = {name: torch.empty(entry.shape, dtype=torch_dtype(entry), ...) for name, entry in ...}
+    load_into(weights, tensors)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gracetune.errors import Problem
+from gracetune.memory.destinations import TORCH_DTYPES, find_problems, torch_dtype
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.staging import CudaStaging, HostStaging, Staging, bytes_of
+from gracetune.memory.weight_files import (
+    FileIdentity,
+    TensorEntry,
+    Weights,
+    open_weights,
+    read_fully,
+    unreadable,
+)
+from gracetune.units import MIB
+
+__all__ = ["LoadReport", "Progress", "load_into", "load_safetensors_into", "open_weights", "torch_dtype"]
+
+CHUNK = 16 * MIB
+"""Large enough that a read costs more than its bookkeeping, small enough that threads share one tensor."""
+MAX_THREADS = 8
+
+Progress = Callable[[int, int], None]
+"""Called in the loading thread with the bytes read so far and the bytes to read in all."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    bytes_read: int
+    tensors: int
+    converted: tuple[str, ...]
+    """Stored with another dtype than they were given."""
+    unused: tuple[str, ...]
+    """In the file, and wanted by nobody."""
+
+
+def load_safetensors_into(
+    path: Path,
+    destinations: Mapping[str, Tensor],
+    *,
+    allow_unused: bool = False,
+    keep_page_cache: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """`load_into` for a `.safetensors` file or a `.safetensors.index.json`."""
+    return load_into(
+        open_weights(path),
+        destinations,
+        allow_unused=allow_unused,
+        keep_page_cache=keep_page_cache,
+        threads=threads,
+        progress=progress,
+    )
+
+
+def load_into(
+    weights: Weights,
+    destinations: Mapping[str, Tensor],
+    *,
+    allow_unused: bool = False,
+    keep_page_cache: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> LoadReport:
+    """Fill every destination from the tensor of its name; shapes must be equal, floating dtypes may differ.
+
+    All that is wrong with the request is found before anything is read. `allow_unused` admits tensors in the file
+    that nobody asked for. `keep_page_cache` leaves the file's pages to other processes that read the same file.
+    An error while reading (a file cut off in the meantime, a disk that fails) leaves the destinations half filled.
+    """
+    unused = tuple(name for name in weights.entries if name not in destinations)
+    problems = find_problems(weights, destinations, () if allow_unused else unused)
+    if problems:
+        raise WeightFileError(problems)
+    count = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
+    wanted = [weights.entries[name] for name in destinations]
+    with ExitStack() as stack:
+        descriptors = {path: _open(stack, path, weights.files[path]) for path in {entry.path for entry in wanted}}
+        stagings = _stagings(wanted, destinations, count)
+        for staging in stagings.values():
+            stack.callback(staging.finish)  # after an error too: a copy under way must not outlive its destination
+        jobs = sorted(_jobs(wanted, destinations), key=lambda job: (job.entry.path, job.offset))
+        page_caches = {} if keep_page_cache else _page_caches(descriptors, jobs)
+        bytes_read = _run(_Reader(descriptors, stagings, page_caches), jobs, count, progress)
+    converted = tuple(name for name, tensor in destinations.items() if tensor.dtype != _dtype_of(weights, name))
+    return LoadReport(bytes_read, len(destinations), converted, unused)
+
+
+def _dtype_of(weights: Weights, name: str) -> torch.dtype:
+    return TORCH_DTYPES[weights.entries[name].dtype]
+
+
+def _open(stack: ExitStack, path: Path, expected: FileIdentity) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise WeightFileError([unreadable(path, error)]) from None
+    stack.callback(os.close, descriptor)
+    if FileIdentity.of(descriptor) != expected:
+        found = "it was replaced or changed after its header was read"
+        hint = "start again, once nothing writes to it any more"
+        raise WeightFileError([Problem("file", found, "the same file", hint, str(path))])
+    return descriptor
+
+
+# -- jobs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Some bytes of one tensor, and the part of the destination they belong to."""
+
+    entry: TensorEntry
+    offset: int
+    size: int
+    destination: Tensor
+    direct: bool
+    """`destination` is the very bytes to fill."""
+
+
+def _jobs(wanted: list[TensorEntry], destinations: Mapping[str, Tensor]) -> Iterator[_Job]:
+    for entry in wanted:
+        tensor = destinations[entry.name].detach()
+        if tensor.numel() == 0:
+            continue
+        item = TORCH_DTYPES[entry.dtype].itemsize
+        if _is_direct(tensor, entry):
+            whole = bytes_of(tensor)
+            for start in range(0, entry.size, CHUNK):
+                piece = whole[start : start + CHUNK]
+                yield _Job(entry, entry.start + start, len(piece), piece, direct=True)
+        else:
+            for first, piece in _pieces(tensor, CHUNK // item):
+                yield _Job(entry, entry.start + first * item, piece.numel() * item, piece, direct=False)
+
+
+def _is_direct(tensor: Tensor, entry: TensorEntry) -> bool:
+    same_bytes = tensor.dtype == TORCH_DTYPES[entry.dtype] and not tensor.is_conj() and not tensor.is_neg()
+    return same_bytes and tensor.device.type == "cpu" and tensor.is_contiguous()
+
+
+def _pieces(tensor: Tensor, most: int, first: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Cut into views of at most `most` elements whose elements follow each other in the file; whatever the strides."""
+    if tensor.numel() <= most:
+        yield first, tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    step = max(1, most // row)
+    for index in range(0, tensor.shape[0], step):
+        part = tensor[index : index + step]
+        yield from _pieces(part if row <= most else part[0], most, first + index * row)
+
+
+def _stagings(
+    wanted: list[TensorEntry], destinations: Mapping[str, Tensor], threads: int
+) -> dict[torch.device, Staging]:
+    """Buffers only for those devices that need them."""
+    staged = [entry for entry in wanted if entry.size > 0 and not _is_direct(destinations[entry.name], entry)]
+    size = min(CHUNK, max((entry.size for entry in staged), default=0))
+    return {
+        device: HostStaging(threads, size) if device.type == "cpu" else CudaStaging(device, threads, size)
+        for device in {destinations[entry.name].device for entry in staged}
+    }
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class _PageCache:
+    """Tells the kernel, while a file is being read, that what lies behind will not be needed again.
+
+    Always from the file's beginning up to the first job that is not done yet. The kernel keeps pages in blocks of up
+    to several MiB and drops none that a range covers only in part: job by job, most of them would stay.
+    """
+
+    def __init__(self, descriptor: int, jobs: Iterable[_Job]) -> None:
+        self._descriptor = descriptor
+        self._waiting = deque(sorted(job.offset for job in jobs))
+        self._done: set[int] = set()
+        self._lock = threading.Lock()
+
+    def finished(self, job: _Job) -> None:
+        with self._lock:
+            self._done.add(job.offset)
+            if job.offset != self._waiting[0]:
+                return
+            while self._waiting and self._waiting[0] in self._done:
+                self._done.remove(self._waiting.popleft())
+            end = self._waiting[0] if self._waiting else 0  # a length of 0 means: to the end of the file
+            os.posix_fadvise(self._descriptor, 0, end, os.POSIX_FADV_DONTNEED)
+
+
+class _Reader:
+    """Carries out jobs; called from several threads."""
+
+    def __init__(
+        self,
+        descriptors: Mapping[Path, int],
+        stagings: Mapping[torch.device, Staging],
+        page_caches: Mapping[Path, _PageCache],
+    ) -> None:
+        self._descriptors = descriptors
+        self._stagings = stagings
+        self._page_caches = page_caches
+
+    def carry_out(self, job: _Job) -> int:
+        dtype = TORCH_DTYPES[job.entry.dtype]
+        if job.direct:
+            self._read(job, job.destination)
+        else:
+            staging = self._stagings[job.destination.device]
+            bad = staging.pass_on(lambda buffer: self._read(job, buffer), job.size, dtype, job.destination)
+            if bad is not None:
+                raise _does_not_fit(job, bad)
+        if job.entry.path in self._page_caches:
+            self._page_caches[job.entry.path].finished(job)
+        return job.size
+
+    def _read(self, job: _Job, into: Tensor) -> None:
+        descriptor = self._descriptors[job.entry.path]
+        try:
+            got = read_fully(descriptor, into.numpy().data, job.offset)
+        except OSError as error:
+            raise WeightFileError([unreadable(job.entry.path, error)]) from error
+        if got < job.size:
+            found = f"the file ended {job.size - got:,} bytes early while it was read"
+            raise _broken(job, found, "a file that stays as it is", "start again, once nothing writes to it any more")
+        if job.entry.dtype == "BOOL" and int(into.max()) > 1:
+            raise _broken(job, f"the byte {int(into.max())}", "0 or 1 in a BOOL tensor", "download it again")
+
+
+def _page_caches(descriptors: Mapping[Path, int], jobs: list[_Job]) -> dict[Path, _PageCache]:
+    by_file = {path: [*group] for path, group in groupby(jobs, key=lambda job: job.entry.path)}
+    return {path: _PageCache(descriptors[path], group) for path, group in by_file.items()}
+
+
+def _run(reader: _Reader, jobs: list[_Job], threads: int, progress: Progress | None) -> int:
+    total, done = sum(job.size for job in jobs), 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="gracetune-load") as pool:
+        futures = [pool.submit(reader.carry_out, job) for job in jobs]
+        try:
+            for future in as_completed(futures):
+                done += future.result()
+                if progress is not None:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return done
+
+
+def _broken(job: _Job, found: str, expected: str, hint: str) -> WeightFileError:
+    return WeightFileError([Problem(job.entry.name, found, expected, hint, str(job.entry.path))])
+
+
+def _does_not_fit(job: _Job, value: float) -> WeightFileError:
+    kind = job.destination.dtype
+    expected = f"values up to {torch.finfo(kind).max:g}, the largest {kind} holds"
+    return _broken(job, f"the value {value:g}", expected, "load into a wider dtype, such as bf16")

@@ -1,0 +1,253 @@
+"""Bringing the next batches to the GPU while this one computes.
+
+A `Mover` starts the move of one batch and later hands it over. `LookAhead` keeps a few moves under way, and adapts
+how many: more when the step had to wait for its data, fewer when memory is tight. Nothing here makes the host wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensors: TypeAlias = Mapping[str, torch.Tensor]
+
+
+class Arrival(Protocol):
+    """The moment a batch was asked for and the moment it was there, on the GPU's own clock."""
+
+    def is_past(self) -> bool: ...
+
+    def waited_ms(self) -> float: ...
+
+    def until_ms(self, following: Arrival) -> float:
+        """From having this batch to asking for the following one: the step's own time."""
+
+
+class Moving(Protocol):
+    """A batch under way."""
+
+    bytes: int
+
+    def arrive(self) -> tuple[Tensors, Arrival | None]:
+        """The tensors, usable on the current stream from here on; None where arriving takes no time."""
+
+    def release(self) -> None:
+        """The work given to the current stream so far was the last to use these tensors."""
+
+
+class Mover(Protocol):
+    def start(self, batch: Tensors) -> Moving: ...
+
+
+@dataclass
+class _Here:
+    tensors: Tensors
+    bytes: int = 0
+
+    def arrive(self) -> tuple[Tensors, Arrival | None]:
+        return self.tensors, None
+
+    def release(self) -> None:
+        self.tensors = {}
+
+
+class InPlace:
+    """For the CPU and for one-pool machines: a batch is where it is needed."""
+
+    def start(self, batch: Tensors) -> Moving:
+        return _Here(batch)
+
+
+class RingMover:
+    """Copies batches into a small ring of device buffers, on a stream of its own.
+
+    The source may be pinned host memory or a CUDA view of managed memory: both are read at the link's speed, and
+    neither moves. Its bytes must be complete when it is given. A ring slot is written again only after the step that
+    used it has finished.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self._free: deque[_Slot] = deque()
+
+    def start(self, batch: Tensors) -> Moving:
+        slot = self._free.popleft() if self._free else _Slot(self)
+        slot.fill(batch)
+        return slot
+
+    def give_back(self, slot: _Slot) -> None:
+        self._free.append(slot)
+
+
+class _CudaArrival:
+    def __init__(self) -> None:
+        import torch
+
+        self.asked = torch.cuda.Event(enable_timing=True)
+        self.got = torch.cuda.Event(enable_timing=True)
+
+    def is_past(self) -> bool:
+        return bool(self.got.query())
+
+    def waited_ms(self) -> float:
+        return float(self.asked.elapsed_time(self.got))
+
+    def until_ms(self, following: Arrival) -> float:
+        assert isinstance(following, _CudaArrival)
+        return float(self.got.elapsed_time(following.asked))
+
+
+class _Slot:
+    """Device room for one batch, kept from batch to batch."""
+
+    def __init__(self, ring: RingMover) -> None:
+        import torch
+
+        self.bytes = 0
+        self._ring = ring
+        self._room: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._moved = torch.cuda.Event()
+        self._used = torch.cuda.Event()
+
+    def fill(self, batch: Tensors) -> None:
+        import torch
+
+        self._ring.stream.wait_event(self._used)
+        self.bytes = 0
+        self._tensors = {}
+        with torch.cuda.stream(self._ring.stream):
+            for name, source in batch.items():
+                self._tensors[name] = self._target(name, source).copy_(source, non_blocking=True)
+                self.bytes += source.numel() * source.element_size()
+        self._moved.record(self._ring.stream)
+
+    def _target(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """A view of the slot's room for this key, which grows to the largest batch it has seen."""
+        import torch
+
+        needed = source.numel() * source.element_size()
+        room = self._room.get(name)
+        if room is None or room.numel() < needed:
+            room = self._room[name] = torch.empty(needed, dtype=torch.uint8, device=self._ring.device)
+        return room[:needed].view(source.dtype).view(source.shape)
+
+    def arrive(self) -> tuple[Tensors, Arrival | None]:
+        import torch
+
+        current = torch.cuda.current_stream(self._ring.device)
+        arrival = _CudaArrival()
+        arrival.asked.record(current)
+        current.wait_event(self._moved)
+        arrival.got.record(current)
+        for room in self._room.values():
+            room.record_stream(current)  # should the ring shrink, the allocator must not reuse it too early
+        return dict(self._tensors), arrival
+
+    def release(self) -> None:
+        import torch
+
+        self._used.record(torch.cuda.current_stream(self._ring.device))
+        self._ring.give_back(self)
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many batches are kept under way, and why."""
+
+    value: int
+    reason: str
+
+
+def next_depth(depth: int, *, waited_ms: float, step_ms: float, memory_tight: bool, most: int = 4) -> Depth:
+    """One deeper after a step that waited for more than 1 % of its time, one shallower while memory is tight."""
+    if memory_tight:
+        return Depth(max(1, depth - 1), "memory is tight" if depth > 1 else "memory is tight, and one is the least")
+    if waited_ms > 0.01 * step_ms:
+        reason = f"the step waited {waited_ms:.2f} ms for its data and computed for {step_ms:.2f} ms"
+        return Depth(min(most, depth + 1), reason if depth < most else f"{reason}, and {most} is the most")
+    return Depth(depth, "the data was there in time")
+
+
+@dataclass
+class LookAheadStats:
+    batches: int = 0
+    prefetched_bytes: int = 0
+    wait_ms: float = 0.0
+    step_ms: float = 0.0
+
+
+class LookAhead:
+    """Iterates over batches that are on the GPU already. Using one ends when the next is asked for."""
+
+    def __init__(
+        self,
+        batches: Iterable[Tensors],
+        mover: Mover,
+        *,
+        depth: int = 2,
+        most: int = 4,
+        memory_tight: Callable[[], bool] = lambda: False,
+    ) -> None:
+        if not 0 <= depth <= most:
+            raise ValueError(f"a look-ahead of {depth} is not between 0 and {most}")
+        self.depth = Depth(depth, "as asked")
+        self.stats = LookAheadStats()
+        self._source = iter(batches)
+        self._mover = mover
+        self._most = most
+        self._tight = memory_tight
+        self._under_way: deque[Moving] = deque()
+        self._in_use: Moving | None = None
+        self._arrivals: deque[Arrival] = deque()
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return self
+
+    def __next__(self) -> Tensors:
+        if self._in_use is not None:
+            self._in_use.release()
+            self._in_use = None
+        self._learn()
+        self._start_moves(max(1, self.depth.value))
+        if not self._under_way:
+            raise StopIteration
+        batch = self._under_way.popleft()
+        tensors, arrival = batch.arrive()
+        self._in_use = batch
+        self.stats.batches += 1
+        self.stats.prefetched_bytes += batch.bytes
+        if arrival is not None:
+            self._arrivals.append(arrival)
+        # Refill at once, so that the next move overlaps the step that starts now.
+        self._start_moves(self.depth.value)
+        return tensors
+
+    def _start_moves(self, wanted: int) -> None:
+        while len(self._under_way) < wanted:
+            batch = next(self._source, None)
+            if batch is None:
+                return
+            self._under_way.append(self._mover.start(batch))
+
+    def _learn(self) -> None:
+        """Judge the steps whose end the GPU has reached; those still running are judged later, never waited for."""
+        past = [arrival for arrival in self._arrivals if arrival.is_past()]
+        for arrival, following in pairwise(past):
+            self._arrivals.popleft()
+            waited, step = arrival.waited_ms(), arrival.until_ms(following)
+            self.stats.wait_ms += waited
+            self.stats.step_ms += step
+            if self.depth.value > 0:
+                self.depth = next_depth(
+                    self.depth.value, waited_ms=waited, step_ms=step, memory_tight=self._tight(), most=self._most
+                )

@@ -1,0 +1,801 @@
+/*
+ * Managed ("unified") memory for a stock PyTorch: allocator slots with a policy and a byte cap, and the few driver
+ * calls a managed buffer needs. libcuda is opened at run time, so neither a CUDA toolkit nor a GPU is needed to build.
+ *
+ * Rules of this file
+ *  - PyTorch calls a slot while it holds its allocator lock: nothing here calls Python or takes a lock after gt_init.
+ *  - Every driver code is looked at. Positive results are the driver's own codes, negative ones are ours.
+ *  - Bytes are reserved before the driver is asked and given back after it has freed, so what exists never exceeds a
+ *    cap, whatever races.
+ *  - Autograd threads have no current context: every driver call runs with the primary one pushed, and popped again.
+ *  - A forked child has no CUDA. There every call answers GT_ERROR_FORKED and never reaches the driver.
+ */
+#define _POSIX_C_SOURCE 200809L
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#define GT_API __attribute__((visibility("default")))
+
+enum { GT_ABI_VERSION = 1 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
+enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_DIRECT = -1, GT_ACCOUNT_TOTAL = -2 };
+enum { GT_HOST = -1 }; /* a location: this, or a device ordinal */
+
+enum {
+    GT_OK = 0,
+    GT_ERROR_NOT_INITIALIZED = -1,
+    GT_ERROR_NO_LIBRARY = -2,
+    GT_ERROR_MISSING_SYMBOL = -3, /* the library lacks a function we cannot do without: it is no CUDA driver */
+    GT_ERROR_UNAVAILABLE = -4,    /* this driver is too old for the call */
+    GT_ERROR_FORKED = -5,
+    GT_ERROR_CAP = -6,
+    GT_ERROR_ARGUMENT = -7,
+    GT_ERROR_SLOT_DISABLED = -8,
+    GT_ERROR_SLOT_DEVICE = -9, /* a slot was asked for memory on a device it is not configured for */
+    GT_ERROR_OTHER_DRIVER = -10 /* already initialised with another driver library */
+};
+
+enum { GT_PREFER_NONE = 0, GT_PREFER_HOST = 1, GT_PREFER_DEVICE = 2 };
+
+struct gt_slot_config {
+    uint64_t cap_bytes;
+    int32_t enabled;
+    int32_t device;
+    int32_t preferred;   /* GT_PREFER_* */
+    int32_t accessed_by; /* keep the slot's memory mapped for its device */
+    int32_t read_mostly;
+    int32_t unused;
+};
+
+/* What gt_stats tells about an account, in this order. */
+enum gt_counter {
+    GT_CAP_BYTES,
+    GT_LIVE_BYTES,
+    GT_PEAK_BYTES,
+    GT_ALLOCATIONS,
+    GT_FREES,
+    GT_REFUSED_BY_CAP,
+    GT_REFUSED_BY_DRIVER,
+    GT_REFUSED_UNUSABLE, /* slot disabled, wrong device, not initialised, forked */
+    GT_FAILED_ADVISES,
+    GT_FAILED_FREES,
+    GT_LAST_ERROR, /* code << 32 | function (for gt_function_name): in one word, so that they belong together */
+    GT_COUNTERS
+};
+
+/* ---- the driver ------------------------------------------------------------------------------------------------ */
+
+struct cu_location { /* CUmemLocation; passed by value, so its layout is part of the calling convention */
+    int type;
+    int id;
+};
+_Static_assert(sizeof(struct cu_location) == 8, "CUmemLocation is two 32-bit fields");
+
+enum { CU_LOCATION_DEVICE = 1, CU_LOCATION_HOST = 2 };
+enum { CU_ADVISE_SET_READ_MOSTLY = 1, CU_ADVISE_SET_PREFERRED = 3, CU_ADVISE_SET_ACCESSED_BY = 5, CU_ADVISE_LAST = 6 };
+enum { CU_POINTER_IS_MANAGED = 8, CU_POINTER_RANGE_START = 11, CU_POINTER_RANGE_SIZE = 12 };
+enum { CU_RANGE_READ_MOSTLY = 1, CU_RANGE_LAST_PREFETCH = 4 };
+enum { CU_ATTACH_GLOBAL = 1 };
+enum { CU_ERROR_INVALID_VALUE = 1 };
+
+/* Exported names, not the macros of cuda.h: there plain `cuMemAdvise` means `_v2`, in the library the old function. */
+#define DRIVER_FUNCTIONS(X)                                                                                            \
+    X(1, cuInit, (unsigned int flags))                                                                                 \
+    X(0, cuDriverGetVersion, (int *version))                                                                           \
+    X(1, cuDeviceGet, (int *device, int ordinal))                                                                      \
+    X(1, cuDevicePrimaryCtxRetain, (void **context, int device))                                                       \
+    X(1, cuDevicePrimaryCtxRelease_v2, (int device))                                                                   \
+    X(1, cuCtxPushCurrent_v2, (void *context))                                                                         \
+    X(1, cuCtxPopCurrent_v2, (void **context))                                                                         \
+    X(1, cuMemAllocManaged, (uint64_t *pointer, size_t bytes, unsigned int flags))                                     \
+    X(1, cuMemFree_v2, (uint64_t pointer))                                                                             \
+    X(0, cuMemAdvise_v2, (uint64_t pointer, size_t bytes, int advice, struct cu_location location))                    \
+    X(0, cuMemAdvise, (uint64_t pointer, size_t bytes, int advice, int device))                                        \
+    X(0, cuMemPrefetchAsync_v2,                                                                                        \
+      (uint64_t pointer, size_t bytes, struct cu_location location, unsigned int flags, void *stream))                 \
+    X(0, cuMemPrefetchAsync, (uint64_t pointer, size_t bytes, int device, void *stream))                               \
+    X(0, cuMemRangeGetAttribute, (void *data, size_t data_size, int attribute, uint64_t pointer, size_t bytes))        \
+    X(0, cuPointerGetAttribute, (void *data, int attribute, uint64_t pointer))                                         \
+    X(0, cuMemDiscardBatchAsync,                                                                                       \
+      (uint64_t *pointers, size_t *sizes, size_t count, unsigned long long flags, void *stream))                       \
+    X(0, cuMemDiscardAndPrefetchBatchAsync,                                                                            \
+      (uint64_t *pointers, size_t *sizes, size_t count, struct cu_location *locations, size_t *location_starts,        \
+       size_t location_count, unsigned long long flags, void *stream))                                                 \
+    X(0, cuMemGetInfo_v2, (size_t *free_bytes, size_t *total_bytes))                                                   \
+    X(0, cuGetErrorName, (int code, const char **name))                                                                \
+    X(0, cuGetErrorString, (int code, const char **text))
+
+struct driver {
+#define X(required, name, parameters) int(*name) parameters;
+    DRIVER_FUNCTIONS(X)
+#undef X
+};
+
+enum driver_function {
+    FN_NONE = -1,
+#define X(required, name, parameters) FN_##name,
+    DRIVER_FUNCTIONS(X)
+#undef X
+    FN_COUNT
+};
+
+static const struct {
+    const char *name;
+    size_t offset;
+    int required;
+} symbols[FN_COUNT] = {
+#define X(required, name, parameters) {#name, offsetof(struct driver, name), required},
+    DRIVER_FUNCTIONS(X)
+#undef X
+};
+
+enum { EMPTY, LOADING, READY };
+enum { MAX_DEVICES = 64, MAX_PATH = 4096 };
+
+static struct driver driver;         /* written once, before `state` becomes READY */
+static char driver_path[MAX_PATH];   /* likewise */
+static atomic_int state = EMPTY;
+static atomic_int forked;
+static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
+static _Atomic(void *) contexts[MAX_DEVICES];
+static _Thread_local int failed_function = FN_NONE; /* which function the last bad code on this thread came from */
+
+static int checked(enum driver_function function, int code)
+{
+    if (code != GT_OK)
+        failed_function = function;
+    return code;
+}
+
+#define DRIVER(name, ...) checked(FN_##name, driver.name(__VA_ARGS__))
+#define UNAVAILABLE(name) checked(FN_##name, GT_ERROR_UNAVAILABLE)
+
+static int own_error(int code)
+{
+    failed_function = FN_NONE;
+    return code;
+}
+
+static int usable(void)
+{
+    if (atomic_load_explicit(&forked, memory_order_relaxed))
+        return own_error(GT_ERROR_FORKED);
+    if (atomic_load_explicit(&state, memory_order_acquire) != READY)
+        return own_error(GT_ERROR_NOT_INITIALIZED);
+    return GT_OK;
+}
+
+static void after_fork_in_child(void)
+{
+    /* A parent that never reached the driver leaves nothing behind that could break here. */
+    if (atomic_load_explicit(&state, memory_order_relaxed) != EMPTY)
+        atomic_store_explicit(&forked, 1, memory_order_relaxed);
+}
+
+static const char *error_text(int (*ask)(int, const char **), int code)
+{
+    const char *text = NULL;
+    return ask != NULL && ask(code, &text) == GT_OK && text != NULL ? text : "";
+}
+
+static int load_symbols(void *library, struct driver *loaded, char *detail, size_t detail_size)
+{
+    for (int i = 0; i < FN_COUNT; i++) {
+        void *address = dlsym(library, symbols[i].name);
+        if (address == NULL && symbols[i].required) {
+            snprintf(detail, detail_size, "%s", symbols[i].name);
+            return own_error(GT_ERROR_MISSING_SYMBOL);
+        }
+        /* memcpy: ISO C has no conversion from an object pointer to a function pointer */
+        memcpy((char *)loaded + symbols[i].offset, &address, sizeof(address));
+    }
+    return GT_OK;
+}
+
+static int load_driver(const char *path, char *detail, size_t detail_size)
+{
+    static int handler_registered;
+    if (!handler_registered && pthread_atfork(NULL, NULL, after_fork_in_child) != 0) {
+        snprintf(detail, detail_size, "pthread_atfork: out of memory");
+        return own_error(GT_ERROR_NO_LIBRARY);
+    }
+    handler_registered = 1;
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) {
+        snprintf(detail, detail_size, "%s", dlerror());
+        return own_error(GT_ERROR_NO_LIBRARY);
+    }
+    struct driver loaded;
+    int code = load_symbols(library, &loaded, detail, detail_size);
+    if (code != GT_OK) {
+        dlclose(library);
+        return code;
+    }
+    /* From here on the library stays open: a driver that has been started cannot be unmapped. */
+    code = checked(FN_cuInit, loaded.cuInit(0));
+    if (code == GT_OK)
+        driver = loaded;
+    else
+        snprintf(detail, detail_size, "%s", error_text(loaded.cuGetErrorName, code));
+    return code;
+}
+
+/* `path` NULL means libcuda.so.1. Safe to call again. `detail` gets what the loader said, the missing symbol, or the
+ * name of cuInit's error. */
+GT_API int gt_init(const char *path, char *detail, size_t detail_size)
+{
+    if (path == NULL)
+        path = "libcuda.so.1";
+    if (detail == NULL || detail_size == 0 || strlen(path) >= MAX_PATH)
+        return own_error(GT_ERROR_ARGUMENT);
+    detail[0] = '\0';
+    if (atomic_load_explicit(&forked, memory_order_relaxed))
+        return own_error(GT_ERROR_FORKED);
+    pthread_mutex_lock(&init_lock);
+    int code = GT_OK;
+    if (atomic_load_explicit(&state, memory_order_relaxed) == READY) {
+        if (strcmp(path, driver_path) != 0) {
+            snprintf(detail, detail_size, "%s", driver_path);
+            code = own_error(GT_ERROR_OTHER_DRIVER);
+        }
+    } else {
+        atomic_store_explicit(&state, LOADING, memory_order_relaxed);
+        code = load_driver(path, detail, detail_size);
+        if (code == GT_OK)
+            memcpy(driver_path, path, strlen(path) + 1);
+        atomic_store_explicit(&state, code == GT_OK ? READY : EMPTY, memory_order_release);
+    }
+    pthread_mutex_unlock(&init_lock);
+    return code;
+}
+
+static int primary_context(int device, void **context)
+{
+    if (device < 0 || device >= MAX_DEVICES)
+        return own_error(GT_ERROR_ARGUMENT);
+    void *known = atomic_load_explicit(&contexts[device], memory_order_acquire);
+    if (known == NULL) {
+        int handle = 0;
+        void *fresh = NULL;
+        int code = DRIVER(cuDeviceGet, &handle, device);
+        if (code == GT_OK)
+            code = DRIVER(cuDevicePrimaryCtxRetain, &fresh, handle);
+        if (code != GT_OK)
+            return code;
+        /* Kept until the process ends: PyTorch may free into a slot at any later moment. Only a thread that lost the
+         * race for the first retain gives its own one back. */
+        if (atomic_compare_exchange_strong_explicit(&contexts[device], &known, fresh, memory_order_acq_rel,
+                                                    memory_order_acquire))
+            known = fresh;
+        else if ((code = DRIVER(cuDevicePrimaryCtxRelease_v2, handle)) != GT_OK)
+            return code;
+    }
+    *context = known;
+    return GT_OK;
+}
+
+static int enter(int device)
+{
+    void *context = NULL;
+    int code = usable();
+    if (code == GT_OK)
+        code = primary_context(device, &context);
+    if (code == GT_OK)
+        code = DRIVER(cuCtxPushCurrent_v2, context);
+    return code;
+}
+
+/* Pops what `enter` pushed; the first failure is the one that is told. */
+static int leave(int code)
+{
+    int function = failed_function;
+    void *popped = NULL;
+    int pop_code = DRIVER(cuCtxPopCurrent_v2, &popped);
+    if (code == GT_OK)
+        return pop_code;
+    failed_function = function;
+    return code;
+}
+
+static struct cu_location as_location(int location)
+{
+    if (location == GT_HOST)
+        return (struct cu_location){CU_LOCATION_HOST, 0};
+    return (struct cu_location){CU_LOCATION_DEVICE, location};
+}
+
+static int advise(uint64_t pointer, size_t bytes, int advice, int location)
+{
+    if (driver.cuMemAdvise_v2 != NULL)
+        return DRIVER(cuMemAdvise_v2, pointer, bytes, advice, as_location(location));
+    if (driver.cuMemAdvise != NULL)
+        return DRIVER(cuMemAdvise, pointer, bytes, advice, location); /* there, too, -1 is the host */
+    return UNAVAILABLE(cuMemAdvise);
+}
+
+static int prefetch(uint64_t pointer, size_t bytes, int location, void *stream)
+{
+    if (driver.cuMemPrefetchAsync_v2 != NULL)
+        return DRIVER(cuMemPrefetchAsync_v2, pointer, bytes, as_location(location), 0, stream);
+    if (driver.cuMemPrefetchAsync != NULL)
+        return DRIVER(cuMemPrefetchAsync, pointer, bytes, location, stream);
+    return UNAVAILABLE(cuMemPrefetchAsync);
+}
+
+/* ---- accounts: what is allocated, what was refused, and the caps ----------------------------------------------- */
+
+struct account {
+    _Atomic uint64_t reserved; /* live bytes plus those the driver is being asked for; the caps are held against it */
+    _Atomic uint64_t counter[GT_COUNTERS];
+};
+
+/* What a slot does, in one word, so that a thread never sees half of a new configuration. */
+struct policy {
+    int16_t device;
+    uint8_t preferred;
+    uint8_t accessed_by;
+    uint8_t read_mostly;
+    uint8_t enabled;
+    uint8_t unused[2];
+};
+_Static_assert(sizeof(struct policy) == sizeof(uint64_t), "a policy is read and written as one word");
+
+/* The default of the machines where real oversubscription can hang the driver: forgetting to set a cap is harmless. */
+static struct account total = {.counter = {[GT_CAP_BYTES] = UINT64_C(4) << 30}};
+static struct account direct = {.counter = {[GT_CAP_BYTES] = UINT64_MAX}};
+static struct account slots[GT_SLOT_COUNT];
+static _Atomic uint64_t policies[GT_SLOT_COUNT];
+
+static uint64_t get(struct account *account, enum gt_counter counter)
+{
+    return atomic_load_explicit(&account->counter[counter], memory_order_relaxed);
+}
+
+static void set(struct account *account, enum gt_counter counter, uint64_t value)
+{
+    atomic_store_explicit(&account->counter[counter], value, memory_order_relaxed);
+}
+
+static void count(struct account *account, enum gt_counter counter)
+{
+    atomic_fetch_add_explicit(&account->counter[counter], 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&total.counter[counter], 1, memory_order_relaxed);
+}
+
+static void note_error(struct account *account, int code)
+{
+    uint64_t word = (uint64_t)(uint32_t)code << 32 | (uint32_t)failed_function;
+    set(account, GT_LAST_ERROR, word);
+    set(&total, GT_LAST_ERROR, word);
+}
+
+/* Acquire here and release in `unreserve`: whoever gets the room of a freed block also sees it gone from `live`. */
+static int reserve(struct account *account, uint64_t bytes)
+{
+    uint64_t taken = atomic_load_explicit(&account->reserved, memory_order_relaxed);
+    do {
+        uint64_t cap = get(account, GT_CAP_BYTES);
+        if (taken > cap || cap - taken < bytes)
+            return own_error(GT_ERROR_CAP);
+    } while (!atomic_compare_exchange_weak_explicit(&account->reserved, &taken, taken + bytes, memory_order_acquire,
+                                                    memory_order_relaxed));
+    return GT_OK;
+}
+
+static void unreserve(struct account *account, uint64_t bytes)
+{
+    atomic_fetch_sub_explicit(&account->reserved, bytes, memory_order_release);
+}
+
+static void add_live(struct account *account, uint64_t bytes)
+{
+    _Atomic uint64_t *peak = &account->counter[GT_PEAK_BYTES];
+    uint64_t live = atomic_fetch_add_explicit(&account->counter[GT_LIVE_BYTES], bytes, memory_order_relaxed) + bytes;
+    uint64_t seen = atomic_load_explicit(peak, memory_order_relaxed);
+    while (seen < live &&
+           !atomic_compare_exchange_weak_explicit(peak, &seen, live, memory_order_relaxed, memory_order_relaxed))
+        ;
+}
+
+static void subtract_live(struct account *account, uint64_t bytes)
+{
+    atomic_fetch_sub_explicit(&account->counter[GT_LIVE_BYTES], bytes, memory_order_relaxed);
+}
+
+static int reserve_in_both(struct account *account, uint64_t bytes)
+{
+    int code = reserve(account, bytes);
+    if (code != GT_OK)
+        return code;
+    code = reserve(&total, bytes);
+    if (code != GT_OK)
+        unreserve(account, bytes);
+    return code;
+}
+
+static void unreserve_in_both(struct account *account, uint64_t bytes)
+{
+    unreserve(account, bytes);
+    unreserve(&total, bytes);
+}
+
+static int refuse(struct account *account, int code)
+{
+    if (code == GT_ERROR_CAP)
+        count(account, GT_REFUSED_BY_CAP);
+    else if (code > 0)
+        count(account, GT_REFUSED_BY_DRIVER);
+    else
+        count(account, GT_REFUSED_UNUSABLE);
+    note_error(account, code);
+    return code;
+}
+
+/* An advice the driver refuses costs speed, not correctness: it is counted, and the memory handed out all the same. */
+static void advise_or_count(struct account *account, uint64_t pointer, size_t bytes, int advice, int location)
+{
+    int code = advise(pointer, bytes, advice, location);
+    if (code == GT_OK)
+        return;
+    count(account, GT_FAILED_ADVISES);
+    note_error(account, code);
+}
+
+static void apply_policy(struct account *account, struct policy policy, uint64_t pointer, size_t bytes)
+{
+    int device = policy.device;
+    if (policy.preferred != GT_PREFER_NONE)
+        advise_or_count(account, pointer, bytes, CU_ADVISE_SET_PREFERRED,
+                        policy.preferred == GT_PREFER_HOST ? GT_HOST : device);
+    if (policy.accessed_by)
+        advise_or_count(account, pointer, bytes, CU_ADVISE_SET_ACCESSED_BY, device);
+    if (policy.read_mostly)
+        advise_or_count(account, pointer, bytes, CU_ADVISE_SET_READ_MOSTLY, device);
+}
+
+static int allocate(struct account *account, int device, size_t bytes, const struct policy *policy, uint64_t *pointer)
+{
+    uint64_t fresh = 0;
+    int code = bytes == 0 ? own_error(GT_ERROR_ARGUMENT) : reserve_in_both(account, bytes);
+    if (code != GT_OK)
+        return refuse(account, code);
+    code = enter(device);
+    if (code == GT_OK) {
+        code = DRIVER(cuMemAllocManaged, &fresh, bytes, CU_ATTACH_GLOBAL);
+        if (code == GT_OK && policy != NULL)
+            apply_policy(account, *policy, fresh, bytes);
+        int allocated = code == GT_OK;
+        code = leave(code);
+        if (allocated && code != GT_OK && driver.cuMemFree_v2(fresh) != GT_OK) {
+            /* Not handed out and not freed either: the bytes stay reserved, because they exist. */
+            count(account, GT_FAILED_FREES);
+            return refuse(account, code);
+        }
+    }
+    if (code != GT_OK) {
+        unreserve_in_both(account, bytes);
+        return refuse(account, code);
+    }
+    add_live(account, bytes);
+    add_live(&total, bytes);
+    count(account, GT_ALLOCATIONS);
+    *pointer = fresh;
+    return GT_OK;
+}
+
+/* Memory the driver would not free still counts: as far as anyone knows it is still there. */
+static int release(struct account *account, int device, uint64_t pointer, size_t bytes)
+{
+    int freed = 0;
+    int code = enter(device);
+    if (code == GT_OK) {
+        code = DRIVER(cuMemFree_v2, pointer);
+        freed = code == GT_OK;
+        code = leave(code);
+    }
+    if (code != GT_OK)
+        note_error(account, code);
+    if (!freed) {
+        count(account, GT_FAILED_FREES);
+        return code;
+    }
+    subtract_live(account, bytes);
+    subtract_live(&total, bytes);
+    unreserve_in_both(account, bytes);
+    count(account, GT_FREES);
+    return code;
+}
+
+/* ---- allocator slots, for torch.cuda.memory.CUDAPluggableAllocator ---------------------------------------------- */
+
+static void *slot_alloc(int slot, size_t bytes, int device)
+{
+    uint64_t word = atomic_load_explicit(&policies[slot], memory_order_acquire);
+    uint64_t pointer = 0;
+    struct policy policy;
+    memcpy(&policy, &word, sizeof(policy));
+    int code = usable();
+    if (code == GT_OK && !policy.enabled)
+        code = own_error(GT_ERROR_SLOT_DISABLED);
+    if (code == GT_OK && policy.device != device)
+        code = own_error(GT_ERROR_SLOT_DEVICE);
+    if (code != GT_OK)
+        refuse(&slots[slot], code);
+    else
+        allocate(&slots[slot], device, bytes, &policy, &pointer);
+    return (void *)(uintptr_t)pointer; /* NULL becomes torch's OutOfMemoryError */
+}
+
+static void slot_free(int slot, void *pointer, size_t bytes, int device)
+{
+    if (pointer != NULL)
+        release(&slots[slot], device, (uint64_t)(uintptr_t)pointer, bytes);
+}
+
+/* PyTorch passes no user data, so every slot is a pair of functions of its own. */
+#define SLOT(n)                                                                                                        \
+    GT_API void *gt_slot##n##_alloc(size_t bytes, int device, void *stream)                                            \
+    {                                                                                                                  \
+        (void)stream;                                                                                                  \
+        return slot_alloc(n, bytes, device);                                                                           \
+    }                                                                                                                  \
+    GT_API void gt_slot##n##_free(void *pointer, size_t bytes, int device, void *stream)                               \
+    {                                                                                                                  \
+        (void)stream;                                                                                                  \
+        slot_free(n, pointer, bytes, device);                                                                          \
+    }
+
+SLOT(0) SLOT(1) SLOT(2) SLOT(3) SLOT(4) SLOT(5) SLOT(6) SLOT(7)
+_Static_assert(GT_SLOT_COUNT == 8, "one SLOT() line per slot");
+
+/* Opens the device's context when it enables a slot, so that no allocation ever has to. */
+GT_API int gt_slot_configure(int slot, const struct gt_slot_config *config)
+{
+    int code = usable();
+    if (code != GT_OK)
+        return code;
+    if (slot < 0 || slot >= GT_SLOT_COUNT || config == NULL || config->device < 0 || config->device >= MAX_DEVICES ||
+        config->preferred < GT_PREFER_NONE || config->preferred > GT_PREFER_DEVICE)
+        return own_error(GT_ERROR_ARGUMENT);
+    void *context = NULL;
+    if (config->enabled && (code = primary_context(config->device, &context)) != GT_OK)
+        return code;
+    struct policy policy = {
+        .device = (int16_t)config->device,
+        .preferred = (uint8_t)config->preferred,
+        .accessed_by = config->accessed_by != 0,
+        .read_mostly = config->read_mostly != 0,
+        .enabled = config->enabled != 0,
+    };
+    uint64_t word = 0;
+    memcpy(&word, &policy, sizeof(word));
+    set(&slots[slot], GT_CAP_BYTES, config->cap_bytes);
+    atomic_store_explicit(&policies[slot], word, memory_order_release);
+    return GT_OK;
+}
+
+/* ---- caps and statistics ---------------------------------------------------------------------------------------- */
+
+GT_API int gt_set_managed_cap(uint64_t bytes)
+{
+    if (atomic_load_explicit(&forked, memory_order_relaxed))
+        return own_error(GT_ERROR_FORKED);
+    set(&total, GT_CAP_BYTES, bytes);
+    return GT_OK;
+}
+
+/* `which`: a slot, GT_ACCOUNT_DIRECT or GT_ACCOUNT_TOTAL. Each number is right; together they are no snapshot. */
+GT_API int gt_stats(int which, uint64_t *out, size_t count_wanted)
+{
+    if (atomic_load_explicit(&forked, memory_order_relaxed))
+        return own_error(GT_ERROR_FORKED);
+    if (which < GT_ACCOUNT_TOTAL || which >= GT_SLOT_COUNT || out == NULL || count_wanted != GT_COUNTERS)
+        return own_error(GT_ERROR_ARGUMENT);
+    struct account *account = which == GT_ACCOUNT_TOTAL ? &total : which == GT_ACCOUNT_DIRECT ? &direct : &slots[which];
+    for (int i = 0; i < GT_COUNTERS; i++)
+        out[i] = get(account, (enum gt_counter)i);
+    return GT_OK;
+}
+
+/* ---- direct calls, for managed buffers --------------------------------------------------------------------------- */
+
+static int check_range(uint64_t pointer, size_t bytes, int location)
+{
+    if (pointer == 0 || bytes == 0 || location < GT_HOST || location >= MAX_DEVICES)
+        return own_error(GT_ERROR_ARGUMENT);
+    return usable();
+}
+
+GT_API int gt_managed_alloc(int device, size_t bytes, uint64_t *pointer)
+{
+    int code = usable();
+    if (code != GT_OK)
+        return code;
+    return pointer == NULL ? own_error(GT_ERROR_ARGUMENT) : allocate(&direct, device, bytes, NULL, pointer);
+}
+
+GT_API int gt_managed_free(int device, uint64_t pointer, size_t bytes)
+{
+    int code = check_range(pointer, bytes, device);
+    /* A wrong size would ruin the accounts for the rest of the process. */
+    if (code == GT_OK && bytes > get(&direct, GT_LIVE_BYTES))
+        code = own_error(GT_ERROR_ARGUMENT);
+    return code == GT_OK ? release(&direct, device, pointer, bytes) : code;
+}
+
+GT_API int gt_advise(int device, uint64_t pointer, size_t bytes, int advice, int location)
+{
+    int code = check_range(pointer, bytes, location);
+    if (code == GT_OK && (advice < CU_ADVISE_SET_READ_MOSTLY || advice > CU_ADVISE_LAST))
+        code = own_error(GT_ERROR_ARGUMENT);
+    if (code == GT_OK)
+        code = enter(device);
+    return code == GT_OK ? leave(advise(pointer, bytes, advice, location)) : code;
+}
+
+GT_API int gt_prefetch(int device, uint64_t pointer, size_t bytes, int location, void *stream)
+{
+    int code = check_range(pointer, bytes, location);
+    if (code == GT_OK)
+        code = enter(device);
+    return code == GT_OK ? leave(prefetch(pointer, bytes, location, stream)) : code;
+}
+
+/* Attributes 1 to 4 (read-mostly, preferred location, accessed-by, last prefetch), as 32-bit integers: a device
+ * ordinal, -1 for the host, -2 for "none, or not the same for every page". */
+GT_API int gt_range_attribute(int device, uint64_t pointer, size_t bytes, int attribute, int32_t *values, size_t count)
+{
+    int code = check_range(pointer, bytes, device);
+    if (code == GT_OK && (attribute < CU_RANGE_READ_MOSTLY || attribute > CU_RANGE_LAST_PREFETCH || values == NULL ||
+                          count == 0))
+        code = own_error(GT_ERROR_ARGUMENT);
+    if (code == GT_OK && driver.cuMemRangeGetAttribute == NULL)
+        code = UNAVAILABLE(cuMemRangeGetAttribute);
+    if (code == GT_OK)
+        code = enter(device);
+    if (code != GT_OK)
+        return code;
+    return leave(DRIVER(cuMemRangeGetAttribute, values, count * sizeof(*values), attribute, pointer, bytes));
+}
+
+static int pointer_attribute(int device, uint64_t pointer, int attribute, void *value)
+{
+    int code = check_range(pointer, 1, device);
+    if (code == GT_OK && driver.cuPointerGetAttribute == NULL)
+        code = UNAVAILABLE(cuPointerGetAttribute);
+    if (code == GT_OK)
+        code = enter(device);
+    return code == GT_OK ? leave(DRIVER(cuPointerGetAttribute, value, attribute, pointer)) : code;
+}
+
+/* The driver calls an address it never saw an invalid value; for us that is an answer: not managed. */
+GT_API int gt_is_managed(int device, uint64_t pointer, int32_t *managed)
+{
+    uint64_t value = 0; /* the driver writes "a boolean", of a width it does not tell */
+    if (managed == NULL)
+        return own_error(GT_ERROR_ARGUMENT);
+    int code = pointer_attribute(device, pointer, CU_POINTER_IS_MANAGED, &value);
+    *managed = code == GT_OK && value != 0;
+    if (code == CU_ERROR_INVALID_VALUE && failed_function == FN_cuPointerGetAttribute)
+        return own_error(GT_OK);
+    return code;
+}
+
+/* The allocation a pointer lies in. */
+GT_API int gt_pointer_range(int device, uint64_t pointer, uint64_t *start, uint64_t *bytes)
+{
+    size_t size = 0;
+    if (start == NULL || bytes == NULL)
+        return own_error(GT_ERROR_ARGUMENT);
+    int code = pointer_attribute(device, pointer, CU_POINTER_RANGE_START, start);
+    if (code == GT_OK)
+        code = pointer_attribute(device, pointer, CU_POINTER_RANGE_SIZE, &size);
+    *bytes = size;
+    return code;
+}
+
+/* Tells the driver that the contents are of no use any more. The driver refuses the legacy default stream (NULL). */
+GT_API int gt_discard(int device, uint64_t pointer, size_t bytes, void *stream)
+{
+    int code = check_range(pointer, bytes, device);
+    if (code == GT_OK && driver.cuMemDiscardBatchAsync == NULL)
+        code = UNAVAILABLE(cuMemDiscardBatchAsync);
+    if (code == GT_OK)
+        code = enter(device);
+    return code == GT_OK ? leave(DRIVER(cuMemDiscardBatchAsync, &pointer, &bytes, 1, 0, stream)) : code;
+}
+
+/* The same, and gives the range fresh pages at `location` without moving the old contents. */
+GT_API int gt_discard_prefetch(int device, uint64_t pointer, size_t bytes, int location, void *stream)
+{
+    int code = check_range(pointer, bytes, location);
+    if (code == GT_OK && driver.cuMemDiscardAndPrefetchBatchAsync == NULL)
+        code = UNAVAILABLE(cuMemDiscardAndPrefetchBatchAsync);
+    if (code == GT_OK)
+        code = enter(device);
+    if (code != GT_OK)
+        return code;
+    struct cu_location where = as_location(location);
+    size_t first = 0;
+    return leave(DRIVER(cuMemDiscardAndPrefetchBatchAsync, &pointer, &bytes, 1, &where, &first, 1, 0, stream));
+}
+
+GT_API int gt_memory_info(int device, uint64_t *free_bytes, uint64_t *total_bytes)
+{
+    size_t free_size = 0, total_size = 0;
+    int code = usable();
+    if (code == GT_OK && (free_bytes == NULL || total_bytes == NULL))
+        code = own_error(GT_ERROR_ARGUMENT);
+    if (code == GT_OK && driver.cuMemGetInfo_v2 == NULL)
+        code = UNAVAILABLE(cuMemGetInfo_v2);
+    if (code == GT_OK)
+        code = enter(device);
+    if (code != GT_OK)
+        return code;
+    code = leave(DRIVER(cuMemGetInfo_v2, &free_size, &total_size));
+    *free_bytes = free_size;
+    *total_bytes = total_size;
+    return code;
+}
+
+/* ---- about the driver and this library --------------------------------------------------------------------------- */
+
+GT_API int gt_abi_version(void)
+{
+    return GT_ABI_VERSION;
+}
+
+GT_API int gt_slot_count(void)
+{
+    return GT_SLOT_COUNT;
+}
+
+GT_API int gt_driver_version(int *version)
+{
+    int code = usable();
+    if (code == GT_OK && driver.cuDriverGetVersion == NULL)
+        code = UNAVAILABLE(cuDriverGetVersion);
+    return code == GT_OK ? DRIVER(cuDriverGetVersion, version) : code;
+}
+
+/* 1 or 0; a negative code where nothing can be said. */
+GT_API int gt_has_function(const char *name)
+{
+    int code = usable();
+    if (code != GT_OK)
+        return code;
+    for (int i = 0; i < FN_COUNT; i++) {
+        void *address = NULL;
+        memcpy(&address, (const char *)&driver + symbols[i].offset, sizeof(address));
+        if (strcmp(symbols[i].name, name) == 0)
+            return address != NULL;
+    }
+    return own_error(GT_ERROR_ARGUMENT);
+}
+
+/* The driver's words for one of its codes; "" where it has none. */
+GT_API const char *gt_error_name(int code)
+{
+    return usable() == GT_OK ? error_text(driver.cuGetErrorName, code) : "";
+}
+
+GT_API const char *gt_error_string(int code)
+{
+    return usable() == GT_OK ? error_text(driver.cuGetErrorString, code) : "";
+}
+
+GT_API const char *gt_function_name(int function)
+{
+    return function < 0 || function >= FN_COUNT ? "" : symbols[function].name;
+}
+
+/* The driver function behind the last bad code this thread got; "" where there was none. */
+GT_API const char *gt_last_function(void)
+{
+    return gt_function_name(failed_function);
+}

@@ -1,0 +1,56 @@
+"""What a reclamation does on a machine with torch: give back everything that is only kept for later."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from typing import Protocol
+
+
+class Demoter(Protocol):
+    """The owner of the managed buffers."""
+
+    def demote_cold(self, *, at_most: int, everything: bool) -> None:
+        """Send up to `at_most` bytes of managed buffers nobody is about to use to main memory.
+
+        `everything` counts those as cold too that were used a moment ago.
+        """
+        ...
+
+
+class TorchReclaimer:
+    """Fills `governor.Reclaimer` for one GPU."""
+
+    def __init__(self, device: int, demoter: Demoter) -> None:
+        self._device = device
+        self._demoter = demoter
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.cuda.synchronize(self._device)
+
+    def release_device_cache(self) -> None:
+        import torch
+
+        gc.collect()  # a tensor in a reference cycle holds its block until then
+        torch.cuda.empty_cache()
+
+    def release_host_caches(self) -> None:
+        import torch
+
+        # Demoting buffers fills main memory; these two are what empties it.
+        if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
+            torch.accelerator.empty_host_cache()
+        _trim_heap()
+
+    def demote_cold(self, *, at_most: int, everything: bool) -> None:
+        if at_most > 0:
+            self._demoter.demote_cold(at_most=at_most, everything=everything)
+
+
+def _trim_heap() -> None:
+    """Return the C library's free pages to the kernel; musl has no such call, and keeps few."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

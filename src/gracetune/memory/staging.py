@@ -1,0 +1,123 @@
+"""Small buffers between a file and memory it cannot be read into directly, used over and over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Staging(Protocol):
+    """Called from several threads; each call borrows one buffer."""
+
+    def pass_on(
+        self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
+    ) -> float | None:
+        """Let `fill` write `size` bytes, take them for elements of `dtype`, and put those into `destination`.
+
+        Returns a value that the destination's dtype cannot hold, if there is one.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        ...
+
+
+class HostStaging:
+    """For destinations in main memory: another dtype, or not contiguous."""
+
+    def __init__(self, buffers: int, size: int) -> None:
+        self._free: SimpleQueue[Tensor] = SimpleQueue()
+        for _ in range(buffers):
+            self._free.put(torch.empty(size, dtype=torch.uint8))
+
+    def pass_on(
+        self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
+    ) -> float | None:
+        buffer = self._free.get()
+        try:
+            part = buffer[:size]
+            fill(part)
+            source = part.view(dtype).view(destination.shape)
+            bad = too_large_for(source, destination.dtype)
+            if bad is None:
+                with torch.inference_mode():  # also admits destinations that were made in it
+                    destination.copy_(source)
+            return bad
+        finally:
+            self._free.put(buffer)
+
+    def finish(self) -> None:
+        """Nothing is ever on its way here."""
+
+
+@dataclass(frozen=True)
+class _Pinned:
+    buffer: Tensor
+    copied: torch.cuda.Event
+
+
+class CudaStaging:
+    """For destinations on a GPU: pinned buffers, and a stream of its own, so that reading and copying overlap."""
+
+    def __init__(self, device: torch.device, threads: int, size: int) -> None:
+        self._stream = torch.cuda.Stream(device)
+        # What was queued for the destinations before (a fill with zeros, say) comes before our copies.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._free: SimpleQueue[_Pinned] = SimpleQueue()
+        for _ in range(threads + 2):  # two more than readers: those whose copies are still under way
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self._free.put(_Pinned(buffer, torch.cuda.Event()))
+
+    def pass_on(
+        self, fill: Callable[[Tensor], None], size: int, dtype: torch.dtype, destination: Tensor
+    ) -> float | None:
+        slot = self._free.get()
+        try:
+            slot.copied.synchronize()  # returns at once for an event that was never recorded
+            part = slot.buffer[:size]
+            fill(part)
+            source = part.view(dtype).view(destination.shape)
+            bad = too_large_for(source, destination.dtype)
+            if bad is None:
+                self._copy(source, destination)
+                slot.copied.record(self._stream)
+            return bad
+        finally:
+            self._free.put(slot)
+
+    def _copy(self, source: Tensor, destination: Tensor) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            if source.dtype != destination.dtype:
+                source = source.to(destination.device, non_blocking=True)  # cross the link as it is, convert there
+            destination.copy_(source, non_blocking=True)
+
+    def finish(self) -> None:
+        self._stream.synchronize()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def too_large_for(source: Tensor, target: torch.dtype) -> float | None:
+    """A finite value that `target` could only hold as infinity or as its own largest; None if all fit."""
+    if source.dtype == target or not (source.dtype.is_floating_point and target.is_floating_point):
+        return None
+    most = torch.finfo(target).max
+    if torch.finfo(source.dtype).max <= most:
+        return None
+    wide = source.float() if source.dtype.itemsize == 1 else source
+    lowest, highest = (float(value) for value in torch.aminmax(wide)) if wide.numel() else (0.0, 0.0)
+    if not (math.isfinite(lowest) and math.isfinite(highest)):  # rare, and worth a copy only then
+        finite = torch.nan_to_num(wide, nan=0.0, posinf=0.0, neginf=0.0)
+        lowest, highest = (float(value) for value in torch.aminmax(finite))
+    worst = max(-lowest, highest)
+    return worst if worst > most else None

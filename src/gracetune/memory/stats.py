@@ -1,0 +1,34 @@
+"""The `uvm.*` statistics, beside torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gracetune.memory.governor import Stage
+
+PREFIX = "uvm."
+
+
+@dataclass(frozen=True, kw_only=True)
+class UvmStats:
+    """One snapshot. All but `stage`, `arena_reserved_bytes` and `arena_active_bytes` only ever grow."""
+
+    stage: Stage = 1
+    transitions: int = 0
+    light_reclamations: int = 0
+    hard_reclamations: int = 0
+    arena_reserved_bytes: int = 0
+    arena_active_bytes: int = 0
+    arena_peak_bytes: int = 0
+    refused: int = 0
+    """Allocations of managed memory that the cap or the driver refused."""
+    prefetched_bytes: int = 0
+    prefetch_wait_ms: float = 0.0
+    """How long steps waited for data that was still on its way."""
+
+
+def merged(torch_stats: Mapping[str, Any], uvm: UvmStats) -> dict[str, Any]:
+    """A copy of `torch.cuda.memory_stats()` with ours added; torch's own dictionary is left as it is."""
+    return {**torch_stats, **{PREFIX + name: value for name, value in asdict(uvm).items()}}

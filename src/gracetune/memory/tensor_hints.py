@@ -1,0 +1,88 @@
+"""Residency hints and prefetch for any tensor, on exactly the bytes of that tensor, with a truthful answer for each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gracetune.memory.errors import DriverError
+from gracetune.memory.hint import Hint, not_applied
+from gracetune.memory.managed import Home, set_home
+from gracetune.memory.native import HOST, Span, Uvm
+from gracetune.memory.pages import HINT_PAGE, ByteRange, whole_pages
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
+    """Let the pages of a managed tensor prefer `home`."""
+    wanted = _managed_range(uvm, tensor)
+    if isinstance(wanted, Hint):
+        return wanted
+    device = _device(tensor)
+    try:
+        pages = whole_pages(wanted, _allocation(uvm, wanted, device))
+        if pages is None:
+            return not_applied(f"shares its page of {format_bytes(HINT_PAGE)} with other memory: hint the whole buffer")
+        set_home(uvm, Span(pages.start, pages.bytes, device), home)
+    except DriverError as error:
+        return not_applied(f"the driver refused: {error.function} gave {error.name}")
+    part = (
+        "" if pages.bytes >= wanted.bytes else f" ({format_bytes(wanted.bytes - pages.bytes)} share pages with others)"
+    )
+    return Hint(True, pages.bytes, f"prefers the {home}{part}")
+
+
+def prefetch(uvm: Uvm, tensor: torch.Tensor, home: Home, stream: int, device: int | None = None) -> Hint:
+    """Enqueue the move of a managed tensor on a CUDA stream. What shares a page with it moves along."""
+    wanted = _managed_range(uvm, tensor)
+    if isinstance(wanted, Hint):
+        return wanted
+    device = _device(tensor) if device is None else device
+    try:
+        uvm.prefetch(Span(wanted.start, wanted.bytes, device), HOST if home == "host" else device, stream)
+    except DriverError as error:
+        return not_applied(f"the driver refused: {error.function} gave {error.name}")
+    return Hint(True, wanted.bytes, f"moving to the {home}")
+
+
+def _managed_range(uvm: Uvm, tensor: torch.Tensor) -> ByteRange | Hint:
+    if tensor.device.type not in ("cuda", "cpu"):
+        return not_applied(f"a {tensor.device.type} tensor has no CUDA memory")
+    if tensor.numel() == 0:
+        return not_applied("an empty tensor has no bytes")
+    if not is_dense(tensor.shape, tensor.stride()):
+        return not_applied("not contiguous: other elements lie between its own; hint the tensor it is a view of")
+    if not uvm.is_managed(tensor.data_ptr(), _device(tensor)):
+        return not_applied(_why_not_managed(tensor))
+    return ByteRange(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def _why_not_managed(tensor: torch.Tensor) -> str:
+    if tensor.device.type == "cpu":
+        return (
+            "pinned host memory stays where it is"
+            if tensor.is_pinned()
+            else "a CPU tensor: it is in host memory already"
+        )
+    return "plain device memory cannot move: allocate it with managed_empty"
+
+
+def _allocation(uvm: Uvm, wanted: ByteRange, device: int) -> ByteRange:
+    span = uvm.allocation_of(wanted.start, device)
+    return ByteRange(span.pointer, span.bytes)
+
+
+def _device(tensor: torch.Tensor) -> int:
+    return tensor.device.index or 0
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements, in whatever order, fill their byte range without gaps or overlaps."""
+    expected = 1
+    for step, side in sorted((step, side) for side, step in zip(shape, stride, strict=True) if side > 1):
+        if step != expected:
+            return False
+        expected *= side
+    return True

@@ -1,0 +1,265 @@
+"""What is trained: which matrices, the shapes an adapter adds to each, and what an optimizer keeps for them. Pure.
+
+The shapes are those of peft (lora, dora) and lycoris-lora (the others); tests build both libraries' modules and
+compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from gracetune.config.run_config import Adapter, Optimizer
+from gracetune.memory.footprint import Block, Footprint, Linear
+
+Dimensions = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Equal trainable tensors."""
+
+    shape: Dimensions
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) * self.count
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of matrix that is trained or carries an adapter, with the options that hold for it."""
+
+    block: Block
+    linear: Linear
+    adapter: Adapter
+
+    def tensors(self) -> Iterator[Tensors]:
+        for shape in _SHAPES[self.adapter.kind](self.linear, self.adapter):
+            yield Tensors(shape, self.block.count)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The targets of one denoiser; `unmatched` are patterns that select nothing this footprint knows."""
+
+    targets: tuple[Target, ...]
+    unmatched: tuple[str, ...] = ()
+
+
+def select(footprint: Footprint, adapter: Adapter) -> Selection:
+    """Apply `adapter.targets`, `exclude` and `by_module`. A full fine-tune selects every matrix."""
+    everything = adapter.kind == "full_finetune"
+    targets = tuple(
+        Target(block, linear, _options(adapter, linear))
+        for block in footprint.blocks
+        for linear in block.linears
+        if everything or _wanted(block, linear, adapter)
+    )
+    pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
+    unmatched = tuple(
+        pattern for pattern in adapter.targets if not any(matches(pattern, block, linear) for block, linear in pairs)
+    )
+    return Selection(targets, unmatched)
+
+
+def _wanted(block: Block, linear: Linear, adapter: Adapter) -> bool:
+    if any(matches(pattern, block, linear) for pattern in adapter.exclude):
+        return False
+    if adapter.targets:
+        return any(matches(pattern, block, linear) for pattern in adapter.targets)
+    return linear.default
+
+
+def matches(pattern: str, block: Block, linear: Linear) -> bool:
+    """A module class, or a run of dotted name parts, as `attn1`, `to_out.0` or `blocks.*.ffn` are."""
+    if linear.owner and fnmatchcase(linear.owner, pattern):
+        return True
+    wanted, parts = pattern.split("."), f"{block.name}.{linear.name}".split(".")
+    starts = range(len(parts) - len(wanted) + 1)
+    return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
+
+
+_KINDS = {"lora": "lora", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "full_delta", "ia3": "ia3",
+          "diag-oft": "diag_oft"}  # fmt: skip
+_FIELDS = {"dim": "rank", "linear_dim": "rank", "factor": "factor", "full_matrix": "full_rank",
+           "decompose_both": "decompose_both"}  # fmt: skip
+
+
+def _options(adapter: Adapter, linear: Linear) -> Adapter:
+    own: Mapping[str, Any] = adapter.by_module.get(linear.owner, {})
+    changes: dict[str, Any] = {field: own[name] for name, field in _FIELDS.items() if name in own}
+    if own.get("algo") in _KINDS:
+        changes["kind"] = _KINDS[own["algo"]]
+    return adapter.model_copy(update=changes) if changes else adapter
+
+
+def factorization(dimension: int, factor: int) -> tuple[int, int]:
+    """LyCORIS' split of a dimension into two factors, the smaller first: the most even one up to `factor`."""
+    if factor > 0 and dimension % factor == 0:
+        return min(factor, dimension // factor), max(factor, dimension // factor)
+    limit = factor if factor > 0 else dimension
+    divisors = [small for small in range(1, math.isqrt(dimension) + 1) if dimension % small == 0 and small <= limit]
+    small = divisors[-1]
+    return small, dimension // small
+
+
+def _lora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
+    return [(adapter.rank, linear.inputs), (linear.outputs, adapter.rank)]
+
+
+def _dora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
+    return [*_lora(linear, adapter), (linear.outputs,)]
+
+
+def _loha(linear: Linear, adapter: Adapter) -> list[Dimensions]:
+    return 2 * [(linear.outputs, adapter.rank), (adapter.rank, linear.inputs)]
+
+
+def _lokr(linear: Linear, adapter: Adapter) -> list[Dimensions]:
+    rank = adapter.rank
+    small_in, large_in = factorization(linear.inputs, adapter.factor)
+    small_out, large_out = factorization(linear.outputs, adapter.factor)
+    first = [(small_out, small_in)]
+    second = [(large_out, large_in)]
+    if adapter.decompose_both and rank < max(small_out, small_in) / 2 and not adapter.full_rank:
+        first = [(small_out, rank), (rank, small_in)]
+    if rank < max(large_out, large_in) / 2 and not adapter.full_rank:
+        second = [(large_out, rank), (rank, large_in)]
+    return [*first, *second]
+
+
+def _ia3(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
+    return [(linear.outputs,)]
+
+
+def _diag_oft(linear: Linear, adapter: Adapter) -> list[Dimensions]:
+    size, blocks = factorization(linear.outputs, adapter.rank)
+    return [(blocks, size, size)]
+
+
+def _whole(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
+    bias: list[Dimensions] = [(linear.outputs,)] if linear.bias else []
+    return [(linear.outputs, linear.inputs), *bias]
+
+
+_SHAPES: Mapping[str, Callable[[Linear, Adapter], list[Dimensions]]] = {
+    "lora": _lora,
+    "dora": _dora,
+    "locon": _lora,
+    "loha": _loha,
+    "lokr": _lokr,
+    "ia3": _ia3,
+    "diag_oft": _diag_oft,
+    "full_delta": _whole,
+    "full_finetune": _whole,
+}
+
+
+def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:
+    """Every trained tensor of one denoiser."""
+    tensors = [tensor for target in selection.targets for tensor in target.tensors()]
+    if adapter.kind == "full_finetune":
+        # Biases, norms and embeddings: too small to be worth their shapes.
+        rest = footprint.parameters - sum(tensor.elements for tensor in tensors)
+        tensors.append(Tensors((rest,), 1))
+    return tuple(tensors)
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes an optimizer keeps, and the sentence that says of what."""
+
+    bytes: int
+    why: str
+
+
+def optimizer_state(tensors: tuple[Tensors, ...], optimizer: Optimizer) -> StateSize:
+    return _STATES[optimizer.name](tensors, optimizer.options)
+
+
+def _prodigy(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
+    every = _slice(options, 1)
+    total = 8 * _elements(tensors) + 8 * math.ceil(_elements(tensors) / every)
+    return StateSize(total, f"two fp32 moments; start point and distance of {_nth(every)} element")
+
+
+def _slice(options: Mapping[str, Any], default: int) -> int:
+    value = options.get("slice_p", default)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _nth(every: int) -> str:
+    return "every" if every == 1 else f"one in {every}"
+
+
+def _per_element(count: int, what: str) -> Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]:
+    def state(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
+        return StateSize(4 * count * _elements(tensors), what)
+
+    return state
+
+
+def _elements(tensors: tuple[Tensors, ...]) -> int:
+    return sum(tensor.elements for tensor in tensors)
+
+
+def _factored(tensors: tuple[Tensors, ...]) -> int:
+    """Second moments kept as one row and one column of each matrix, in fp32; vectors keep them whole."""
+    total = 0
+    for tensor in tensors:
+        if len(tensor.shape) < 2:
+            total += 4 * tensor.elements
+        else:
+            *batch, rows, columns = tensor.shape
+            total += 4 * math.prod(batch) * (rows + columns) * tensor.count
+    return total
+
+
+_SMALLEST_8BIT = 4096
+_BLOCK_8BIT = 256
+
+
+def _adamw_8bit(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
+    total = 0
+    for tensor in tensors:
+        size = math.prod(tensor.shape)
+        if size < _SMALLEST_8BIT:
+            total += 8 * tensor.elements
+        else:
+            total += 2 * (size + 4 * math.ceil(size / _BLOCK_8BIT)) * tensor.count
+    return StateSize(total, "two moments of one byte, a scale per 256; tensors under 4096 elements stay in fp32")
+
+
+def _adafactor(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
+    momentum = 4 * _elements(tensors) if options.get("beta1") is not None else 0
+    what = "one fp32 row and column per matrix" + (" and an fp32 momentum" if momentum else "")
+    return StateSize(_factored(tensors) + momentum, what)
+
+
+def _automagic(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
+    per_element = 3 * _elements(tensors)
+    what = "factored second moment; per element a 16-bit learning rate and the sign of its last update"
+    return StateSize(_factored(tensors) + per_element, what)
+
+
+def _prodigy_plus(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
+    every = _slice(options, 11)
+    second = _factored(tensors) if options.get("factored", True) else 4 * _elements(tensors)
+    total = 4 * _elements(tensors) + second + 8 * math.ceil(_elements(tensors) / every)
+    return StateSize(total, f"schedule-free z in fp32, second moment, start and distance of {_nth(every)} elements")
+
+
+_STATES: Mapping[str, Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]] = {
+    "adamw": _per_element(2, "two fp32 moments"),
+    "adamw_8bit": _adamw_8bit,
+    "adafactor": _adafactor,
+    "lion": _per_element(1, "one fp32 momentum"),
+    "prodigy": _prodigy,
+    "prodigy_plus_schedule_free": _prodigy_plus,
+    "automagic": _automagic,
+}

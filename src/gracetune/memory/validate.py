@@ -1,0 +1,166 @@
+"""Does unified memory do here what it promises? A few small experiments, each with what was seen.
+
+Uses at most 1 GiB of managed memory and never more than the GPU has free; going beyond the GPU's memory is the
+allocation test of `hardware.allocation`, which asks first whether that is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from gracetune.hardware.check import Check
+from gracetune.memory.arena import OverflowArena
+from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.managed import ManagedBuffer, ManagedHeap
+from gracetune.memory.native import HOST, Unavailable, Uvm, load
+from gracetune.memory.transport import LinkSpeeds, measure_link
+from gracetune.memory.trial import small_gpu, synchronize
+from gracetune.units import GIB, MIB, format_bytes
+
+PROBE: Final = 256 * MIB
+ARENA: Final = 512 * MIB
+_REPORT = "please report it with the output of `gracetune doctor --json`"
+
+
+def validate(device: int = 0) -> Iterator[Check]:
+    """One check per promise. Stops at the first that makes the rest meaningless."""
+    uvm = load()
+    if isinstance(uvm, Unavailable):
+        yield Check("uvm_native", "warn", f"unified memory is {uvm.reason}", uvm.remedy)
+        return
+    yield Check("uvm_native", "ok", _features(uvm), "")
+    blocker = _blocker(uvm, device)
+    if blocker is not None:
+        yield blocker
+        return
+    heap = ManagedHeap(uvm, device, lambda: synchronize(device))
+    for name, experiment in _EXPERIMENTS.items():
+        yield _run(name, experiment, heap)
+
+
+def _features(uvm: Uvm) -> str:
+    have = [name for name, there in vars(uvm.features).items() if there]
+    version = ".".join(str(part) for part in uvm.driver_version())
+    return f"driver of CUDA {version} with {', '.join(have)}"
+
+
+def _blocker(uvm: Uvm, device: int) -> Check | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return Check(
+            "uvm_torch", "fail", f"torch {torch.__version__} cannot use the GPU", "install a CUDA build of torch"
+        )
+    free, _ = uvm.memory_info(device)
+    if free < 4 * GIB:
+        return Check(
+            "uvm_room", "warn", f"{format_bytes(free)} free on the GPU: not tested", "free 4 GiB and run this again"
+        )
+    return None
+
+
+def _run(name: str, experiment: Callable[[ManagedHeap], str], heap: ManagedHeap) -> Check:
+    import torch
+
+    try:
+        return Check(name, "ok", experiment(heap), "")
+    except (UnifiedMemoryError, torch.cuda.OutOfMemoryError) as error:
+        return Check(name, "fail", str(error).splitlines()[0], _REPORT)
+
+
+def _expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise UnifiedMemoryError(what)
+
+
+def _one_memory(heap: ManagedHeap) -> str:
+    """What the CPU writes the GPU reads, and the other way round, without a copy."""
+    import torch
+
+    with heap.empty((PROBE // 4,), torch.int32, "host") as buffer:
+        buffer.cpu().copy_(torch.randint(-1000, 1000, (PROBE // 4,), dtype=torch.int32))
+        expected = int(buffer.cpu().sum())
+        seen = int(buffer.cuda().sum())
+        _expect(seen == expected, f"the CPU wrote numbers that sum to {expected}, the GPU read {seen}")
+        buffer.cuda().add_(1)
+        with buffer.host() as view:
+            back = int(view.sum())
+        _expect(back == expected + PROBE // 4, f"the GPU wrote {expected + PROBE // 4}, the CPU read {back}")
+    return f"{format_bytes(PROBE)} written by the CPU and read by the GPU, and back"
+
+
+def _hints_are_kept(heap: ManagedHeap) -> str:
+    import torch
+
+    with heap.empty((PROBE,), torch.uint8, "host") as buffer:
+        _expect(buffer.state().preferred == HOST, f"preferred location reads {buffer.state().preferred}, not the host")
+        _expect(heap.device in buffer.state().accessed_by, "the GPU is not in accessed-by")
+        hint = buffer.rehome("device")
+        _expect(hint.applied, hint.reason)
+        _expect(buffer.state().preferred == heap.device, "the new preferred location does not read back")
+    return "preferred location and accessed-by read back as given"
+
+
+def _prefetch_both_ways(heap: ManagedHeap) -> str:
+    import torch
+
+    with heap.empty((PROBE,), torch.uint8, "host") as buffer:
+        buffer.cpu().fill_(1)
+        stream = torch.cuda.current_stream(heap.device).cuda_stream
+        _moves(heap, buffer, stream)
+    return f"{format_bytes(PROBE)} moved to the GPU and back, and the memory of the GPU went down and up"
+
+
+def _moves(heap: ManagedHeap, buffer: ManagedBuffer, stream: int) -> None:
+    """Prefetch reports only the request; the GPU's free memory shows that bytes have moved."""
+    before, _ = heap.uvm.memory_info(heap.device)
+    buffer.prefetch("device", stream)
+    synchronize(heap.device)
+    there, _ = heap.uvm.memory_info(heap.device)
+    _expect(buffer.state().last_prefetch == heap.device, "the last prefetch does not read back as the GPU")
+    _expect(before - there >= PROBE // 2, f"the GPU's free memory fell by {format_bytes(before - there)} only")
+    buffer.prefetch("host", stream)
+    synchronize(heap.device)
+    _expect(buffer.state().last_prefetch == HOST, "the last prefetch does not read back as the host")
+
+
+def _overflow(heap: ManagedHeap) -> str:
+    """With the GPU made small, PyTorch takes the next block from the arena, and the numbers in it are right."""
+    import torch
+
+    arena = OverflowArena(heap.uvm, heap.device, ARENA, "cpu_first")
+    try:
+        with small_gpu(heap.device, room=64 * MIB):
+            held = [torch.full((64 * MIB // 4,), 1.0, device=f"cuda:{heap.device}") for _ in range(4)]
+            spilled = arena.usage().active
+            total = sum(float(tensor.sum()) for tensor in held)
+            del held
+    finally:
+        arena.close()
+    _expect(spilled > 0, "nothing spilled into the arena")
+    _expect(total == 4 * 64 * MIB / 4, f"spilled tensors sum to {total:g}, not {64 * MIB:g}")
+    _expect(heap.uvm.slot_stats(0).live_bytes == 0, "the arena did not give its memory back")
+    return f"{format_bytes(spilled)} of 256 MiB spilled, read back right, and given back"
+
+
+def _link(heap: ManagedHeap) -> str:
+    return describe(measure_link(heap))
+
+
+def describe(speeds: LinkSpeeds) -> str:
+    named = {
+        "pinned copy": speeds.pinned_copy,
+        "read in place": speeds.managed_gather,
+        "prefetch": speeds.managed_prefetch,
+    }
+    return ", ".join(f"{name} {way.rate:.0f} GB/s ({way.hidden:.0%} hidden)" for name, way in named.items())
+
+
+_EXPERIMENTS: Final[dict[str, Callable[[ManagedHeap], str]]] = {
+    "uvm_one_memory": _one_memory,
+    "uvm_hints": _hints_are_kept,
+    "uvm_prefetch": _prefetch_both_ways,
+    "uvm_overflow": _overflow,
+    "uvm_link": _link,
+}

@@ -1,0 +1,1 @@
+"""FLUX.1: image transformers with double-stream and single-stream blocks."""

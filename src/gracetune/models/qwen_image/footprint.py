@@ -1,0 +1,97 @@
+"""What Qwen-Image needs in memory. Dimensions: the config files published with each set of weights.
+
+The kept tensors are those of diffusers' `QwenImageTransformerBlock`: an image and a caption stream with weights of
+their own that meet in one attention. Its query and key norms are written out in eager PyTorch, which keeps fp32 copies.
+"""
+
+from __future__ import annotations
+
+from gracetune.memory.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Stream, Text
+
+WIDTH, FFN, HEADS, LAYERS = 3072, 12_288, 24, 60
+CAPTION_WIDTH = 3584
+CAPTION_TOKENS = 512
+PARAMETERS = 20_430_401_088
+VAE = Codec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
+
+
+def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
+    kept: tuple[Kept, ...] = (
+        Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
+        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
+        Kept(f"{stream} query and key before norm", 2 * WIDTH, stream),
+        Kept(f"{stream} query and key in fp32", 2 * WIDTH, stream, fp32=True, compiled=False),
+        Kept(f"{stream} o", WIDTH, stream, needed_by="weights"),
+        Kept(f"{stream} attention output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} residual after attention", WIDTH, stream),
+        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} x2", WIDTH, stream, needed_by="weights"),
+        Kept(f"{stream} before GELU", FFN, stream),
+        Kept(f"{stream} after GELU", FFN, stream, needed_by="weights"),
+        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="full"),
+    )
+    if modulated_by_token:
+        kept += (Kept(f"{stream} scales and gates", 4 * WIDTH, stream, compiled=False),)
+    return kept
+
+
+def _linears() -> tuple[Linear, ...]:
+    return (
+        *(Linear(f"attn.to_{part}", WIDTH, WIDTH, "image x1", "Attention") for part in "qkv"),
+        *(Linear(f"attn.add_{part}_proj", WIDTH, WIDTH, "text x1", "Attention", "text") for part in "qkv"),
+        Linear("attn.to_out.0", WIDTH, WIDTH, "image o", "Attention"),
+        Linear("attn.to_add_out", WIDTH, WIDTH, "text o", "Attention", "text"),
+        Linear("img_mlp.net.0.proj", WIDTH, FFN, "image x2", "FeedForward"),
+        Linear("img_mlp.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
+        Linear("txt_mlp.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
+        Linear("txt_mlp.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
+    )
+
+
+def _block(*, modulated_by_token: bool) -> Block:
+    joint = (
+        *(Kept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
+        Kept("attention statistics", HEADS, "joint", fp32=True),
+    )
+    kept = (
+        *_stream("image", modulated_by_token=modulated_by_token),
+        *_stream("text", modulated_by_token=False),
+        *joint,
+    )
+    return Block(
+        "transformer_blocks.*",
+        LAYERS,
+        kept,
+        enters=(Kept("residuals", WIDTH, "joint"),),
+        working=(Kept("gradients around the feed-forward", 2 * FFN), Kept("gradients of the residual", 2 * WIDTH)),
+        linears=_linears(),
+    )
+
+
+def _qwen(flavour: str, *, picture_tokens: int = 0, edits: bool = False, modulated_by_token: bool = False) -> Footprint:
+    """`picture_tokens`: what the text encoder sees of a reference picture, in the caption's own sequence."""
+    tokens = CAPTION_TOKENS + picture_tokens
+    return Footprint(
+        family="qwen_image",
+        flavour=flavour,
+        denoisers=("transformer",),
+        parameters=PARAMETERS,
+        width=WIDTH,
+        blocks=(_block(modulated_by_token=modulated_by_token),),
+        latents=PixelLatents(16),
+        codec=VAE,
+        encoders=(Encoder("text encoder (Qwen2.5-VL 7B)", 8_292_166_656, working=569_344, tokens=tokens),),
+        text=Text(tokens, tokens * CAPTION_WIDTH),
+        references=edits,
+    )
+
+
+# A picture of one megapixel is 1,338 tokens of 28x28 pixels; from 2509 on the encoder sees 384x384, 189 tokens.
+FOOTPRINTS = (
+    _qwen("t2i"),
+    _qwen("t2i-2512"),
+    _qwen("edit", picture_tokens=1_338, edits=True),
+    _qwen("edit-2509", picture_tokens=189, edits=True),
+    _qwen("edit-2511", picture_tokens=189, edits=True, modulated_by_token=True),
+)

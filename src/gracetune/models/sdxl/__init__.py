@@ -1,0 +1,1 @@
+"""Stable Diffusion XL: an image U-Net."""

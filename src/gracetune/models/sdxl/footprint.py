@@ -1,0 +1,118 @@
+"""What SDXL needs in memory. Dimensions: the config published with the weights.
+
+A U-Net works at several sizes, so blocks are counted per latent pixel: a transformer block at the middle level sees a
+quarter of the pixels, one at the lowest a sixteenth. Convolutions keep their input even when their weights are frozen
+(autograd saves both operands of a convolution), and so do the norms and activations in front of them.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from gracetune.memory.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, NeededBy, PixelLatents, Text
+
+CAPTION_WIDTH = 2048
+VAE = Codec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)
+CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77)
+CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77)
+TOP, MIDDLE, BOTTOM = Fraction(1), Fraction(1, 4), Fraction(1, 16)
+
+# (channels in, channels out, level), in the order of the forward pass. Nothing is kept in front of the first attention
+# unless all weights are trained.
+_BEFORE_ATTENTION = ((320, 320, TOP), (320, 320, TOP), (320, 640, MIDDLE))
+_RESNETS = (
+    (640, 640, MIDDLE), (640, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM),
+    (2560, 1280, BOTTOM), (2560, 1280, BOTTOM), (1920, 1280, BOTTOM), (1920, 640, MIDDLE), (1280, 640, MIDDLE),
+    (960, 640, MIDDLE), (960, 320, TOP), (640, 320, TOP), (640, 320, TOP),
+)  # fmt: skip
+
+
+def _resnet(inputs: int, outputs: int, level: Fraction, *, full_only: bool = False) -> Block:
+    """Twice: norm, SiLU, convolution; each keeps its input."""
+    needed_by: NeededBy = "full" if full_only else "graph"
+    kept = (
+        Kept("norm, SiLU and convolution inputs", 3 * inputs, needed_by=needed_by),
+        Kept("the same of the second half", 3 * outputs, needed_by=needed_by),
+    )
+    enters = () if full_only else (Kept("features", inputs),)
+    return Block("resnets", 1, kept, enters, (Kept("gradients", 2 * max(inputs, outputs)),), tokens=level)
+
+
+def _resampling() -> Block:
+    """Inputs of the convolutions that change the level, and of the output layers (norm, SiLU, convolution)."""
+    kept = (
+        Kept("down", 640 // 4),
+        Kept("up to the middle", 1280 // 4),
+        Kept("up to the top", 640),
+        Kept("output layers", 3 * 320),
+    )
+    return Block("resamplers", 1, kept, kept, (Kept("gradients", 640),))
+
+
+def _around_transformers(channels: int, count: int, level: Fraction) -> Block:
+    entry = (Kept("norm input", channels),)
+    linears = tuple(
+        Linear(f"attentions.*.{name}", channels, channels, "", "Transformer2DModel", default=False)
+        for name in ("proj_in", "proj_out")
+    )
+    return Block("transformers", count, entry, entry, (), linears, tokens=level)
+
+
+def _transformer_block(width: int, count: int, level: Fraction) -> Block:
+    ffn, heads = 4 * width, width // 64
+    kept = (
+        Kept("norm1 input", width, compiled=False),
+        Kept("x1", width, needed_by="weights"),
+        *(Kept(part, width) for part in ("query", "key", "value", "o1")),
+        Kept("attention statistics", 2 * heads, fp32=True),
+        Kept("residual after attention", width),
+        Kept("x2", width, needed_by="weights"),
+        Kept("cross query", width),
+        Kept("cross key", width, "text"),
+        Kept("cross value", width, "text"),
+        Kept("o2", width),
+        Kept("residual after cross-attention", width),
+        Kept("x3", width, needed_by="weights"),
+        Kept("value and gate", 2 * ffn),
+        Kept("GELU of the gate", ffn, compiled=False),
+        Kept("after GEGLU", ffn, needed_by="weights"),
+    )
+    linears = (
+        *(Linear(f"attn1.to_{part}", width, width, "x1", "Attention", bias=False) for part in "qkv"),
+        Linear("attn1.to_out.0", width, width, "o1", "Attention"),
+        Linear("attn2.to_q", width, width, "x2", "Attention", bias=False),
+        *(
+            Linear(f"attn2.to_{part}", CAPTION_WIDTH, width, "", "Attention", "text", bias=False, backward=False)
+            for part in "kv"
+        ),
+        Linear("attn2.to_out.0", width, width, "o2", "Attention"),
+        Linear("ff.net.0.proj", width, 2 * ffn, "x3", "FeedForward"),
+        Linear("ff.net.2", ffn, width, "after GEGLU", "FeedForward"),
+    )
+    enters, working = (Kept("residual", width),), (Kept("gradients around the feed-forward", 3 * ffn // 2),)
+    name = "attentions.*.transformer_blocks.*"
+    return Block(name, count, kept, enters, working, linears, tokens=level)
+
+
+FOOTPRINTS = (
+    Footprint(
+        family="sdxl",
+        flavour="base-1.0",
+        denoisers=("U-Net",),
+        parameters=2_567_463_684,
+        width=320,
+        blocks=(
+            *(_resnet(*resnet, full_only=True) for resnet in _BEFORE_ATTENTION),
+            *(_resnet(*resnet) for resnet in _RESNETS),
+            _resampling(),
+            _around_transformers(640, 5, MIDDLE),
+            _around_transformers(1280, 6, BOTTOM),
+            _transformer_block(640, 10, MIDDLE),
+            _transformer_block(1280, 60, BOTTOM),
+        ),
+        latents=PixelLatents(4, patch=1),
+        codec=VAE,
+        encoders=(CLIP_L, CLIP_G),
+        text=Text(tokens=77, cached_elements=77 * CAPTION_WIDTH + 1280),
+    ),
+)

@@ -1,0 +1,1 @@
+"""Stable Audio Open: an audio diffusion transformer."""

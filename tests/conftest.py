@@ -1,0 +1,37 @@
+"""One environment for every test, whatever shell they are started from."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Two threads on two busy cores made one sample 50 times slower; must be set before torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Every model and dataset in the tests is made on the spot: a download attempt is a mistake and should fail at once.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+# Help texts and tables are compared as text: one width, no colours.
+os.environ["COLUMNS"] = "120"
+os.environ["NO_COLOR"] = "1"
+os.environ.pop("FORCE_COLOR", None)
+# What scripts/setup_gh200_env.sh exports steers a run; here it would steer the tests.
+for _name in [*os.environ]:
+    if _name.startswith("GH200_UVM_") or _name in (
+        "ACCELERATE_MIXED_PRECISION",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "SIMPLETUNER_GH200_ENABLE_UVM_HINTS",
+    ):
+        del os.environ[_name]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("marked gpu: torch sees no CUDA GPU here")

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.config import Environment, load
+from gracetune.config.aitoolkit.model import ARCHS, OTHER_ARCHS, TAGS
+from gracetune.config.families import find_flavour
+from unit.config.aitoolkit_jobs import FLUX, SDXL, WAN, job, note, only_problem, problems, read, write
+
+
+def model(folder: Path, keys: dict[str, Any]) -> Any:
+    document = job()
+    document["config"]["process"][0]["model"] = keys
+    return read(folder, document).config.model
+
+
+@pytest.mark.parametrize(
+    ("arch", "path", "family", "flavour"),
+    [
+        ("wan22_14b", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "wan", "t2v-14b-2.2"),
+        ("wan22_14b:t2v", "ai-toolkit/Wan2.2-T2V-A14B-Diffusers-bf16", "wan", "t2v-14b-2.2"),
+        ("wan22_14b_i2v", "/weights/i2v", "wan", "i2v-14b-2.2"),
+        ("wan22_5b", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "wan", "ti2v-5b-2.2"),
+        ("wan21", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan", "t2v-1.3b-2.1"),
+        ("wan21", "/weights/some-wan", "wan", None),
+        ("wan21:1b", "/weights/some-wan", "wan", "t2v-1.3b-2.1"),
+        ("wan21:14b", "/weights/some-wan", "wan", "t2v-14b-2.1"),
+        # the weights decide, as upstream drops the tag
+        ("wan21:14b", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "wan", "t2v-1.3b-2.1"),
+        ("wan21_i2v:14b480p", "/weights/some-wan", "wan", "i2v-14b-480p-2.1"),
+        ("wan21_i2v:14b", "/weights/some-wan", "wan", "i2v-14b-720p-2.1"),
+        ("qwen_image", "Qwen/Qwen-Image", "qwen_image", "t2i"),
+        ("qwen_image:2512", "/weights/qwen", "qwen_image", "t2i-2512"),
+        ("qwen_image_edit", "/weights/qwen", "qwen_image", "edit"),
+        ("qwen_image_edit_plus", "Qwen/Qwen-Image-Edit-2509", "qwen_image", "edit-2509"),
+        ("qwen_image_edit_plus:2511", "/weights/qwen", "qwen_image", "edit-2511"),
+        ("flux", "black-forest-labs/flux.1-KREA-dev", "flux", "krea"),
+        ("flux", "/weights/flux", "flux", None),
+        ("flux_kontext", "/weights/flux", "flux", "kontext"),
+        ("sdxl", "/weights/some.safetensors", "sdxl", "base-1.0"),
+    ],
+)
+def test_an_arch_and_its_weights_give_family_and_flavour(
+    tmp_path: Path, arch: str, path: str, family: str, flavour: str | None
+) -> None:
+    scheduler = "ddpm" if arch == "sdxl" else "flowmatch"
+    document = job(train={"noise_scheduler": scheduler})
+    document["config"]["process"][0]["model"] = {"arch": arch, "name_or_path": path}
+    found = read(tmp_path, document).config.model
+    assert (found.family, found.flavour, found.path) == (family, flavour, path)
+
+
+def test_every_arch_leads_to_flavours_that_exist() -> None:
+    for arch in ARCHS.values():
+        assert all(find_flavour(arch.family, name) for name in arch.flavours)
+    for tagged, flavour in TAGS.items():
+        assert flavour in ARCHS[tagged.partition(":")[0]].flavours
+    assert not set(ARCHS) & set(OTHER_ARCHS)
+
+
+@pytest.mark.parametrize(("switch", "family"), [("is_flux", "flux"), ("is_xl", "sdxl")])
+def test_the_old_switches_name_our_families_too(tmp_path: Path, switch: str, family: str) -> None:
+    document = job(train={"noise_scheduler": "flowmatch"})
+    document["config"]["process"][0]["model"] = {"name_or_path": "/weights/x", switch: True, "is_v2": False}
+    assert read(tmp_path, document).config.model.family == family
+
+
+@pytest.mark.parametrize("arch", OTHER_ARCHS)
+def test_models_we_do_not_train_are_refused_without_a_guess(tmp_path: Path, arch: str) -> None:
+    problem = only_problem(tmp_path, model={"arch": arch, "name_or_path": "owner/name"})
+    assert problem.key == "config.process[0].model.arch"
+    assert problem.hint == "train it with ai-toolkit, or choose one of these models"
+
+
+def test_a_misspelt_arch_gets_the_nearest(tmp_path: Path) -> None:
+    assert only_problem(tmp_path, model={"arch": "wan22_14"}).hint == "write `arch: wan22_14b`"
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "found"),
+    [
+        ({"is_v3": True}, "model.is_v3", "sd3"),
+        ({"is_ssd": True}, "model.is_ssd", "ssd"),
+        ({}, "model.arch", "Stable Diffusion 1.5"),
+        ({"arch": ["wan21"]}, "model.arch", "a list of 1"),
+    ],
+)
+def test_an_old_switch_or_no_arch_at_all_is_named(tmp_path: Path, keys: dict[str, Any], key: str, found: str) -> None:
+    document = job()
+    document["config"]["process"][0]["model"] = {"name_or_path": "owner/name", **keys}
+    problem = problems(tmp_path, document)[key]
+    assert found in problem.found
+
+
+def test_flex_behind_a_flux_arch_is_still_flex(tmp_path: Path) -> None:
+    assert "Flex" in only_problem(tmp_path, model={**FLUX, "name_or_path": "ostris/Flex.1-alpha"}).expected
+
+
+def test_weights_of_another_arch_are_a_problem(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, model={"name_or_path": "Wan-AI/Wan2.1-T2V-14B-Diffusers"})
+    assert problem.key == "config.process[0].model.name_or_path"
+    assert "Wan2.2-T2V-A14B" in problem.expected
+
+
+def test_weights_behind_a_link_have_to_be_fetched_first(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, model={"name_or_path": "https://example.org/models/1"})
+    assert problem.hint == "download the file and name it here"
+
+
+def test_missing_weights_are_named_with_an_example(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, model={"name_or_path": None})
+    assert problem.hint == "for example `name_or_path: Wan-AI/Wan2.2-T2V-A14B-Diffusers`"
+
+
+def test_text_encoder_and_vae_may_come_from_elsewhere(tmp_path: Path) -> None:
+    found = model(tmp_path, {**WAN, "extras_name_or_path": "owner/extras", "vae_path": "/weights/vae"})
+    assert (found.vae_path, found.text_encoder_path) == ("/weights/vae", "owner/extras")
+    found = model(tmp_path, {**WAN, "extras_name_or_path": WAN["name_or_path"], "te_name_or_path": "/weights/te"})
+    assert (found.vae_path, found.text_encoder_path) == (None, "/weights/te")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "experts"),
+    [
+        ({}, "both"),
+        ({"train_high_noise": True, "train_low_noise": True}, "both"),
+        ({"train_low_noise": False}, "high"),
+        ({"train_high_noise": False, "train_low_noise": True}, "low"),
+    ],
+)
+def test_the_noise_experts_to_train(tmp_path: Path, kwargs: dict[str, bool], experts: str) -> None:
+    assert model(tmp_path, {**WAN, "model_kwargs": kwargs}).experts == experts
+
+
+def test_training_neither_expert_is_a_problem(tmp_path: Path) -> None:
+    kwargs = {"train_high_noise": False, "train_low_noise": False}
+    assert "at least one" in only_problem(tmp_path, model={"model_kwargs": kwargs}).expected
+
+
+def test_experts_mean_nothing_to_a_model_without_them(tmp_path: Path) -> None:
+    resolved = read(tmp_path, model={**FLUX, "model_kwargs": {"train_high_noise": False}})
+    assert resolved.config.model.experts == "both"
+    assert "model_kwargs.train_high_noise" in note(resolved, "harmless")
+
+
+def test_vae_tiling_is_passed_on(tmp_path: Path) -> None:
+    assert model(tmp_path, {**WAN, "model_kwargs": {"vae_tiling": True}}).vae_tiling is True
+
+
+def test_quantising_is_refused_and_passing_it_keeps_the_training_dtype(tmp_path: Path) -> None:
+    keys = {"quantize": True, "quantize_te": True, "qtype": "uint4|owner/adapter.safetensors"}
+    found = problems(tmp_path, model=keys)
+    assert set(found) == {"model.quantize", "model.quantize_te"}
+    assert found["model.quantize"].hint.startswith("write `quantize: false`")
+    resolved = load(write(tmp_path, job(model=keys)), environment=Environment({}), allow_unsupported=True)
+    assert resolved.config.model.base_precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"assistant_lora_path": "owner/lora"},
+        {"lora_path": "x.safetensors"},
+        {"refiner_name_or_path": "owner/refiner"},
+        {"unet_path": "x"},
+        {"use_text_encoder_2": False},
+        {"attn_masking": True},
+        {"use_flux_cfg": True},
+        {"split_model_over_gpus": True},
+        {"text_encoder_bits": 8},
+        {"vae_dtype": "fp32"},
+        {"model_paths": {"vae": "x"}},
+    ],
+)
+def test_what_changes_the_model_is_refused_by_name(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert only_problem(tmp_path, model=keys).key == f"config.process[0].model.{next(iter(keys))}"
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"assistant_lora_path": None, "quantize": False, "text_encoder_bits": 16, "use_text_encoder_1": True},
+        {"vae_dtype": "bfloat16", "te_dtype": "bf16", "dtype": "float16"},
+        {"model_paths": {}, "low_vram": True, "layer_offloading": True, "quantize_kwargs": {"exclude": ["*"]}},
+    ],
+)
+def test_defaults_written_out_ask_for_nothing(tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert read(tmp_path, model=keys).config == read(tmp_path).config
+
+
+@pytest.mark.parametrize(
+    ("keys", "compile_mode"),
+    [
+        ({}, "auto"),
+        ({"compile": True}, "on"),
+        ({"compile": False}, "off"),
+        ({"compile": False, "block_compile": True}, "on"),
+    ],
+)
+def test_compile(tmp_path: Path, keys: dict[str, bool], compile_mode: str) -> None:
+    assert read(tmp_path, model=keys).config.training.compile == compile_mode
+
+
+def test_v_prediction(tmp_path: Path) -> None:
+    config = read(tmp_path, model={**SDXL, "is_v_pred": True}, train={"noise_scheduler": "ddpm"}).config
+    assert config.objective.prediction == "v_prediction"
+
+
+def test_layers_of_the_model_matter_only_without_an_adapter(tmp_path: Path) -> None:
+    assert read(tmp_path, model={"only_if_contains": ["blocks.0."]}).config.adapter.targets == ()
+    problem = only_problem(tmp_path, network=None, model={"only_if_contains": ["blocks.0."]})
+    assert problem.key == "config.process[0].model.only_if_contains"

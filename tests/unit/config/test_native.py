@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+from gracetune.config import native
+from gracetune.config.draft import Origin
+from gracetune.config.run_config import RunConfig
+from gracetune.config.syntax import _parse
+from unit.config.strategies import valid_values
+
+SLOW_TO_DRAW = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+
+def reread(text: str) -> RunConfig:
+    data = _parse(text, "YAML", "x.yaml")
+    assert data.pop(native.VERSION_KEY) == native.VERSION
+    return RunConfig.model_validate(data)
+
+
+@SLOW_TO_DRAW
+@given(valid_values())
+def test_what_show_prints_reads_back_as_the_same_config(tree: dict[str, Any]) -> None:
+    config = RunConfig.model_validate(tree)
+    text = native.write(config)
+    assert reread(text) == config
+    assert native.write(reread(text)) == text
+
+
+@SLOW_TO_DRAW
+@given(valid_values())
+def test_origins_are_comments_and_change_nothing(tree: dict[str, Any]) -> None:
+    config = RunConfig.model_validate(tree)
+    origins = {
+        ("name",): Origin("file", "name", "weird # name: {file}.yaml"),
+        ("model",): Origin("flag", "--set model"),
+    }
+    assert reread(native.write(config, origins)) == config
+
+
+def test_every_leaf_names_its_origin() -> None:
+    config = RunConfig.model_validate(
+        {"name": "n", "output_dir": "o", "model": {"family": "sdxl"}, "datasets": [{"id": "a", "path": "p"}]}
+    )
+    origins = {("model", "family"): Origin("file", "model_family", "c.json"), ("name",): Origin("environment", "NAME")}
+    flat = native.flat(config, origins)
+    assert flat["model.family"] == {"kind": "file", "where": "c.json", "key": "model_family"}
+    assert flat["name"]["kind"] == "environment"
+    assert flat["datasets[0].crop.style"]["kind"] == "default"
+    text = native.write(config, origins)
+    commented = [line for line in text.splitlines() if "  # " in line]
+    assert len(commented) == len(flat)
+    assert any(line.startswith("  family: sdxl") and line.endswith("# file c.json model_family") for line in commented)
+
+
+def test_the_format_is_plain_yaml() -> None:
+    config = RunConfig.model_validate(
+        {"name": "yes", "output_dir": "1e3", "model": {"family": "wan"}, "datasets": [{"id": "- a", "path": "a: b #c"}]}
+    )
+    data = yaml.safe_load(native.write(config))
+    assert (data["name"], data["output_dir"], data["datasets"][0]["id"]) == ("yes", "1e3", "- a")
+
+
+def test_only_the_version_key_marks_the_dialect() -> None:
+    assert native.looks_like({"gracetune": 1})
+    assert not native.looks_like({"name": "x"})
+    assert not native.looks_like(["gracetune"])

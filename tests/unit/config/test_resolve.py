@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+
+from gracetune.config import Environment, Resolved, load
+from gracetune.config.this_machine import path_problems, size_warnings
+from gracetune.errors import ConfigError, Problem
+from unit.config.strategies import mutated
+
+EMPTY = Environment({})
+GOOD: dict[str, Any] = {
+    "gracetune": 1,
+    "name": "run",
+    "output_dir": "out",
+    "model": {"family": "wan", "flavour": "t2v-14b-2.2"},
+    "datasets": [
+        {"id": "clips", "path": "data/clips", "dataset_type": "video", "video": {"num_frames": 17}},
+        {"id": "stills", "path": "data/stills", "type": "in_memory", "in_memory": {"compression": "lz4"}},
+    ],
+    "training": {"max_steps": 100},
+}
+
+
+def write(folder: Path, data: Any, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(yaml.safe_dump(data), encoding="utf-8")
+    return path
+
+
+def resolve(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> Resolved:
+    return load(write(folder, {**GOOD, **(changes or {})}), environment=options.pop("environment", EMPTY), **options)
+
+
+def problems(folder: Path, changes: dict[str, Any] | None = None, **options: Any) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        resolve(folder, changes, **options)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+def test_a_good_file_is_complete_and_frozen(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path)
+    assert resolved.dialect == "native"
+    assert resolved.config.training.batch_size == 1
+    with pytest.raises(ValueError, match="frozen"):
+        resolved.config.name = "other"
+
+
+def test_flags_beat_the_file_and_the_file_beats_the_environment(tmp_path: Path) -> None:
+    environment = Environment({"GH200_UVM_OVERSUBSCRIPTION_RATIO": "3", "GH200_UVM_ACCESS_PATTERN": "balanced",
+                               "GH200_UVM_STAGE1_THRESHOLD": "0.2"})  # fmt: skip
+    file = {"memory": {"uvm_oversubscription_ratio": 4.0, "uvm_stage1_threshold": 0.3}}
+    resolved = resolve(tmp_path, file, environment=environment, overrides=["memory.uvm_stage1_threshold=0.4"])
+    memory = resolved.config.memory
+    assert (memory.uvm_access_pattern, memory.uvm_oversubscription_ratio, memory.uvm_stage1_threshold) == (
+        "balanced",
+        4.0,
+        0.4,
+    )
+    kinds = {path[1]: origin.kind for path, origin in resolved.origins.items() if path[0] == "memory"}
+    assert kinds["uvm_access_pattern"] == "environment"
+    assert kinds["uvm_oversubscription_ratio"] == "file"
+    assert kinds["uvm_stage1_threshold"] == "flag"
+
+
+@pytest.mark.parametrize(
+    ("cache", "memory", "variable", "hints"),
+    [
+        ({"vae_cache_type": "unified_memory"}, {}, None, True),
+        ({"text_cache_type": "unified_memory"}, {}, "0", True),
+        ({"vae_cache_type": "unified_memory"}, {"enable_uvm_hints": False}, "1", False),
+        ({"vae_cache_type": "disk"}, {}, "1", True),
+        ({"vae_cache_type": "disk"}, {}, None, False),
+        ({}, {"enable_uvm_hints": True}, "0", True),
+    ],
+)
+def test_caches_in_unified_memory_switch_hints_on(
+    tmp_path: Path, cache: dict[str, str], memory: dict[str, bool], variable: str | None, hints: bool
+) -> None:
+    environment = Environment({"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": variable} if variable else {})
+    resolved = resolve(tmp_path, {"cache": cache, "memory": memory}, environment=environment)
+    assert resolved.config.memory.enable_uvm_hints is hints
+
+
+def test_all_problems_arrive_together(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path,
+        {
+            "model": {"family": "wann", "flavor": "x"},
+            "datasets": [
+                {"id": "a", "path": "p", "resolution": -512, "video": {"num_frames": 16}, "dataset_type": "video"},
+                {"id": "a", "path": "q", "crop": {"enabled": "yes"}, "conditioning": ["b"]},
+            ],
+            "training": {"batch_size": 2.5},
+            "optimizer": {"name": "adam", "lr": float("nan")},
+        },
+        overrides=["training.max_steps=ten", "nonsense"],
+        environment=Environment({"PYTORCH_CUDA_ALLOC_CONF": "uvm_oversubscription_ratio:5.0x"}),
+    )
+    assert set(found) == {
+        "model.family", "model.flavor", "datasets[0].resolution", "datasets[0].video.num_frames", "datasets[1].id",
+        "datasets[1].crop.enabled", "datasets[1].conditioning", "training.batch_size", "optimizer.name",
+        "optimizer.lr", "--set training.max_steps", "--set", "PYTORCH_CUDA_ALLOC_CONF",
+    }  # fmt: skip
+    assert found["model.family"].hint == "write `wan`"
+    assert found["model.flavor"].hint == "write `flavour`"
+    assert found["datasets[0].video.num_frames"].hint == "write 13 or 17"
+    assert found["training.batch_size"].expected == "a whole number >= 1"
+    assert found["optimizer.name"].hint == "write `adamw`"
+    assert found["--set training.max_steps"].file is None
+    assert all(problem.found and problem.expected and problem.hint for problem in found.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"training": {}}, "training.max_steps"),
+        ({"training": {"max_steps": 1, "epochs": 1}}, "training.epochs"),
+        ({"training": {"max_steps": 1, "ramp": {"enabled": True}}}, "training.ramp.batch_rampup_steps"),
+        ({"training": {"max_steps": 1, "ramp": {"enabled": True, "initial_effective_batch_size": 8,
+          "target_effective_batch_size": 4, "batch_rampup_steps": 4}}}, "training.ramp.initial_effective_batch_size"),
+        ({"model": {"family": "wan", "flavour": "ti2v-5b-2.2", "experts": "high"}}, "model.experts"),
+        ({"model": {"family": "wan", "flavour": "t2v-14b-2.3"}}, "model.flavour"),
+        ({"model": {"family": "sdxl"}}, "datasets[0].dataset_type"),
+        ({"adapter": {"kind": "full_finetune", "init_from": "x"}}, "adapter.kind"),
+        ({"optimizer": {"high_noise": {"min_lr": 1e-5}}}, "optimizer.high_noise.min_lr"),
+        ({"optimizer": {"name": "automagic", "limits": {"min_lr": 1e-3, "max_lr": 1e-5}}}, "optimizer.limits.min_lr"),
+        ({"objective": {"min_timestep": 500, "max_timestep": 500}}, "objective.min_timestep"),
+        ({"datasets": []}, "datasets"),
+        ({"datasets": [{"id": "a", "path": "p", "disabled": True}]}, "datasets"),
+        ({"datasets": [{"id": "a", "path": "p", "maximum_size": 2048}]}, "datasets[0].downsample_to"),
+        ({"datasets": [{"id": "a", "path": "p", "minimum_aspect_ratio": 2.0, "maximum_aspect_ratio": 1.0}]},
+         "datasets[0].minimum_aspect_ratio"),
+        ({"datasets": [{"id": "a", "path": "p", "crop": {"enabled": True, "aspect": "closest"}}]},
+         "datasets[0].crop.aspect_buckets"),
+        ({"datasets": [{"id": "a", "path": "p", "start_epoch": 3, "end_epoch": 2}]}, "datasets[0].end_epoch"),
+        ({"datasets": [{"id": "a", "path": "p", "start_step": 3, "end_step": 3}]}, "datasets[0].end_step"),
+        ({"datasets": [{"id": "a", "path": "p", "conditioning": ["a"]}]}, "datasets[0].conditioning"),
+        ({"gracetune": 2}, "gracetune"),
+    ],
+)  # fmt: skip
+def test_each_rule_between_values(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+    found = problems(tmp_path, changes)
+    assert any(name.startswith(key.rsplit(".", 1)[0]) for name in found), found
+    assert key in found or key.rsplit(".", 1)[0] in found
+
+
+def test_overrides_reach_into_lists_but_leave_no_holes(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, overrides=["datasets[1].repeats=3", "optimizer.lr=1e-5", "adapter.targets=[a, b]"])
+    assert resolved.config.datasets[1].repeats == 3
+    assert resolved.config.optimizer.lr == 1e-5
+    assert resolved.config.adapter.targets == ("a", "b")
+    assert "--set datasets[9].repeats" in problems(tmp_path, overrides=["datasets[9].repeats=3"])
+
+
+@pytest.mark.parametrize("text", ["", "- 1\n", "just text", "a: 1\n"])
+def test_files_of_no_known_kind(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=EMPTY)
+    assert "examples/" in caught.value.problems[0].hint
+
+
+def test_what_is_not_on_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    datasets = [
+        {"id": "a", "path": str(tmp_path / "here")},
+        {"id": "b", "path": str(tmp_path / "gone")},
+        {"id": "c", "path": str(tmp_path / "gone too"), "disabled": True},
+        {"id": "d", "path": "s3://bucket/x", "type": "url"},
+        {"id": "e", "path": str(tmp_path / "here"), "type": "in_memory", "in_memory": {"memory_limit_gb": 200}},
+    ]
+    model = {"family": "wan", "path": str(tmp_path / "weights")}
+    resolved = resolve(tmp_path, {"datasets": datasets, "model": model, "output_dir": str(tmp_path / "file")})
+    assert {problem.key for problem in path_problems(resolved)} == {"datasets[1].path", "model.path", "output_dir"}
+    (warning,) = size_warnings(resolved, host_bytes=64 * 10**9)
+    assert "200" in warning
+    assert size_warnings(resolved, host_bytes=10**12) == []
+
+
+RAMP = {"enabled": True, "initial_effective_batch_size": 4, "target_effective_batch_size": 8, "batch_rampup_steps": 10}
+RICH = {**GOOD, "training": {"max_steps": 100, "ramp": RAMP}, "validation": {"prompts": [{"prompt": "x"}]}}
+
+
+@settings(max_examples=150, deadline=None)
+@given(mutated(RICH))
+def test_nothing_but_our_own_error_comes_out(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    path = write(tmp_path_factory.getbasetemp(), data)
+    try:
+        path_problems(load(path, environment=EMPTY))
+    except ConfigError as error:
+        assert all(problem.found and problem.expected and problem.hint for problem in error.problems)
+
+
+def test_variables_need_no_quotes_in_an_ai_toolkit_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(
+        '{"job": "extension", "config": {"name": "n", "process": [{"train": {"steps": ${STEPS}}}]}}', "utf-8"
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=EMPTY)
+    assert "STEPS" in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=Environment({"STEPS": "10"}))
+    assert "STEPS" not in str(caught.value)
+    path.write_text('{"model_family": ${FAMILY}}', "utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=Environment({"FAMILY": "1"}))
+    assert caught.value.problems[0].key == "line 1, column 18"

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config.syntax import one_line_yaml, parse_scalar, read_document
+from gracetune.errors import ConfigError, Problem
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def only_problem(path: Path) -> Problem:
+    with pytest.raises(ConfigError) as caught:
+        read_document(path)
+    (problem,) = caught.value.problems
+    assert problem.file == str(path)
+    return problem
+
+
+def test_json_forgives_comments_and_trailing_commas_but_not_inside_text(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.json", '{"a": "// kept, ]", /* gone */ "b": [1, 2,], // gone\n "c": {"d": 1,},}')
+    assert read_document(path).data == {"a": "// kept, ]", "b": [1, 2], "c": {"d": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "where"),
+    [
+        ("a.json", '{\n  "a": 1\n  "b": 2\n}', "line 3, column 3"),
+        ("a.json", '{"a": // gone\n  }', "line 2, column 3"),
+        ("a.yaml", "a: 1\n b: 2\n", "line 2, column 3"),
+        ("a.toml", "a = 1\nb = \n", "line 2, column 5"),
+        ("a.toml", 'a = "', "end of file"),
+        ("a.env", "A=1\nnot an assignment\n", "line 2, column 1"),
+        ("a.env", "A='open\n", "line 1, column 3"),
+    ],
+)
+def test_broken_text_is_placed(tmp_path: Path, name: str, text: str, where: str) -> None:
+    assert only_problem(write(tmp_path, name, text)).key == where
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.json", '{"a": 1, "b": {"x": 1, "x": 2}}'), ("a.yaml", "b:\n  x: 1\n  x: 2\n")]
+)
+def test_a_key_given_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    problem = only_problem(write(tmp_path, name, text))
+    assert problem.key == "x"
+    assert "twice" in problem.found
+
+
+def test_yaml_merge_keys_are_not_duplicates(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.yaml", "base: &b {x: 1}\nother: {<<: *b, y: 2}\n")
+    assert read_document(path).data["other"] == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "1.e-4", ".5e1", "+1e4", "-2e-3"])
+def test_yaml_exponents_are_numbers(text: str) -> None:
+    assert parse_scalar(text) == float(text)
+    assert isinstance(parse_scalar(text), float)
+
+
+@pytest.mark.parametrize("text", ["e4", "1e", "v1e5", "1e-4x"])
+def test_text_that_only_resembles_a_number_stays_text(text: str) -> None:
+    assert parse_scalar(text) == text
+
+
+def test_env_files(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.env", "# comment\nexport A='x y'  # why\n\nB=\"1\"\nC=\n")
+    assert read_document(path).data == {"A": "x y", "B": "1", "C": ""}
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert only_problem(tmp_path / "missing.json").found == "no file there"
+    assert "does not exist" in only_problem(tmp_path / "no folder" / "a.json").hint
+    folder = tmp_path / "folder.json"
+    folder.mkdir()
+    assert only_problem(folder).found == "a directory"
+    latin = tmp_path / "latin.json"
+    latin.write_bytes('{"a": "é"}'.encode("latin-1"))
+    assert "UTF-8" in only_problem(latin).expected
+    assert ".json" in only_problem(write(tmp_path, "a.txt", "{}")).expected
+
+
+def test_absurd_nesting_is_an_error_not_a_crash(tmp_path: Path) -> None:
+    assert "nesting" in only_problem(write(tmp_path, "deep.json", "[" * 100_000 + "]" * 100_000)).found
+    assert "nesting" in only_problem(write(tmp_path, "deep.yaml", "[" * 20_000 + "]" * 20_000)).found
+
+
+@given(st.sampled_from([".json", ".yaml", ".toml", ".env"]), st.text(max_size=200))
+def test_any_text_parses_or_is_a_config_error(tmp_path_factory: pytest.TempPathFactory, suffix: str, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / f"any{suffix}"
+    path.write_text(text, encoding="utf-8", newline="")
+    try:
+        read_document(path)
+    except ConfigError as error:
+        assert all(problem.found and problem.expected and problem.hint for problem in error.problems)
+
+
+@pytest.mark.parametrize(
+    "text", ["1e5", "=", "a\nb", "\x85", "yes", "~", "<<", "- a", "a: b # c", "{}", "'", '"', " x ", "é", "\u2028"]
+)
+def test_awkward_text_survives_yaml(text: str) -> None:
+    assert "\n" not in one_line_yaml(text)
+    assert parse_scalar(one_line_yaml(text)) == text
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(PLAIN)
+def test_any_plain_value_survives_yaml(value: object) -> None:
+    assert parse_scalar(one_line_yaml(value)) == value

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from itertools import product
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.hardware.machine import ProfileName
+from gracetune.memory.arena import LARGE_UNIT, SMALL_SEGMENT, arena_shape, slot_policy
+from gracetune.memory.placement import Role, place
+from gracetune.memory.transport import LinkSpeeds, Way, choose_transport
+from gracetune.units import GIB, MIB
+
+
+@pytest.mark.parametrize(("role", "profile"), list(product(get_args(Role), get_args(ProfileName))))
+def test_every_role_has_a_place_and_a_reason_on_every_machine(role: Role, profile: ProfileName) -> None:
+    placement = place(role, profile)
+    assert placement.reason
+    if profile in ("cpu", "integrated"):
+        assert not placement.moved_before_use
+    if profile != "superchip":
+        assert not placement.place.startswith("managed")
+
+
+def test_the_table_of_the_design() -> None:
+    assert place("cold_weights", "superchip").place == "managed_host"
+    assert place("cold_weights", "discrete").place == "pinned_host"
+    assert place("latent_cache", "superchip").place == "managed_host"
+    assert place("latent_cache", "superchip", local_ranks=4).place == "shared_host"
+    assert place("text_cache", "superchip", size=GIB, device_bytes=96 * GIB).place == "managed_device"
+    assert place("text_cache", "superchip", size=3 * GIB, device_bytes=96 * GIB).place == "managed_host"
+    assert place("text_cache", "superchip", size=1).place == "managed_host", "unknown device memory is not guessed"
+    assert place("optimizer_state", "superchip").place == "device", "offloading it is not built"
+
+
+@given(st.integers(0, 64 * GIB), st.one_of(st.none(), st.integers(1, 2 * GIB)))
+def test_the_arena_is_divided_without_loss(size: int, max_split: int | None) -> None:
+    shape = arena_shape(size, max_split)
+    assert size - LARGE_UNIT < shape.bytes + LARGE_UNIT
+    assert shape.bytes <= size
+    assert all(block % LARGE_UNIT == 0 and block > 0 for block in shape.large_blocks)
+    if max_split is None:
+        assert len(shape.large_blocks) <= 1
+    else:
+        assert all(block <= max(max_split, 20 * MIB) for block in shape.large_blocks)
+
+
+def test_small_requests_get_room_of_their_own() -> None:
+    assert arena_shape(4 * GIB).small_segments * SMALL_SEGMENT == 128 * MIB
+    assert arena_shape(400 * GIB).small_segments * SMALL_SEGMENT == 256 * MIB
+    assert arena_shape(0).bytes == 0
+
+
+def test_access_patterns() -> None:
+    assert slot_policy("gpu_first", 0, 1).preferred == "device"
+    assert slot_policy("balanced", 0, 1).preferred == "none"
+    assert slot_policy("cpu_first", 0, 1).preferred == "host"
+    assert all(slot_policy(pattern, 0, 1).accessed_by_device for pattern in ("gpu_first", "balanced", "cpu_first"))
+
+
+def speeds(gather: float, hidden: float) -> LinkSpeeds:
+    return LinkSpeeds(pinned_copy=Way(55, 0.93), managed_gather=Way(gather, hidden), managed_prefetch=Way(49, 0.9))
+
+
+@pytest.mark.parametrize(
+    ("profile", "measured", "transport"),
+    [
+        ("cpu", None, "in_place"),
+        ("integrated", speeds(60, 1.0), "in_place"),
+        ("discrete", None, "pinned_copy"),
+        ("superchip", None, "pinned_copy"),
+        ("discrete", speeds(56, 1.0), "pinned_copy"),
+        ("superchip", speeds(50, 0.95), "managed_gather"),
+        ("superchip", speeds(50, 0.02), "pinned_copy"),
+        ("superchip", speeds(20, 0.95), "pinned_copy"),
+    ],
+)
+def test_the_measurement_decides(profile: ProfileName, measured: LinkSpeeds | None, transport: str) -> None:
+    choice = choose_transport(profile, measured)
+    assert choice.transport == transport
+    assert choice.reason

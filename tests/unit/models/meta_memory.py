@@ -1,0 +1,199 @@
+"""The memory of a training step, measured without memory: real model classes on the meta device.
+
+Tensors on the meta device have shapes and storages but no bytes, and autograd works on them as on any other. So the
+storages alive at each moment of a real forward and backward pass can be added up, for a 14B model, in a second. Three
+things are replaced to behave as on a GPU: fused attention (which never makes the attention matrix), the fused RMS norm
+(which keeps its input and one number a row), and adapters, of which only what they keep matters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+BF16 = torch.bfloat16
+
+
+class Alive(TorchDispatchMode):
+    """Bytes in storages made while it is active and still referenced, and the most there were at once."""
+
+    def __init__(self, existing: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._existing = [tensor.untyped_storage() for tensor in existing]
+        self._known = {storage._cdata for storage in self._existing}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._see(leaf.untyped_storage())
+        return result
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._alive:
+            return
+
+        def gone(_reference: object) -> None:
+            self.now -= size
+            del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Queries, keys and values as (batch, tokens, heads, width); keeps them, its output and one number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        output = query.new_empty(query.shape)
+        rows = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, rows)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
+        query, key, value, _output, rows = ctx.saved_tensors
+        _accumulator, _row_sums = torch.empty_like(query, dtype=torch.float32), torch.empty_like(rows)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight, hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, _gradient: torch.Tensor) -> Any:
+        hidden, weight, _rows = ctx.saved_tensors
+        return torch.empty_like(hidden), torch.empty_like(weight) if weight.requires_grad else None
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model code meet attention and norms as a GPU has them."""
+    from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+
+    def attention(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
+        return _FusedAttention.apply(query, key, value)
+
+    def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
+        swapped = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        return _FusedAttention.apply(*swapped).transpose(1, 2)
+
+    def rms_norm(hidden: Any, _shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+        return _FusedRmsNorm.apply(hidden, weight)
+
+    for module in (transformer_flux, transformer_qwenimage, transformer_wan):
+        monkeypatch.setattr(module, "dispatch_attention_fn", attention)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
+    monkeypatch.setattr(F, "rms_norm", rms_norm)
+
+
+class LoraLinear(nn.Module):
+    """LoRA on a frozen matrix; `copies` makes the input its own, as peft does with an fp32 adapter under autocast."""
+
+    def __init__(self, base: nn.Linear, rank: int = 16, *, copies: bool = False) -> None:
+        super().__init__()
+        self.base, self.copies = base, copies
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, dtype=torch.float32))
+        self.up = nn.Parameter(torch.empty(base.out_features, rank, dtype=torch.float32))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        own = hidden.float().to(hidden.dtype) if self.copies else hidden
+        update = F.linear(F.linear(own, self.down.to(hidden.dtype)), self.up.to(hidden.dtype))
+        return self.base(hidden) + update
+
+
+class RebuiltLinear(nn.Module):
+    """A full-rank LoKr the way LyCORIS computes it: the whole weight is rebuilt in every forward pass."""
+
+    def __init__(self, base: nn.Linear, factor: int = 16) -> None:
+        super().__init__()
+        self.base = base
+        self.small = nn.Parameter(torch.empty(factor, factor))
+        self.large = nn.Parameter(torch.empty(base.out_features // factor, base.in_features // factor))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.base.weight + torch.kron(self.small, self.large)
+        return F.linear(hidden, weight.to(hidden.dtype), self.base.bias)
+
+
+def adapt(model: nn.Module, names: set[str], wrap: Callable[[nn.Linear], nn.Module]) -> int:
+    """Wrap every linear layer whose name inside its block is one of `names`; returns how many there were."""
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "." in name and any(name.endswith(f".{wanted}") for wanted in names)
+    ]
+    for name in found:
+        parent, _, last = name.rpartition(".")
+        holder = model.get_submodule(parent)
+        linear = holder.get_submodule(last)
+        assert isinstance(linear, nn.Linear)
+        holder.register_module(last, wrap(linear))
+    return len(found)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bytes alive beside parameters, gradients and inputs."""
+
+    after_forward: int
+    peak: int
+
+
+def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool) -> Step:
+    """One forward and backward pass; parameters, their gradients and the inputs are not counted."""
+    model.train()
+    if checkpointing:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    alive = Alive([*model.parameters(), *model.buffers(), *gradients, *given])
+    with torch.device("meta"), alive:
+        output = model(**inputs, return_dict=False)[0]
+        after_forward = alive.now
+        output.float().square().mean().backward()
+    return Step(after_forward, alive.peak)
+
+
+def inference_peak(model: nn.Module, call: Callable[[], Any]) -> int:
+    """Bytes alive at the worst moment of a pass without gradients, beside the parameters."""
+    alive = Alive([*model.parameters(), *model.buffers()])
+    with torch.no_grad(), torch.device("meta"), alive:
+        call()
+    return alive.peak
+
+
+@contextmanager
+def on_meta(dtype: torch.dtype = BF16) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

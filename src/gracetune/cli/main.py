@@ -12,6 +12,7 @@ from gracetune.cli.config import app as config_app
 from gracetune.cli.console import Session, say_error
 from gracetune.cli.demo import demo
 from gracetune.cli.doctor import doctor
+from gracetune.cli.estimate import estimate
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import GracetuneError
 
@@ -25,6 +26,7 @@ app.add_typer(config_app, name="config")
 app.command()(doctor)
 app.command()(demo)
 app.command()(bench)
+app.command()(estimate)
 
 
 @app.callback(invoke_without_command=True)

@@ -10,6 +10,7 @@ from typing import get_args
 from gracetune.config.memory_options import AccessPattern
 from gracetune.config.spelling import nearest
 from gracetune.errors import Problem
+from gracetune.units import MIB
 
 OptionValue = bool | float | int | str
 
@@ -145,3 +146,12 @@ def parse_option(name: str, value: str, variable: str) -> OptionValue | Problem:
         hint = parsed.hint.replace(f"write {name}:", f"export {variable}=")
         return Problem(variable, value, parsed.expected, hint)
     return parsed[1]
+
+
+def max_split_bytes(text: str) -> int | None:
+    """PyTorch's `max_split_size_mb`, above which it never splits a block; None where it may split any."""
+    for item in _items(text):
+        name, _, value = (part.strip() for part in item.partition(":"))
+        if name == "max_split_size_mb" and value.isascii() and value.isdecimal():
+            return int(value) * MIB
+    return None

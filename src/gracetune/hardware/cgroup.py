@@ -58,8 +58,11 @@ class _Level:
 
 def read_cgroup(files: HostFiles) -> Cgroup | None:
     location = locate(files)
-    if location is None:
-        return None
+    return read_cgroup_at(files, location) if location is not None else None
+
+
+def read_cgroup_at(files: HostFiles, location: CgroupLocation) -> Cgroup:
+    """For whoever reads it often: finding the files takes longer than reading them."""
     levels = [_read_level(files, folder, location.version) for folder in location.folders()]
     limited = [level for level in levels if level.limit is not None]
     tightest = min(limited, key=lambda level: level.limit or 0, default=None)

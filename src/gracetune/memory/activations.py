@@ -5,7 +5,7 @@ do it again on the meta device). What an adapter adds depends on how it is compu
 
 - `plain`: our own layers. The input of a trained matrix is kept once, however many matrices read it.
 - `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
-  each matrix keeps a copy of its own. Compiled, the copies fold into one.
+  each matrix keeps a copy of its own. Compiled, copies of the same tensor fold into one.
 - `library`, everything else: LyCORIS rebuilds the whole weight; each rebuilt matrix is kept for the input's gradient.
 """
 
@@ -109,12 +109,21 @@ def _rebuilds(target: Target, method: Method) -> bool:
     )  # fmt: skip
 
 
-def _copies(target: Target, method: Method) -> bool:
-    return method.adapter_path == "library" and target.adapter.kind in ("lora", "dora") and not method.compiled
+def _casts(target: Target, method: Method) -> bool:
+    return method.adapter_path == "library" and target.adapter.kind in ("lora", "dora") and method.compute_bytes < 4
+
+
+def _copying(block: Block, targets: list[Target], method: Method) -> list[Target]:
+    """The matrices that keep a copy of their input. Compiled, only one reader of what is kept for the graph does."""
+    casting = [target for target in targets if _casts(target, method)]
+    if not method.compiled:
+        return casting
+    kept = {entry.name for entry in block.kept if entry.needed_by == "graph"}
+    return list({target.linear.reads: target for target in casting if target.linear.reads in kept}.values())
 
 
 def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
-    read = {target.linear.reads for target in targets if not _copies(target, method)}
+    read = {target.linear.reads for target in targets if method.compiled or not _casts(target, method)}
 
     def counts(kept: Kept) -> bool:
         if not (kept.compiled if method.compiled else kept.eager):
@@ -129,9 +138,10 @@ def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -
 def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
     """What each adapted matrix keeps for itself, per token of its stream."""
     total = 0
+    copying = _copying(block, targets, method)
     for target in targets:
         linear, elements = target.linear, 0
-        if _copies(target, method):
+        if target in copying:
             elements += linear.inputs
         if target.adapter.kind in ("lora", "dora"):
             elements += target.adapter.rank

@@ -92,6 +92,8 @@ class OverflowArena:
         self._pool: torch.cuda.MemPool | None = torch.cuda.MemPool(allocator.allocator(), use_on_oom=True)
         for stream in wanted:
             self._reserve(stream)
+        # Every reserved block was allocated for a moment; nobody means that when they ask for a run's peak.
+        torch.cuda.reset_peak_memory_stats(device)
 
     def _reserve(self, stream: torch.cuda.Stream) -> None:
         """Allocate the blocks and let go of them: the pool keeps them as free blocks of this stream."""

@@ -70,7 +70,7 @@ class ArenaSize:
 def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool = False) -> ArenaSize:
     """(ratio - 1) x the GPU's memory, as far as this machine can back it.
 
-    `other_managed` is what managed buffers already hold or are promised: the cap is on all managed memory together.
+    `other_managed` is what managed buffers are promised besides: they take their share of main memory and of the cap.
     """
     if not (math.isfinite(ratio) and ratio > 1.0):
         key = "memory.uvm_oversubscription_ratio"
@@ -101,15 +101,17 @@ def _whole(size: int, requested: int, asked: str) -> ArenaSize:
 
 def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
     """What limits the arena: its name, the bytes it leaves, and the sentence that says so."""
-    reserve = format_bytes(room.reserve)
+    kept = f"a reserve of {format_bytes(room.reserve)}"
+    if other_managed:
+        kept += f" and {format_bytes(other_managed)} for other managed memory"
     found: list[tuple[Clamp, int, str]] = []
     if room.host_available is not None:
-        left = max(0, room.host_available - room.reserve)
-        text = f"{format_bytes(room.host_available)} of main memory are available, less a reserve of {reserve}"
+        left = max(0, room.host_available - room.reserve - other_managed)
+        text = f"{format_bytes(room.host_available)} of main memory are available, less {kept}"
         found.append(("MemAvailable", left, text))
     if room.cgroup_available is not None:
-        left = max(0, room.cgroup_available - room.reserve)
-        text = f"the control group leaves {format_bytes(room.cgroup_available)}, less a reserve of {reserve}"
+        left = max(0, room.cgroup_available - room.reserve - other_managed)
+        text = f"the control group leaves {format_bytes(room.cgroup_available)}, less {kept}"
         found.append(("cgroup", left, text))
     if room.careful is not None and not force:
         left = max(0, CAREFUL_CAP - other_managed)

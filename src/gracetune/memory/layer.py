@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gracetune.config.alloc_conf import max_split_bytes
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
@@ -44,7 +45,8 @@ class UnifiedMemory:
         self.arena_size = size
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, _wait_for(device))
-        limits = Limits.from_options(options, host_reserve=host_reserve(machine))
+        # The arena leaves the whole reserve alone; pressure is called when half of it is gone all the same.
+        limits = Limits.from_options(options, host_reserve=host_reserve(machine) // 2)
         self._device = DeviceSensor(
             TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
@@ -61,12 +63,15 @@ class UnifiedMemory:
         *,
         device: int = 0,
         streams: Sequence[torch.cuda.Stream] = (),
-        max_split_bytes: int | None = None,
+        allocator_string: str = "",
         force_oversubscription: bool = False,
         managed_elsewhere: int = 0,
         most_arena_bytes: int | None = None,
     ) -> UnifiedMemory | Unavailable:
-        """`managed_elsewhere`: what caches and parked weights will hold in managed memory, by the plan."""
+        """`managed_elsewhere`: what caches and parked weights will hold in managed memory, by the plan.
+
+        `allocator_string` is what PyTorch was given (`PYTORCH_CUDA_ALLOC_CONF`): it may forbid splitting large blocks.
+        """
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
@@ -84,7 +89,12 @@ class UnifiedMemory:
         arena = None
         if granted > 0:
             arena = OverflowArena(
-                uvm, device, granted, options.uvm_access_pattern, streams=streams, max_split_bytes=max_split_bytes
+                uvm,
+                device,
+                granted,
+                options.uvm_access_pattern,
+                streams=streams,
+                max_split_bytes=max_split_bytes(allocator_string),
             )
         return cls(uvm, machine, options, size, arena, device)
 

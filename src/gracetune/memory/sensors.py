@@ -16,11 +16,11 @@ reserving the arena left in the counter is restarted away under the same rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from gracetune.hardware.cgroup import read_cgroup
+from gracetune.hardware.cgroup import locate, read_cgroup_at
 from gracetune.hardware.files import HostFiles
 from gracetune.hardware.host import MEMINFO, NODES, parse_meminfo
 from gracetune.hardware.machine import Gpu
@@ -29,6 +29,7 @@ from gracetune.hardware.probe import read_host_memory
 RESERVED = "reserved_bytes.all.current"
 ALLOCATED = "allocated_bytes.all.current"
 PEAK_ALLOCATED = "allocated_bytes.all.peak"
+PEAK_RESERVED = "reserved_bytes.all.peak"
 
 
 @dataclass(frozen=True)
@@ -117,13 +118,14 @@ class HostSensor:
         # Which nodes are GPU memory does not change while we run; finding out takes longer than all the rest.
         nodes = read_host_memory(gpus, root).numa_nodes
         self._foreign = tuple(node.id for node in nodes if node.is_gpu_memory is not False)
+        self._group = locate(self._files)
 
     def read(self) -> HostReading:
         available = parse_meminfo(self._files.read(MEMINFO) or "").get("MemAvailable")
         notes = [] if available is not None else [f"main memory: {MEMINFO} does not say MemAvailable"]
         if available is not None:
             available = max(0, available - sum(self._free_on(node) for node in self._foreign))
-        group = read_cgroup(self._files)
+        group = read_cgroup_at(self._files, self._group) if self._group is not None else None
         if group is not None and group.limit is not None and group.available is None:
             notes.append("control group: it has a memory limit, but its use cannot be read")
         return HostReading(available, group.available if group else None, tuple(notes))
@@ -139,6 +141,8 @@ class DeviceReading:
 
     available: int
     total: int
+    spilled: int = 0
+    """At least this much was in the arena at the highest point: more than torch ever held of the device itself."""
 
 
 def device_reading(
@@ -172,8 +176,11 @@ class DeviceSensor:
         if free is None:
             return None
         stats = self._cuda.stats()
-        found = self._reading(free, total, stats, PEAK_ALLOCATED, arena)
-        if found.available <= self._exact_below(found.total):
+        found = replace(
+            self._reading(free, total, stats, PEAK_ALLOCATED, arena),
+            spilled=max(0, stats.get(PEAK_ALLOCATED, 0) - (stats.get(PEAK_RESERVED, 0) - arena.reserved)),
+        )
+        if found.spilled or found.available <= self._exact_below(found.total):
             self._kept_peaks = self.with_peaks({key: value for key, value in stats.items() if key.endswith(".peak")})
             self._cuda.reset_peaks()
         if self._first:
@@ -212,6 +219,7 @@ class Reading:
     """One sample of everything the governor goes by."""
 
     arena_active: int | None
+    """The most the arena held since the last sample, as far as torch's counters tell."""
     device: DeviceReading | None
     host_headroom: int | None
     notes: tuple[str, ...] = ()
@@ -253,8 +261,10 @@ class Sensors:
         """At a step boundary, from the training thread."""
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read(arena, host) if self._device is not None and arena is not None else None
+        # What a step spilled is mostly freed by its end: the most it held, not what is left, is what it needs.
+        spilled = device.spilled if device is not None else 0
         return Reading(
-            arena_active=None if arena is None else arena.active,
+            arena_active=None if arena is None else max(arena.active, spilled),
             device=device,
             host_headroom=host.headroom,
             notes=(*host.notes, *self._device_note(arena)),

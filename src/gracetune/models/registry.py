@@ -6,17 +6,34 @@ from types import MappingProxyType
 
 from gracetune.config.families import flavours
 from gracetune.config.run_config import Model
+from gracetune.data.geometry import Geometry
 from gracetune.memory.footprint import Footprint
 from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
+from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
 from gracetune.models.qwen_image.footprint import FOOTPRINTS as QWEN_IMAGE
+from gracetune.models.qwen_image.geometry import GEOMETRIES as QWEN_IMAGE_GEOMETRIES
 from gracetune.models.sdxl.footprint import FOOTPRINTS as SDXL
+from gracetune.models.sdxl.geometry import GEOMETRIES as SDXL_GEOMETRIES
 from gracetune.models.stable_audio.footprint import FOOTPRINTS as STABLE_AUDIO
+from gracetune.models.stable_audio.geometry import GEOMETRIES as STABLE_AUDIO_GEOMETRIES
 from gracetune.models.wan.footprint import FOOTPRINTS as WAN
+from gracetune.models.wan.geometry import GEOMETRIES as WAN_GEOMETRIES
 
 FOOTPRINTS = MappingProxyType(
     {"wan": WAN, "qwen_image": QWEN_IMAGE, "flux": FLUX, "sdxl": SDXL, "stable_audio": STABLE_AUDIO}
 )
 """Family -> the footprints of its flavours, in the order of `config.families`."""
+
+GEOMETRIES = MappingProxyType(
+    {
+        "wan": WAN_GEOMETRIES,
+        "qwen_image": QWEN_IMAGE_GEOMETRIES,
+        "flux": FLUX_GEOMETRIES,
+        "sdxl": SDXL_GEOMETRIES,
+        "stable_audio": STABLE_AUDIO_GEOMETRIES,
+    }
+)
+"""Family -> flavour -> what it asks of its data."""
 
 
 def footprint_of(model: Model) -> tuple[Footprint, str | None]:
@@ -32,3 +49,14 @@ def footprint_of(model: Model) -> tuple[Footprint, str | None]:
     if named is not None:
         return next(footprint for footprint in known if footprint.flavour == named), None
     return first, f"model.path {model.path}: taken to be {first.flavour}; set model.flavour if it is another"
+
+
+def geometry(family: str, flavour: str) -> Geometry:
+    """What one flavour asks of its data."""
+    return GEOMETRIES[family][flavour]
+
+
+def geometry_of(model: Model) -> tuple[Geometry, str | None]:
+    """What the trained model asks of its data, and the assumption behind it, as for `footprint_of`."""
+    footprint, assumption = footprint_of(model)
+    return geometry(footprint.family, footprint.flavour), assumption

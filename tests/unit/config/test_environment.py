@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.alloc_conf import OPTION_NAMES, split_alloc_conf
+from gracetune.config.alloc_conf import OPTION_NAMES, max_split_bytes, split_alloc_conf
 from gracetune.config.environment import (
     Environment,
     claim_allocator_options,
@@ -137,3 +137,16 @@ def test_every_option_has_a_variable() -> None:
     found = memory_settings(Environment({f"GH200_{name.upper()}": value for name, value in values.items()}))
     assert set(found.settings) == set(OPTION_NAMES)
     assert found.problems == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("", None),
+        ("expandable_segments:True", None),
+        ("a:[b:1,c:2], max_split_size_mb: 512 ,x:1", 512 << 20),
+        ("max_split_size_mb:x", None),
+    ],
+)
+def test_the_largest_block_that_is_split(text: str, size: int | None) -> None:
+    assert max_split_bytes(text) == size

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import mmap
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from gracetune.memory.destinations import TORCH_DTYPES
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.loading import LoadReport, load_into, load_safetensors_into, torch_dtype
 from gracetune.memory.staging import HostStaging, bytes_of, too_large_for
-from gracetune.memory.weight_files import BITS, open_weights
+from gracetune.memory.weight_files import BITS, open_weights, read_fully
 from gracetune.units import GIB, KIB, MIB
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -124,7 +126,7 @@ class TestBytesArriveAsTheyAre:
         "make",
         [
             lambda: torch.empty(30, 20, 10).transpose(0, 2),
-            lambda: torch.empty(2, 20, 30, 5).permute(3, 1, 2, 0)[:, :, :, 0].permute(0, 1, 2)[:, :20].transpose(0, 0),
+            lambda: torch.empty(30, 10, 20).permute(1, 2, 0),
             lambda: torch.empty(10, 20, 60)[:, :, ::2],
             lambda: torch.empty(1, 10, 20, 30).to(memory_format=torch.channels_last)[0],
             lambda: torch.empty(10, 25, 40)[:, 2:22, 5:35],
@@ -258,6 +260,7 @@ class TestAnotherDtype:
     def test_the_fit_is_judged_by_the_finite_values(self) -> None:
         assert too_large_for(torch.tensor([torch.inf, torch.nan, 65504.0]), torch.float16) is None
         assert too_large_for(torch.tensor([-65505.0]), torch.float16) == 65505.0
+        assert too_large_for(torch.tensor([torch.inf, 70_000.0, torch.nan]), torch.float16) == 70_000.0
         assert too_large_for(torch.empty(0), torch.float16) is None
 
 
@@ -362,16 +365,30 @@ class TestRefusals:
             load_into(weights, {"a": torch.empty(4)})
 
     @pytest.mark.parametrize("target", [torch.float32, torch.float64], ids=["direct", "staged"])
-    def test_a_file_cut_off_while_it_is_read(self, tmp_path: Path, small_chunks: None, target: torch.dtype) -> None:
+    @pytest.mark.usefixtures("small_chunks")
+    def test_a_file_cut_off_while_it_is_read(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: torch.dtype
+    ) -> None:
         path = save(tmp_path / "a", {"a": noise(4000)})
         size = path.stat().st_size
 
-        def cut(done: int, total: int) -> None:
-            if path.stat().st_size == size:
-                os.truncate(path, size - 8000)
+        def cut_and_read(descriptor: int, into: memoryview, offset: int) -> int:
+            os.truncate(path, size - 8000)
+            return read_fully(descriptor, into, offset)
 
-        with pytest.raises(WeightFileError, match="early while it was read"):
-            load_safetensors_into(path, {"a": torch.empty(4000, dtype=target)}, threads=1, progress=cut)
+        monkeypatch.setattr(loading, "read_fully", cut_and_read)
+        text = refusal(path, {"a": torch.empty(4000, dtype=target)})
+        assert ": a\n  found     the file ended " in text
+        assert "bytes early while it was read" in text
+
+    def test_a_disk_that_fails(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = save(tmp_path / "a", {"a": noise(4)})
+
+        def fail(_descriptor: int, _into: memoryview, _offset: int) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr(loading, "read_fully", fail)
+        assert "found     Input/output error" in refusal(path, {"a": torch.empty(4)})
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -390,14 +407,23 @@ class TestProgress:
         assert len(calls) == 16
         assert threads == {threading.get_ident()}
 
-    def test_an_interrupt_in_it_ends_the_loading(self, tmp_path: Path) -> None:
+    def test_an_interrupt_in_it_ends_the_loading(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        reads = []
+
+        def slow_read(descriptor: int, into: memoryview, offset: int) -> int:
+            reads.append(offset)
+            time.sleep(0.01)
+            return read_fully(descriptor, into, offset)
+
         def interrupt(_done: int, _total: int) -> None:
             raise KeyboardInterrupt
 
+        monkeypatch.setattr(loading, "read_fully", slow_read)
         before = threading.active_count()
         path = save(tmp_path / "a", {"a": noise(100_000)})
         with pytest.raises(KeyboardInterrupt):
-            load_safetensors_into(path, {"a": torch.empty(100_000)}, progress=interrupt)
+            load_safetensors_into(path, {"a": torch.empty(100_000)}, progress=interrupt, threads=2)
+        assert len(reads) < 500  # of 1563
         assert threading.active_count() == before
         assert open_files(path) == 0
 

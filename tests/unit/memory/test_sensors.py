@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gracetune
+from gracetune.hardware.machine import Gpu
+from gracetune.hardware.probe import read_host_memory
 from gracetune.hardware.recording import load_recording
 from gracetune.memory.governor import Governor, Limits
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import (
     ALLOCATED,
     PEAK_ALLOCATED,
+    PEAK_RESERVED,
     RESERVED,
     ArenaUsage,
     DeviceReading,
@@ -53,6 +60,7 @@ class Card:
     own: int = 0
     spilled: int = 0
     peak: int = 0
+    peak_reserved: int = 0
 
     @property
     def reserved(self) -> int:
@@ -69,6 +77,7 @@ class Card:
         elif self.spilled + size <= self.arena_reserved:
             self.spilled += size
         self.peak = max(self.peak, self.own + self.spilled)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def free(self, size: int) -> None:
         unspilled = min(size, self.spilled)
@@ -93,11 +102,13 @@ class Card:
             RESERVED: self.reserved + self.arena_reserved,
             ALLOCATED: self.own + self.spilled,
             PEAK_ALLOCATED: self.peak,
+            PEAK_RESERVED: max(self.peak_reserved, self.reserved) + self.arena_reserved,
             "allocation.all.current": 7,
         }
 
     def reset_peaks(self) -> None:
         self.peak = self.own + self.spilled
+        self.peak_reserved = self.reserved
 
     def fraction(self) -> float:
         return self.held_fraction
@@ -175,7 +186,15 @@ class TestDeviceAvailable:
         sensor.read(card.usage(), HOST)
         perform(card, ("step", 5 * GIB))
         assert card.usage().active == 0
-        assert sensor.read(card.usage(), HOST) == DeviceReading(0, 40 * GIB)
+        assert sensor.read(card.usage(), HOST) == DeviceReading(0, 40 * GIB, spilled=5 * GIB)
+
+    def test_the_governor_sees_a_spill_that_is_over(self) -> None:
+        card = Card(held_fraction=0.8, arena_reserved=40 * GIB)
+        card.allocate(20 * GIB)
+        sensors = Sensors(HostSensor(), DeviceSensor(card, exact_below=never), card)
+        sensors.read()
+        perform(card, ("step", 25 * GIB))
+        assert (card.usage().active, sensors.read().arena_active) == (0, 25 * GIB)
 
     def test_what_lies_in_the_arena_takes_nothing_from_the_device(self) -> None:
         arena = ArenaUsage(reserved=50 * GIB, active=5 * GIB)
@@ -230,6 +249,14 @@ class TestTorchsPeakCounter:
             perform(card, ("step", size * GIB))
             found.append(sensor.read(NO_ARENA, HOST))
         assert found == [DeviceReading(left * GIB, TOTAL) for left in (5, 80, 80)]
+
+    def test_an_old_peak_exactly_on_the_line_does_not_stay_there(self) -> None:
+        card = Card()
+        sensor = DeviceSensor(card, exact_below=LIMITS.calm_level)
+        sensor.read(NO_ARENA, HOST)
+        perform(card, ("step", TOTAL - LIMITS.calm_level(TOTAL)))
+        assert sensor.read(NO_ARENA, HOST) == DeviceReading(LIMITS.calm_level(TOTAL), TOTAL)
+        assert sensor.read(NO_ARENA, HOST) == DeviceReading(TOTAL, TOTAL)
 
     def test_what_it_had_comes_back_in_a_copy_of_the_statistics(self) -> None:
         card = Card()
@@ -361,6 +388,18 @@ class TestHost:
         assert without is not None
         assert without - with_gpu > 90 * GIB
 
+    def test_neither_free_nor_as_page_cache(self, tmp_path: Path) -> None:
+        writer(tmp_path)("MemTotal:  102400 kB\nMemAvailable:  81920 kB\n")
+        node = tmp_path / "sys" / "devices" / "system" / "node" / "node1"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text("\n")
+        (node / "meminfo").write_text(
+            "Node 1 MemTotal:  51200 kB\nNode 1 MemFree:  20480 kB\nNode 1 FilePages:  10240 kB\n"
+        )
+        gpu = Gpu(index=0, is_numa_node=True, numa_node=1)
+        assert HostSensor((gpu,), tmp_path).read().mem_available == 50 * MIB
+        assert HostSensor((gpu,), tmp_path).read().mem_available == read_host_memory((gpu,), tmp_path).cpu_mem_available
+
     def test_follows_the_files_as_they_change(self, tmp_path: Path) -> None:
         write = writer(tmp_path)
         write("MemAvailable:    2048 kB\n")
@@ -475,3 +514,16 @@ class TestTorchOnTheCpu:
         reclaimer.demote_cold(at_most=0, everything=True)
         reclaimer.demote_cold(at_most=5, everything=True)
         assert Buffers.asked == [(5, True)]
+
+
+def test_deciding_and_watching_need_no_torch() -> None:
+    modules = ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog", "weight_files")
+    imports = "".join(f"import gracetune.memory.{module}; " for module in modules)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; {imports}sys.exit('torch' in sys.modules)"],
+        env=os.environ | {"PYTHONPATH": str(Path(gracetune.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr or "one of them imported torch"

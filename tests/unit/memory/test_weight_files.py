@@ -15,6 +15,7 @@ from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weight_files import BITS, TensorEntry, open_weights
 
 FOUR_FLOATS = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+ENTRY_TEXT = json.dumps(FOUR_FLOATS).encode()
 DATA = bytes(range(16))
 
 
@@ -139,11 +140,11 @@ class TestRefusals:
             b"{} and more",
             b"{" * 20,
             b"[" * 100_000,
-            b'{"\xff": 1}',
-            b'{"a": 1, "a": 1}',
-            b'{"a": NaN}',
-            b'{"\\ud800": 1}',
-            b'{"a": ' + b"9" * 5000 + b"}",
+            b'{"\xff": ' + ENTRY_TEXT + b"}",
+            b'{"a": ' + ENTRY_TEXT + b', "a": ' + ENTRY_TEXT + b"}",
+            b'{"a": ' + ENTRY_TEXT[:-1] + b', "more": NaN}}',
+            b'{"\\ud800": ' + ENTRY_TEXT + b"}",
+            b'{"a": ' + ENTRY_TEXT[:-1] + b', "more": ' + b"9" * 5000 + b"}}",
             b'{"__metadata__": {"a": 1}}',
             b'{"__metadata__": []}',
             b'{"a": {"dtype": "F32", "shape": [4]}}',
@@ -277,6 +278,14 @@ class TestAnIndex:
         write(tmp_path / "one.safetensors", header)
         text = refusal(self.index(tmp_path, {"a": "one.safetensors"}))
         assert ": extra\n  found     in one.safetensors, where the index does not look for it" in text
+
+    def test_a_tensor_that_is_in_two_files(self, tmp_path: Path) -> None:
+        write(tmp_path / "one.safetensors", {"a": FOUR_FLOATS})
+        half = FOUR_FLOATS | {"shape": [2]}
+        header = {"a": half | {"data_offsets": [0, 8]}, "b": half | {"data_offsets": [8, 16]}}
+        write(tmp_path / "two.safetensors", header)
+        text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
+        assert ": a\n  found     in two.safetensors, where the index does not look for it" in text
 
     def test_all_broken_files_at_once(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": FOUR_FLOATS}, b"")

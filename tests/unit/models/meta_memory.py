@@ -84,8 +84,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         return torch.empty_like(hidden), torch.empty_like(weight) if weight.requires_grad else None
 
 
-@pytest.fixture
-def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the model code meet attention and norms as a GPU has them."""
     from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
 

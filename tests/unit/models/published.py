@@ -36,7 +36,7 @@ from transformers import (
 
 Build = Callable[[], nn.Module]
 
-WAN = {
+WAN: dict[str, dict[str, Any]] = {
     "t2v-14b-2.2": {},
     "i2v-14b-2.2": {"in_channels": 36},
     "ti2v-5b-2.2": {"num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48,
@@ -46,7 +46,13 @@ WAN = {
     "i2v-14b-480p-2.1": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
     "i2v-14b-720p-2.1": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120},
 }  # fmt: skip
-QWEN = {"t2i": {}, "t2i-2512": {}, "edit": {}, "edit-2509": {}, "edit-2511": {"zero_cond_t": True}}
+QWEN: dict[str, dict[str, Any]] = {
+    "t2i": {},
+    "t2i-2512": {},
+    "edit": {},
+    "edit-2509": {},
+    "edit-2511": {"zero_cond_t": True},
+}
 FLUX = {
     "dev": {"guidance_embeds": True},
     "krea": {"guidance_embeds": True},
@@ -75,22 +81,25 @@ def denoiser(family: str, flavour: str, **changes: Any) -> nn.Module:
     return StableAudioDiTModel(**changes)
 
 
-def inputs(family: str, *, batch: int, side: int = 64, text: int = 512) -> dict[str, Any]:
+def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> dict[str, Any]:
     """A batch of `side` x `side` tokens (SDXL: latent pixels; audio: columns)."""
     tokens, caption = side * side, torch.empty(batch, text, 4096)
     if family == "wan":
-        return {
-            "hidden_states": torch.empty(batch, 16, 1, 2 * side, 2 * side),
+        options = WAN[flavour]
+        given = {
+            "hidden_states": torch.empty(batch, options.get("in_channels", 16), 1, 2 * side, 2 * side),
             "timestep": torch.ones(batch),
             "encoder_hidden_states": caption,
         }
+        picture = {"encoder_hidden_states_image": torch.empty(batch, 257, 1280)} if "image_dim" in options else {}
+        return given | picture
     if family == "qwen_image":
         return {
             "hidden_states": torch.empty(batch, tokens, 64),
             "encoder_hidden_states": torch.empty(batch, text, 3584),
             "encoder_hidden_states_mask": None,
             "timestep": torch.ones(batch),
-            "img_shapes": [[(1, side, side)]] * batch,
+            "img_shapes": [[(1, side, side // 2)] * 2] * batch,  # a picture and a reference, or both halves of one
         }
     if family == "flux":
         return {

@@ -58,7 +58,7 @@ def _double() -> Block:
 
 def _single() -> Block:
     kept = (
-        Kept("norm input", WIDTH, "joint"),
+        Kept("norm input", WIDTH, "joint", compiled=False),
         Kept("norm output", WIDTH, "joint", needed_by="full"),
         Kept("x", WIDTH, "joint", needed_by="weights"),
         Kept("query and key before norm", 2 * WIDTH, "joint"),
@@ -84,7 +84,6 @@ def _single() -> Block:
         Kept("gradients around the feed-forward", 3 * FFN // 2, "joint"),
         Kept("of the residual", 4 * WIDTH, "joint"),
     )
-    # Both streams are glued together inside the block, so the glued copy is kept beside what came in.
     return Block("single_transformer_blocks.*", SINGLE, kept, (Kept("residuals", WIDTH, "joint"),), working, linears)
 
 

@@ -22,6 +22,7 @@ def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
         Kept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} query and key before norm", 2 * WIDTH, stream),
         Kept(f"{stream} query and key in fp32", 2 * WIDTH, stream, fp32=True, compiled=False),
+        Kept(f"{stream} query and key before the norm's weight", 2 * WIDTH, stream, needed_by="full"),
         Kept(f"{stream} o", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} attention output", WIDTH, stream, needed_by="full"),
         Kept(f"{stream} residual after attention", WIDTH, stream),

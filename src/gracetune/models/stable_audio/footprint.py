@@ -10,7 +10,7 @@ from gracetune.memory.footprint import AudioLatents, Block, Codec, Encoder, Foot
 WIDTH, FFN, HEADS, LAYERS = 1536, 6_144, 24, 24
 CAPTION_WIDTH = 768
 VAE = Codec("VAE (Oobleck)", 156_112_514, encode=644, decode=874)
-T5_BASE = Encoder("text encoder (T5-base)", 109_628_544, working=28_672, tokens=128)
+T5_BASE = Encoder("text encoder (T5-base)", 109_628_544, working=22_528, tokens=128)
 PROJECTION = Encoder("conditioning projection", 396_544, working=4_096, tokens=2)
 
 

@@ -31,12 +31,13 @@ def _self_attention(width: int) -> tuple[Linear, ...]:
     )
 
 
-def _cross_attention(width: int) -> tuple[Linear, ...]:
+def _cross_attention(width: int, *, image_context: bool) -> tuple[Linear, ...]:
     """Keys and values read the caption, which needs no gradient: their weights are not kept for one."""
+    caption, output = ("caption slices", "o2 and picture") if image_context else ("", "o2")
     return (
         Linear("attn2.to_q", width, width, "x2", "Attention"),
-        *(Linear(f"attn2.to_{part}", width, width, "", "Attention", "text", backward=False) for part in "kv"),
-        Linear("attn2.to_out.0", width, width, "o2", "Attention"),
+        *(Linear(f"attn2.to_{part}", width, width, caption, "Attention", "text", backward=False) for part in "kv"),
+        Linear("attn2.to_out.0", width, width, output, "Attention"),
     )
 
 
@@ -72,19 +73,25 @@ def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool
     )
     linears: tuple[Linear, ...] = (
         *_self_attention(width),
-        *_cross_attention(width),
+        *_cross_attention(width, image_context=image_context),
         Linear("ffn.net.0.proj", width, ffn, "x3", "FeedForward"),
         Linear("ffn.net.2", ffn, width, "after GELU", "FeedForward"),
     )
     if image_context:
+        # Caption and picture arrive in one tensor; each matrix that reads a part of it keeps the part.
         kept += (
+            Kept("caption slices", 2 * width, "text", needed_by="weights"),
+            Kept("picture slices", 2 * width, "vision", needed_by="weights"),
             Kept("image key before norm", width, "vision"),
             Kept("image key", width, "vision"),
             Kept("image value", width, "vision"),
             Kept("image attention output", width),
+            Kept("image attention statistics", heads, fp32=True),
+            Kept("o2 and picture", width, needed_by="weights"),
         )
         linears += tuple(
-            Linear(f"attn2.add_{part}_proj", width, width, "", "Attention", "vision", backward=False) for part in "kv"
+            Linear(f"attn2.add_{part}_proj", width, width, "picture slices", "Attention", "vision", backward=False)
+            for part in "kv"
         )
     return Block(
         "blocks.*",

@@ -1,0 +1,102 @@
+"""`gracetune estimate`: what a run needs, where it would go, and whether it fits, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
+from gracetune.cli.console import out, print_json, session
+from gracetune.cli.estimate_view import as_json, print_plan
+from gracetune.config import load
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine, probe
+from gracetune.memory.demand import Demand
+from gracetune.memory.estimate import estimate as estimate_demand
+from gracetune.memory.plan import plan
+from gracetune.memory.samples import survey
+from gracetune.models.registry import footprint_of
+
+
+def estimate(
+    context: typer.Context,
+    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration file of any dialect.")],
+    machine_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--machine", metavar="FILE", help="Plan for the machine of this doctor report instead of this one."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples in each dataset that is not visible here.")
+    ] = None,
+    overrides: Overrides = None,
+    allow_unsupported: AllowUnsupported = False,
+    json_output: AsJson = False,
+) -> None:
+    """Plan the memory of a run before anything is loaded. Exit code 1 if it does not fit."""
+    environment = session(context).environment
+    resolved = load(
+        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
+    )
+    machine = probe() if machine_file is None else read_machine(machine_file)
+    demand, assumption = demand_of(resolved.config, machine, samples)
+    disk_free = _disk_free(resolved.config) if machine_file is None else None
+    result = plan(demand, machine, disk_free=disk_free)
+    assumptions = (*((assumption,) if assumption else ()), *demand.assumptions)
+    if json_output:
+        print_json(as_json(demand, result, machine, assumptions))
+    else:
+        print_plan(demand, result, machine, assumptions, out())
+    raise typer.Exit(0 if result.verdict.startswith("fits") else 1)
+
+
+def demand_of(config: RunConfig, machine: Machine, samples: int | None) -> tuple[Demand, str | None]:
+    """What a run of this config would ask of such a machine, and what was assumed about the model."""
+    footprint, assumption = footprint_of(config.model)
+    compiled = config.training.compile != "off" and machine.profile.value != "cpu"
+    return estimate_demand(config, footprint, survey(config, samples), compiled=compiled), assumption
+
+
+def read_machine(path: Path) -> Machine:
+    """A machine from a doctor report (its key "machine") or from a file that holds nothing else."""
+    data = _read_json(path)
+    found = data["machine"] if isinstance(data, dict) and "machine" in data else data
+    try:
+        return Machine.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise _refusal(path, f"{where}: {first['msg']}") from error
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _refusal(path, error.strerror or type(error).__name__) from error
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _refusal(path, f"not JSON: {error}") from error
+
+
+def _refusal(path: Path, found: str) -> ConfigError:
+    expected = "a report of gracetune doctor"
+    hint = "make one on that machine: gracetune doctor --output machine.json"
+    return ConfigError([Problem("--machine", found, expected, hint, str(path))])
+
+
+def _disk_free(config: RunConfig) -> int | None:
+    """Free space where the run will write, asked of the nearest folder that exists already."""
+    folder = Path(config.output_dir).expanduser().absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None

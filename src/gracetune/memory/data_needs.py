@@ -1,0 +1,157 @@
+"""The memory around the model: encoders and their passes, caches, staged files. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.memory.demand import Need, Phase
+from gracetune.memory.footprint import AudioLatents, Footprint, Shape
+from gracetune.memory.samples import DatasetFacts
+from gracetune.units import GIB, MIB
+
+CACHE_BYTES = 2
+"""Latents and embeddings are cached in 16 bits."""
+RING_DEPTH = 3
+PROCESS_BYTES = 4 * GIB
+"""Host memory of Python, torch and the CUDA driver in one training process."""
+TILE = 512
+"""Side of the pieces a VAE works on when `vae_tiling` is on."""
+_LATER: tuple[Phase, ...] = ("encode latents", "train", "sample")
+
+
+def sample_bytes(footprint: Footprint, shape: Shape) -> int:
+    """One sample of a batch: latents and caption."""
+    return CACHE_BYTES * (footprint.latents.elements(shape) + footprint.text.cached_elements)
+
+
+def codec_bytes(footprint: Footprint, shape: Shape, *, decode: bool, tiled: bool) -> int:
+    """Alive at the worst moment of one sample's VAE pass, beside the weights."""
+    codec, latents = footprint.codec, footprint.latents
+    if isinstance(latents, AudioLatents):
+        points, planes = int(shape.seconds * latents.sample_rate), 1
+    else:
+        points, planes = shape.pixels, shape.frames
+        if tiled:
+            points = min(points, TILE * TILE)
+    if planes == 1:
+        elements = codec.decode if decode else codec.encode
+    else:
+        elements = (codec.decode_video if decode else codec.encode_video) + 3 * planes
+    return int(points * elements * codec.element_bytes)
+
+
+def encoder_needs(
+    config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape], *, sampling: bool
+) -> Iterator[Need]:
+    after: tuple[Phase, ...] = _LATER if sampling else _LATER[:2]
+    for encoder in footprint.encoders:
+        text = encoder.kind == "text"
+        busy: Phase = "encode text" if text else "encode latents"
+        idle = after if text else after[1:]
+        why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16"
+        yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, (busy,), why, idle=idle, parkable=True)
+    yield from _passes(config, footprint, shapes)
+    live = any(not _cached(config, dataset) for dataset in config.datasets if not dataset.disabled)
+    needed: list[Phase] = ["encode latents", *(["train"] if live else []), *(["sample"] if sampling else [])]
+    waits = tuple(phase for phase in after if phase not in needed)
+    codec = footprint.codec
+    precision = "fp32" if codec.element_bytes == 4 else "bf16"
+    why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + ("; encodes in every step" if live else "")
+    size = codec.element_bytes * codec.parameters
+    yield Need(codec.name, "encoder weights", size, tuple(needed), why, idle=waits, parkable=True)
+
+
+def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]) -> Iterator[Need]:
+    batch = config.cache.text_encoder_batch_size
+    text = max(batch * encoder.tokens * encoder.working for encoder in footprint.encoders if encoder.kind == "text")
+    yield Need("text encoding", "workspace", text, ("encode text",), f"a batch of {batch} captions")
+    live = [
+        codec_bytes(footprint, shapes[dataset.id], decode=False, tiled=config.model.vae_tiling)
+        for dataset in config.datasets
+        if dataset.id in shapes and not _cached(config, dataset)
+    ]
+    if live:
+        why = "one sample at a time: a dataset without a latent cache"
+        yield Need("encoding in the step", "workspace", max(live), ("train",), why)
+
+
+def data_needs(
+    config: RunConfig, footprint: Footprint, facts: tuple[DatasetFacts, ...], shapes: Mapping[str, Shape]
+) -> Iterator[Need]:
+    yield Need("process", "process", PROCESS_BYTES, ("encode text", *_LATER), "Python, torch, CUDA", home="host")
+    found = {fact.id: fact for fact in facts}
+    datasets = [dataset for dataset in config.datasets if dataset.id in found and dataset.id in shapes]
+    yield from _latent_caches(config, footprint, datasets, found, shapes)
+    yield from _text_cache(config, footprint, datasets, found)
+    for dataset in datasets:
+        if dataset.type == "in_memory":
+            yield _staged(dataset, found[dataset.id])
+
+
+def _latent_caches(
+    config: RunConfig,
+    footprint: Footprint,
+    datasets: list[Dataset],
+    facts: Mapping[str, DatasetFacts],
+    shapes: Mapping[str, Shape],
+) -> Iterator[Need]:
+    for dataset in datasets:
+        if not _cached(config, dataset):
+            continue
+        each = CACHE_BYTES * footprint.latents.elements(shapes[dataset.id])
+        variants = _variants(dataset)
+        count = facts[dataset.id].samples * variants
+        kinds = f", {variants} variants of each sample" if variants > 1 else ""
+        why = f"{count} latents of {_small(each)}, 16-bit{kinds}"
+        kind = dataset.cache_latents or config.cache.vae_cache_type
+        yield from _cache(f"latents of {dataset.id}", "latent", kind, count * each, why, config, _LATER)
+
+
+def _text_cache(
+    config: RunConfig, footprint: Footprint, datasets: list[Dataset], facts: Mapping[str, DatasetFacts]
+) -> Iterator[Need]:
+    captions = sum(facts[dataset.id].samples * dataset.captions.shuffle_variants for dataset in datasets
+                   if dataset.dataset_type != "conditioning")  # fmt: skip
+    prompts = 2 * len(config.validation.prompts)
+    each = CACHE_BYTES * footprint.text.cached_elements
+    why = f"{captions} captions and {prompts} prompts of {_small(each)}, 16-bit"
+    total = (captions + prompts) * each
+    phases: tuple[Phase, ...] = ("encode text", *_LATER)
+    yield from _cache("captions", "text", config.cache.text_cache_type, total, why, config, phases)
+
+
+def _cache(
+    name: str, what: str, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...]
+) -> Iterator[Need]:
+    role = "latent cache" if what == "latent" else "text cache"
+    if kind in ("memory", "unified_memory"):
+        yield Need(name, role, size, phases, why, home="host")
+    if kind == "disk" or config.cache.persistent_cache:
+        yield Need(f"{name} on disk", role, size, phases, why, home="disk")
+
+
+def _cached(config: RunConfig, dataset: Dataset) -> bool:
+    changing = bool(dataset.augmentation.transforms) and dataset.augmentation.cache_mode == "disable_cache"
+    return dataset.cache_latents != "none" and not changing
+
+
+def _variants(dataset: Dataset) -> int:
+    augmentation = dataset.augmentation
+    flips = (2 if augmentation.flip_x else 1) * (2 if augmentation.flip_y else 1)
+    # While an epoch's new variants are made, the last epoch's are still being read.
+    return flips * (2 if augmentation.transforms and augmentation.cache_mode == "refresh_each_epoch" else 1)
+
+
+def _staged(dataset: Dataset, facts: DatasetFacts) -> Need:
+    limit = dataset.in_memory.memory_limit_gb
+    why = "as large as the files: media do not compress"
+    if limit is not None and facts.file_bytes > limit * 1e9:
+        why += f"; MORE THAN memory_limit_gb {limit:g}: staging will refuse"
+    phases: tuple[Phase, ...] = ("encode text", *_LATER)
+    return Need(f"files of {dataset.id}", "staged data", facts.file_bytes, phases, why, home="host")
+
+
+def _small(size: int) -> str:
+    return f"{size / MIB:.2f} MiB" if size >= MIB // 10 else f"{size / 1024:.1f} KiB"

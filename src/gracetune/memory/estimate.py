@@ -1,0 +1,282 @@
+"""From a config and a footprint to a `Demand`: every line of memory a run will ask for. Pure; see docs/estimate.md.
+
+Trained tensors are fp32 (autocast computes with copies in the run's precision), so a parameter costs 4 bytes, its
+gradient 4, and the optimizer what `trainable.optimizer_state` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.memory.activations import Method, activations
+from gracetune.memory.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
+from gracetune.memory.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
+from gracetune.memory.footprint import Footprint, Shape
+from gracetune.memory.samples import DatasetFacts, largest_sample
+from gracetune.memory.trainable import Selection, Tensors, optimizer_state, select, trainable
+
+AdapterPath = Literal["plain", "library"]
+_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What several steps of the estimate look at."""
+
+    config: RunConfig
+    footprint: Footprint
+    method: Method
+    selection: Selection
+    tensors: tuple[Tensors, ...]
+    sampling: bool
+
+    @property
+    def elements(self) -> int:
+        """Trained parameters of one denoiser."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def trained_denoisers(self) -> int:
+        return len(self.footprint.denoisers) if self.config.model.experts == "both" else 1
+
+    @property
+    def loaded(self) -> tuple[Phase, ...]:
+        """Phases with the denoiser in memory."""
+        return ("train", "sample") if self.sampling else ("train",)
+
+
+def estimate(
+    config: RunConfig,
+    footprint: Footprint,
+    facts: tuple[DatasetFacts, ...],
+    *,
+    compiled: bool,
+    adapter_path: AdapterPath = "library",
+) -> Demand:
+    """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run them."""
+    job = _job(config, footprint, compiled, adapter_path)
+    workloads, shapes, assumed = _workloads(job)
+    needs = [
+        *_trained_needs(job),
+        *encoder_needs(config, footprint, shapes, sampling=job.sampling),
+        *data_needs(config, footprint, facts, shapes),
+        _batch_ring(job, shapes),
+        *_sampling_needs(job, shapes),
+        _checkpoints(job),
+    ]
+    return Demand(
+        title=_title(job),
+        needs=tuple(need for need in needs if need.bytes > 0),
+        denoisers=_denoisers(job),
+        workloads=workloads,
+        codec=_codec(job, shapes),
+        settings=_settings(job),
+        phases=PHASES if job.sampling else PHASES[:3],
+        assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
+    )
+
+
+def _job(config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: AdapterPath) -> _Job:
+    full = config.adapter.kind == "full_finetune"
+    method = Method(
+        compiled=compiled,
+        adapter_path=adapter_path,
+        compute_bytes=4 if config.training.mixed_precision == "fp32" else 2,
+        full_finetune=full,
+    )
+    selection = select(footprint, config.adapter)
+    tensors = trainable(footprint, selection, config.adapter)
+    validation = config.validation
+    scheduled = validation.at_start or validation.every_steps is not None or validation.every_epochs is not None
+    sampling = validation.enabled and bool(validation.prompts) and scheduled
+    return _Job(config, footprint, method, selection, tensors, sampling)
+
+
+def _title(job: _Job) -> str:
+    adapter, footprint = job.config.adapter, job.footprint
+    rank = "" if adapter.kind in ("full_finetune", "full_delta", "ia3") else f" rank {adapter.rank}"
+    if adapter.kind == "lokr":
+        split = f" factor {adapter.factor}" if adapter.factor > 0 else ""
+        rank = split + (" full rank" if adapter.full_rank else rank)
+    return f"{footprint.family} {footprint.flavour}, {adapter.kind}{rank}, {job.config.optimizer.name}"
+
+
+def _settings(job: _Job) -> Settings:
+    config = job.config
+    return Settings(
+        checkpointing=config.training.gradient_checkpointing,
+        policies=job.method.policies,
+        precision="trained" if job.method.full_finetune else config.model.base_precision,
+        fp8_possible=not job.method.full_finetune,
+        use_uvm=config.memory.use_uvm,
+        oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
+    )
+
+
+def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
+    names, experts = job.footprint.denoisers, job.config.model.experts
+    sizes = _sizes(job)
+    trained = job.method.full_finetune
+    if len(names) == 1 or experts == "both":
+        return tuple(Denoiser(name, sizes, index > 0, trained) for index, name in enumerate(names))
+    chosen = names[0] if experts == "high" else names[1]
+    other = names[1] if experts == "high" else names[0]
+    # The expert that is not trained is only there to draw samples with.
+    frozen = (("trained", 2 * job.footprint.parameters),) if trained else sizes
+    extra = (Denoiser(other, frozen, idle_in_training=True),) if job.sampling else ()
+    return (Denoiser(chosen, sizes, trained=trained), *extra)
+
+
+def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
+    footprint, precision = job.footprint, job.config.model.base_precision
+    if job.method.full_finetune:
+        return (("trained", 4 * footprint.parameters),)
+    matrices = footprint.linear_weights
+    rest = 2 * (footprint.parameters - matrices)
+    scales = 4 * footprint.linear_rows
+    sizes = [("fp8", 2 * matrices + scales + rest), ("fp8 one layout", matrices + scales + rest)]
+    if precision in _WEIGHT_BYTES:
+        sizes.append((precision, _WEIGHT_BYTES[precision] * footprint.parameters))
+    return tuple(sizes)
+
+
+def _trained_needs(job: _Job) -> list[Need]:
+    config, experts = job.config, job.trained_denoisers
+    every = job.elements * experts
+    each = f"{job.elements / 1e6:.1f} M parameters" + (f" for each of {experts} experts" if experts > 1 else "")
+    state = optimizer_state(job.tensors, config.optimizer)
+    needs = [
+        Need("gradients", "gradients", 4 * job.elements, ("train",), "fp32, of the denoiser whose turn it is"),
+        Need(f"optimizer ({config.optimizer.name})", "optimizer state", experts * state.bytes, job.loaded, state.why),
+    ]
+    if not job.method.full_finetune:
+        needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32"))
+    if _has_compute_copy(job):
+        copy = job.method.compute_bytes * job.elements
+        needs.append(Need("compute copy", "compute copy", copy, ("train",), "autocast's copies of the trained weights"))
+    if config.training.ema.enabled:
+        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, "a second fp32 copy of what is trained"))
+    return needs
+
+
+def _has_compute_copy(job: _Job) -> bool:
+    """LyCORIS casts the weight it has rebuilt, which counts with the activations, instead of its factors."""
+    rebuilt = ("locon", "loha", "lokr", "ia3", "diag_oft")
+    rebuilds = job.method.adapter_path == "library" and job.config.adapter.kind in rebuilt
+    return job.method.compute_bytes < 4 and not rebuilds
+
+
+def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[str]]:
+    """One workload per trained dataset, the largest shape of every dataset, and what had to be assumed."""
+    config, footprint = job.config, job.footprint
+    enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
+    largest = {dataset.id: largest_sample(dataset, footprint) for _, dataset in enabled}
+    shapes = {name: sample.shape for name, sample in largest.items()}
+    workloads = tuple(
+        _workload(job, index, dataset, shapes)
+        for index, dataset in enabled
+        if dataset.dataset_type in ("image", "video", "audio")
+    )
+    return workloads, shapes, [sample.assumed for sample in largest.values() if sample.assumed]
+
+
+def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape]) -> Workload:
+    references = tuple(shapes[name] for name in dataset.conditioning if name in shapes)
+    if job.footprint.references and not references:
+        references = (shapes[dataset.id],)
+    tokens = job.footprint.token_counts(shapes[dataset.id], references)
+    own = dataset.batch_size is not None
+    return Workload(
+        key=f"datasets[{index}].batch_size" if own else "training.batch_size",
+        label=f"{dataset.id}: {tokens['image']} latent + {tokens['text']} text tokens",
+        batch=dataset.batch_size or job.config.training.batch_size,
+        activations=activations(job.footprint, tokens, job.selection, job.method),
+    )
+
+
+def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
+    size = max(
+        (dataset.batch_size or job.config.training.batch_size) * sample_bytes(job.footprint, shapes[dataset.id])
+        for dataset in job.config.datasets
+        if dataset.id in shapes
+    )
+    return Need("batch ring", "batch ring", RING_DEPTH * size, ("train",), f"{RING_DEPTH} batches, the next in flight")
+
+
+def _sampling_needs(job: _Job, shapes: dict[str, Shape]) -> list[Need]:
+    if not job.sampling:
+        return []
+    shape = _sample_shape(job, shapes)
+    tokens = job.footprint.token_counts(shape, (shape,) if job.footprint.references else ())
+    step = activations(job.footprint, tokens, job.selection, job.method)[0]
+    # Guidance draws with and without the prompt in one batch; nothing is kept for a backward pass.
+    why = f"the denoiser's forward pass, {_size(shape)}, with and without the prompt"
+    return [Need("sampling", "workspace", 2 * step.working, ("sample",), why)]
+
+
+def _codec(job: _Job, shapes: dict[str, Shape]) -> CodecPasses:
+    model, footprint = job.config.model, job.footprint
+    largest = max(shapes.values(), key=lambda shape: codec_bytes(footprint, shape, decode=False, tiled=False))
+    drawn = _sample_shape(job, shapes) if job.sampling else None
+    return CodecPasses(
+        batch=1 if model.vae_slicing else job.config.cache.vae_batch_size,
+        batch_key="cache.vae_batch_size",
+        encode=codec_bytes(footprint, largest, decode=False, tiled=False),
+        encode_tiled=codec_bytes(footprint, largest, decode=False, tiled=True),
+        decode=codec_bytes(footprint, drawn, decode=True, tiled=False) if drawn else 0,
+        decode_tiled=codec_bytes(footprint, drawn, decode=True, tiled=True) if drawn else 0,
+        tiled=model.vae_tiling,
+        what=_size(largest),
+    )
+
+
+def _size(shape: Shape) -> str:
+    if shape.seconds:
+        return f"{shape.seconds:.0f} s"
+    return f"{shape.width}x{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
+
+
+def _sample_shape(job: _Job, shapes: dict[str, Shape]) -> Shape:
+    """The largest sample asked for; what is unset is taken from the largest training sample."""
+    default = max(shapes.values(), key=lambda shape: (shape.pixels * shape.frames, shape.seconds))
+    validation = job.config.validation
+    wanted = [
+        Shape(
+            width=prompt.width or validation.width or default.width,
+            height=prompt.height or validation.height or default.height,
+            frames=prompt.num_frames or validation.num_frames or default.frames,
+            seconds=default.seconds,
+        )
+        for prompt in validation.prompts
+    ]
+    return max(wanted, key=lambda shape: shape.pixels * shape.frames)
+
+
+def _checkpoints(job: _Job) -> Need:
+    config = job.config
+    every = job.elements * job.trained_denoisers
+    weights = every * {"bf16": 2, "fp16": 2, "fp32": 4}[config.checkpoints.save_dtype]
+    state = 4 * every + job.trained_denoisers * optimizer_state(job.tensors, config.optimizer).bytes
+    ema = 4 * every if config.training.ema.enabled else 0
+    kept = config.checkpoints.keep_last + 1
+    why = f"{config.checkpoints.keep_last} kept and one being written, each with weights and optimizer"
+    return Need("checkpoints", "checkpoints", kept * (weights + state + ema), ("train",), why, home="disk")
+
+
+def _remarks(job: _Job) -> list[str]:
+    config, footprint = job.config, job.footprint
+    remarks = [
+        f"adapter.targets: {pattern!r} matches no matrix known here; if it exists it is not counted"
+        for pattern in job.selection.unmatched
+    ]
+    if not footprint.measured:
+        words = "counted on the model's own code, not yet compared with a GPU's counters"
+        remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
+    if config.training.attention == "math":
+        remarks.append("training.attention math: the attention matrix it keeps is not counted; use auto")
+    if config.adapter.conv_rank is not None:
+        remarks.append("adapter.conv_rank: adapters on convolutions are not counted")
+    return remarks

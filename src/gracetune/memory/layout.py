@@ -1,0 +1,219 @@
+"""Putting a demand onto a machine's tiers under one set of choices. Pure: every byte lands in exactly one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gracetune.hardware.machine import Machine
+from gracetune.memory.activations import Policy
+from gracetune.memory.demand import Demand, Need, Phase, Role, Workload
+from gracetune.memory.placement import Role as PlacementRole
+from gracetune.memory.placement import place
+from gracetune.memory.tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
+from gracetune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan has decided."""
+
+    policy: Policy
+    precision: str
+    batch_cap: int
+    encode_batch: int
+    tiling: bool
+    text_cache_on_device: bool = True
+    park_experts: bool = False
+    park_encoders: bool = False
+    spill: int = 0
+    """Bytes of the overflow arena; 0 is none."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """So many bytes of one thing in one tier during these phases, and why there."""
+
+    name: str
+    role: Role
+    bytes: int
+    tier: TierName
+    phases: tuple[Phase, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A whole demand in its places."""
+
+    lines: tuple[Line, ...]
+    phases: tuple[Phase, ...]
+
+    def used(self, tier: TierName, phase: Phase) -> int:
+        return sum(line.bytes for line in self.lines if line.tier == tier and phase in line.phases)
+
+    def peak(self, tier: TierName) -> int:
+        return max(self.used(tier, phase) for phase in self.phases)
+
+    def excess(self, tiers: Tiers) -> dict[TierName, int]:
+        """Tiers that hold more than their budget, and by how much."""
+        over = {
+            tier.name: self.peak(tier.name) - tier.budget
+            for tier in tiers.tiers
+            if tier.budget is not None and self.peak(tier.name) > tier.budget
+        }
+        return dict(sorted(over.items(), key=lambda item: -item[1]))
+
+
+def lay(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Layout:
+    needs = [*needs_under(demand, choice, machine)]
+    placed = {phase: [*_placed(needs, phase, choice, machine, tiers)] for phase in demand.phases}
+    for phase, lines in placed.items():
+        lines.extend(_allowance(lines, phase, tiers))
+        if choice.spill:
+            placed[phase] = _spilled(lines, choice.spill, tiers)
+    return Layout(_merged(placed), demand.phases)
+
+
+def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Need]:
+    """The demand with every choice made: what it asks for in each phase, still without places."""
+    yield from demand.needs
+    loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
+    for denoiser in demand.denoisers:
+        role: Role = "trained weights" if denoiser.trained else "frozen weights"
+        size, idle = denoiser.size(choice.precision), denoiser.idle_in_training
+        why = _precision_words(choice.precision)
+        busy = () if idle else loaded
+        parkable = idle and not denoiser.trained
+        yield Need(denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable)
+        if choice.park_experts and not idle and _has_idle(demand) and machine.profile.value == "discrete":
+            # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
+            why = "pinned home of the expert that is on the GPU: switching copies one way"
+            yield Need(f"{denoiser.name}, home copy", role, size, loaded, why, home="host")
+    yield from _activation_needs(demand, choice)
+    yield from _codec_needs(demand, choice)
+
+
+def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+    codec, tiles = demand.codec, " in tiles" if choice.tiling else ""
+    encode = choice.encode_batch * (codec.encode_tiled if choice.tiling else codec.encode)
+    why = f"batch {choice.encode_batch} of {codec.what}{tiles}"
+    yield Need("VAE encoding", "workspace", encode, ("encode latents",), why)
+    decode = codec.decode_tiled if choice.tiling else codec.decode
+    if decode:
+        yield Need("VAE decoding", "workspace", decode, ("sample",), f"one sample{tiles}")
+
+
+def _has_idle(demand: Demand) -> bool:
+    return any(denoiser.idle_in_training for denoiser in demand.denoisers)
+
+
+def _precision_words(precision: str) -> str:
+    return {
+        "fp8": "fp8 in both layouts: the backward pass reads the transposed one",
+        "fp8 one layout": "fp8 in one layout, transposed on the fly in the backward pass",
+        "trained": "fp32 master weights",
+    }.get(precision, f"frozen, {precision}")
+
+
+def largest_workload(demand: Demand, choice: Choice) -> Workload:
+    return max(demand.workloads, key=lambda load: load.under(choice.policy).total(min(load.batch, choice.batch_cap)))
+
+
+def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+    load = largest_workload(demand, choice)
+    batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
+    policy = {"off": "all kept", "half": "half kept, half computed again", "full": "only the blocks' inputs kept"}
+    why = f"batch {batch}, {policy[choice.policy]}; {load.label}"
+    yield Need("activations", "activations", batch * entry.kept, ("train",), why)
+    yield Need(
+        "backward pass",
+        "workspace",
+        batch * entry.working,
+        ("train",),
+        "gradients in flight and the block being repeated",
+    )
+    if entry.rebuilt:
+        why = "whole weights that LyCORIS rebuilds in the forward pass"
+        yield Need("rebuilt weights", "activations", entry.rebuilt, ("train",), why)
+
+
+def _placed(needs: list[Need], phase: Phase, choice: Choice, machine: Machine, tiers: Tiers) -> Iterator[Line]:
+    for need in needs:
+        if phase in need.busy:
+            tier, why = _busy_place(need, choice, machine, tiers)
+        elif phase in need.idle:
+            tier, why = _idle_place(need, choice, machine, tiers)
+        else:
+            continue
+        yield Line(need.name, need.role, need.bytes, tier, (phase,), why)
+
+
+def _busy_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
+    if need.home == "disk":
+        return "disk", need.why
+    if need.home == "device":
+        return tiers.compute, need.why
+    if need.role not in ("latent cache", "text cache"):
+        return tiers.store, need.why
+    role: PlacementRole = "latent_cache" if need.role == "latent cache" else "text_cache"
+    device = machine.gpus[0].memory_total if machine.gpus else None
+    known = device if choice.text_cache_on_device else None
+    placement = place(role, machine.profile.value, size=need.bytes, device_bytes=known)
+    tier = tiers.compute if placement.place == "managed_device" else tiers.store
+    return tier, f"{need.why}; {placement.reason}"
+
+
+def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
+    expert = need.role != "encoder weights"
+    parked = choice.park_experts if expert else choice.park_encoders
+    if not (need.parkable and parked):
+        return tiers.compute, f"{need.why}; idle, kept here while there is room"
+    if tiers.parking == "disk":
+        return "disk", "released after use, read again if needed"
+    return tiers.parking, f"parked: {place('cold_weights', machine.profile.value).reason}"
+
+
+def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:
+    if not tiers.has_gpu:
+        return
+    stored = ("latent cache", "text cache", "staged data", "process")
+    used = sum(line.bytes for line in lines if line.tier == tiers.compute and line.role not in stored)
+    why = f"CUDA context {format_bytes(CONTEXT_BYTES)}, fragmentation {FRAGMENTATION:.0%}"
+    yield Line("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
+
+
+# Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first.
+_SPILLS_FIRST: tuple[Role, ...] = (
+    "activations", "workspace", "gradients", "compute copy", "optimizer state", "EMA", "trained weights",
+    "frozen weights", "encoder weights",
+)  # fmt: skip
+
+
+def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
+    """Move what exceeds the device's budget into the overflow arena, as far as the arena goes."""
+    budget = tiers[tiers.compute].budget
+    over = sum(line.bytes for line in lines if line.tier == tiers.compute) - (budget or 0)
+    left = min(max(0, over), arena)
+    result: list[Line] = []
+    candidates = sorted(lines, key=lambda line: _SPILLS_FIRST.index(line.role) if line.role in _SPILLS_FIRST else 99)
+    for line in candidates:
+        moved = min(left, line.bytes) if line.tier == tiers.compute and line.role in _SPILLS_FIRST else 0
+        left -= moved
+        if moved:
+            why = f"overflow of {line.name}: in managed memory, reached over the link"
+            result.append(replace(line, bytes=moved, tier=tiers.store, why=why))
+        if moved < line.bytes or not moved:
+            result.append(replace(line, bytes=line.bytes - moved))
+    return result
+
+
+def _merged(placed: dict[Phase, list[Line]]) -> tuple[Line, ...]:
+    """The same bytes of the same thing in the same place during several phases are one line."""
+    merged: dict[tuple[str, int, TierName, str], Line] = {}
+    for lines in placed.values():
+        for line in lines:
+            key = (line.name, line.bytes, line.tier, line.why)
+            before = merged.get(key)
+            merged[key] = line if before is None else replace(before, phases=before.phases + line.phases)
+    return tuple(merged.values())

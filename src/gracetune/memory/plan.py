@@ -1,0 +1,321 @@
+"""Will it fit, where does everything go, and what would have to change? Pure: demand and machine in, plan out.
+
+The choices are tried in a fixed order, from the one that costs nothing to the one that costs most; the first that fits
+is the plan. The order never depends on how much memory there is, so more memory cannot make a plan worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from gracetune.hardware.machine import Machine
+from gracetune.memory.activations import Policy
+from gracetune.memory.arena_size import Room, arena_size
+from gracetune.memory.demand import Demand, Phase
+from gracetune.memory.layout import Choice, Layout, Line, largest_workload, lay
+from gracetune.memory.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
+from gracetune.units import format_bytes
+
+Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]
+CheckpointingValue = Literal["off", "auto", "full"]
+CONFIG_VALUE: dict[Policy, CheckpointingValue] = {"off": "off", "half": "auto", "full": "full"}
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One step away from what the config says or the fastest placement; `automatic` ones need no edit."""
+
+    key: str
+    before: str
+    after: str
+    saves: int
+    """Bytes at the peak of the tier that computes."""
+    why: str
+    automatic: bool
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What `gradient_checkpointing: auto` means for this run."""
+
+    value: CheckpointingValue
+    activation_memory_budget: float | None
+    """For torch.compile: 0.5 keeps half of the activations; None where it does not apply."""
+    why: str
+
+
+@dataclass(frozen=True)
+class TierUse:
+    tier: Tier
+    peak: int
+
+
+@dataclass(frozen=True)
+class PhaseUse:
+    phase: Phase
+    used: dict[TierName, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    verdict: Verdict
+    summary: str
+    """The verdict in a sentence, with the number that decided it."""
+    changes: tuple[Change, ...]
+    checkpointing: Checkpointing
+    tiers: tuple[TierUse, ...]
+    lines: tuple[Line, ...]
+    phases: tuple[PhaseUse, ...]
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan(demand: Demand, machine: Machine, *, disk_free: int | None = None) -> Plan:
+    tiers = tiers_of(machine, disk_free)
+    start = _start(demand)
+    if tiers.missing:
+        facts = " and ".join(tiers.missing)
+        words = f"the machine report lacks {facts}; make one there with: gracetune doctor --output machine.json"
+        return _build(demand, machine, tiers, "unknown", words, start, start)
+
+    def fits(choice: Choice) -> bool:
+        return not lay(demand, choice, machine, tiers).excess(tiers)
+
+    found = next((choice for choice in _without_edits(demand, machine, tiers) if fits(choice)), None)
+    verdict: Verdict = "fits"
+    if found is None:
+        found = next((choice for choice in _with_edits(demand, machine, tiers) if fits(choice)), None)
+        verdict = "fits with these changes"
+    if found is None:
+        *_, smallest = _with_edits(demand, machine, tiers)
+        words = _shortage(lay(demand, smallest, machine, tiers), tiers)
+        return _build(demand, machine, tiers, "does not fit", words, start, smallest)
+    chosen = _pruned(found, start, fits)
+    return _build(demand, machine, tiers, verdict, _fits(lay(demand, chosen, machine, tiers), tiers), start, chosen)
+
+
+def _pruned(found: Choice, start: Choice, fits: Callable[[Choice], bool]) -> Choice:
+    """Take back what later steps made unnecessary."""
+    for batch in (start.encode_batch, *_smaller_batches(start.encode_batch)):
+        if batch > found.encode_batch and fits(replace(found, encode_batch=batch)):
+            found = replace(found, encode_batch=batch)
+    undoing: tuple[Callable[[Choice], Choice], ...] = (
+        lambda choice: replace(choice, tiling=start.tiling),
+        lambda choice: replace(choice, park_encoders=False),
+        lambda choice: replace(choice, park_experts=False),
+        lambda choice: replace(choice, text_cache_on_device=True),
+    )
+    for undo in undoing:
+        if fits(undo(found)):
+            found = undo(found)
+    return found
+
+
+def _start(demand: Demand) -> Choice:
+    settings = demand.settings
+    policy: Policy = "full" if settings.checkpointing == "full" else "off"
+    largest = max(load.batch for load in demand.workloads)
+    return Choice(policy, settings.precision, largest, demand.codec.batch, demand.codec.tiled)
+
+
+def _without_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
+    """What the trainer decides by itself: placement, and recomputation where the config says `auto`."""
+    choice = _start(demand)
+    yield choice
+    choice = replace(choice, text_cache_on_device=False)
+    yield choice
+    if tiers.parking == "host":
+        choice = replace(choice, park_experts=True)
+        yield choice
+    choice = replace(choice, park_encoders=True)
+    yield choice
+    if choice.precision == "fp8":
+        choice = replace(choice, precision="fp8 one layout")
+        yield choice
+    if demand.settings.checkpointing == "auto":
+        for policy in demand.settings.policies[1:]:
+            choice = replace(choice, policy=policy)
+            yield choice
+    if demand.settings.use_uvm:
+        yield from _spilling(demand, choice, machine, tiers)
+
+
+def _with_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
+    """Everything above, then changes to the config: VAE passes, recompute, smaller batches, fp8, overflow."""
+    *_, choice = _without_edits(demand, machine, tiers)
+    choice = replace(choice, spill=0)
+    for batch in _smaller_batches(choice.encode_batch):
+        choice = replace(choice, encode_batch=batch)
+        yield choice
+    choice = replace(choice, tiling=True)
+    yield choice
+    if demand.settings.checkpointing == "off":
+        for policy in demand.settings.policies[1:]:
+            choice = replace(choice, policy=policy)
+            yield choice
+    largest = choice.batch_cap
+    for batch in _smaller_batches(largest):
+        choice = replace(choice, batch_cap=batch)
+        yield choice
+    if demand.settings.fp8_possible and not choice.precision.startswith("fp8") and _has_fp8(machine):
+        for batch in (largest, *_smaller_batches(largest)):
+            choice = replace(choice, precision="fp8 one layout", batch_cap=batch)
+            yield choice
+    yield from _spilling(demand, choice, machine, tiers)
+    # Last, so that a plan that does not fit is described at its smallest.
+    yield choice
+
+
+def _smaller_batches(batch: int) -> list[int]:
+    """Every smaller one; of large ones, the multiples of 16."""
+    return [size for size in range(batch - 1, 0, -1) if size <= 64 or size % 16 == 0]
+
+
+def _spilling(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
+    if machine.profile.value != "superchip":
+        return
+    size = arena_size(Room.of(machine), demand.settings.oversubscription_ratio).bytes
+    if size:
+        yield replace(choice, spill=size)
+
+
+def _has_fp8(machine: Machine) -> bool:
+    text = machine.gpus[0].compute_capability if machine.gpus else None
+    if text is None:
+        return False
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor or 0)) >= FP8_CAPABILITY
+
+
+def _fits(layout: Layout, tiers: Tiers) -> str:
+    tier = tiers[tiers.compute]
+    peak = layout.peak(tiers.compute)
+    return f"peak {format_bytes(peak)} of {format_bytes(tier.budget or 0)} usable in {tier.label}"
+
+
+def _shortage(layout: Layout, tiers: Tiers) -> str:
+    words = []
+    for name, over in layout.excess(tiers).items():
+        tier, peak = tiers[name], layout.peak(name)
+        whole = int(peak / (1 - HEADROOM)) if name == "device" else peak + (tier.capacity or 0) - (tier.budget or 0)
+        words.append(f"{format_bytes(over)} too much for {tier.label}; it would take {format_bytes(whole)}")
+    return "; ".join(words)
+
+
+def _build(
+    demand: Demand, machine: Machine, tiers: Tiers, verdict: Verdict, summary: str, start: Choice, chosen: Choice
+) -> Plan:
+    layout = lay(demand, chosen, machine, tiers)
+    return Plan(
+        verdict=verdict,
+        summary=summary,
+        changes=tuple(_changes(demand, machine, tiers, start, chosen)),
+        checkpointing=_checkpointing(demand, machine, tiers, chosen),
+        tiers=tuple(TierUse(tier, layout.peak(tier.name)) for tier in tiers.tiers),
+        lines=layout.lines,
+        phases=tuple(
+            PhaseUse(phase, {tier.name: layout.used(tier.name, phase) for tier in tiers.tiers})
+            for phase in demand.phases
+        ),
+        missing=tiers.missing,
+        notes=tuple(_notes(demand, machine, tiers, chosen, verdict)),
+    )
+
+
+def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end: Choice) -> Iterator[Change]:
+    """Walk from the first choice to the last one step at a time; each step is a change with what it saved."""
+    current = start
+    for step in (
+        {"text_cache_on_device": end.text_cache_on_device},
+        {"park_experts": end.park_experts},
+        {"park_encoders": end.park_encoders},
+        {"encode_batch": end.encode_batch},
+        {"tiling": end.tiling},
+        {"policy": end.policy},
+        {"batch_cap": end.batch_cap},
+        {"precision": end.precision},
+        {"spill": end.spill},
+    ):
+        after = replace(current, **step)
+        if after == current:
+            continue
+        before_peak = lay(demand, current, machine, tiers).peak(tiers.compute)
+        saved = before_peak - lay(demand, after, machine, tiers).peak(tiers.compute)
+        for change in _described(demand, tiers, current, after, saved):
+            if saved or not change.automatic:
+                yield change
+        current = after
+
+
+def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, saved: int) -> Iterator[Change]:
+    settings, here = demand.settings, tiers[tiers.compute].label
+    if before.park_experts != after.park_experts and any(item.idle_in_training for item in demand.denoisers):
+        why = "moved over when its turn comes; the switch hides behind the last backward pass"
+        yield Change("placement: idle expert", here, tiers[tiers.parking].label, saved, why, automatic=True)
+    if before.park_encoders != after.park_encoders:
+        where = "released" if tiers.parking == "disk" else tiers[tiers.parking].label
+        yield Change("placement: encoders", here, where, saved, "needed only in the encode passes", automatic=True)
+    if before.encode_batch != after.encode_batch:
+        first, then = str(before.encode_batch), str(after.encode_batch)
+        yield Change(demand.codec.batch_key, first, then, saved, "the encode pass has its own peak", automatic=False)
+    if before.tiling != after.tiling:
+        yield Change("model.vae_tiling", "false", "true", saved, "the VAE works on pieces", automatic=False)
+    if before.policy != after.policy:
+        automatic = settings.checkpointing == "auto"
+        first, then = ("auto: off", f"auto: {after.policy}") if automatic else ("off", CONFIG_VALUE[after.policy])
+        cost = "about 7 % slower" if after.policy == "half" else "each block's forward pass runs twice: 1.4x slower"
+        yield Change("training.gradient_checkpointing", first, then, saved, cost, automatic)
+    if before.batch_cap != after.batch_cap:
+        yield from _batch_changes(demand, after, saved)
+    if before.precision != after.precision:
+        if settings.precision == "fp8":
+            why = "the second layout is made on the fly"
+            yield Change("placement: fp8 layouts", "both", "one", saved, why, automatic=True)
+        else:
+            why = "frozen weights in one fp8 layout; compare a short run's loss before trusting it"
+            yield Change("model.base_precision", settings.precision, "fp8", saved, why, automatic=False)
+    if before.spill != after.spill:
+        why = "what exceeds GPU memory is used over the coherent link, several times slower for those bytes"
+        on = "true" if settings.use_uvm else "false"
+        yield Change("memory.use_uvm", on, "true", saved, why, automatic=settings.use_uvm)
+
+
+def _batch_changes(demand: Demand, after: Choice, saved: int) -> Iterator[Change]:
+    keys = {load.key: load.batch for load in demand.workloads if load.batch > after.batch_cap}
+    why = "more gradient_accumulation_steps keep the effective batch"
+    for key, batch in keys.items():
+        yield Change(key, str(batch), str(after.batch_cap), saved, why, automatic=False)
+        saved = 0  # one step, however many keys spell it
+
+
+def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choice) -> Checkpointing:
+    load = largest_workload(demand, chosen)
+    batch = min(load.batch, chosen.batch_cap)
+    sizes = ", ".join(f"{entry.policy} {format_bytes(entry.total(batch))}" for entry in load.activations)
+    value = CONFIG_VALUE[chosen.policy]
+    budget = {"off": 1.0, "half": 0.5}.get(chosen.policy) if "half" in demand.settings.policies else None
+    if demand.settings.checkpointing != "auto" and demand.settings.checkpointing == value:
+        why = f"as the config says ({sizes})"
+    elif chosen.policy == "off":
+        why = f"everything fits without repeating work ({sizes})"
+    else:
+        why = f"the fastest that fits ({sizes})"
+    return Checkpointing(value, budget, why)
+
+
+def _notes(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choice, verdict: Verdict) -> Iterator[str]:
+    if len(machine.gpus) > 1:
+        yield f"{len(machine.gpus)} GPUs: the plan is for one process on the first"
+    if verdict == "unknown":
+        return
+    if demand.settings.checkpointing == "full" and verdict == "fits":
+        faster = replace(chosen, policy="off")
+        layout = lay(demand, faster, machine, tiers)
+        if not layout.excess(tiers):
+            peak = format_bytes(layout.peak(tiers.compute))
+            yield f"gradient_checkpointing full is not needed here: off takes {peak}, and fits"
+    if demand.settings.use_uvm and machine.profile.value != "superchip":
+        yield "memory.use_uvm: without a coherent link nothing is counted on the overflow arena"

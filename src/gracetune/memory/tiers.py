@@ -1,0 +1,98 @@
+"""The kinds of memory a machine has, and how much of each a plan may count on. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gracetune.hardware.allocation import host_reserve
+from gracetune.hardware.machine import Machine
+from gracetune.units import GIB, MIB, format_bytes
+
+TierName = Literal["device", "host", "pool", "disk"]
+
+HEADROOM = 0.05
+"""Share of the GPU's memory no plan touches: the estimate's own error, and fragmentation on a bad day."""
+CONTEXT_BYTES = 640 * MIB
+"""CUDA context, libraries and their workspaces: memory torch's counters do not show."""
+FRAGMENTATION = 0.02
+"""Of what torch holds, lost between its blocks."""
+FOREIGN = 2 * GIB
+"""Less than this in use on a card that is not ours is its own bookkeeping."""
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One kind of memory; `budget` is what a plan may use of `capacity`, None where it is unknown or not judged."""
+
+    name: TierName
+    label: str
+    capacity: int | None
+    budget: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """All of a machine's memory. `missing` names the facts without which no verdict is possible."""
+
+    tiers: tuple[Tier, ...]
+    compute: TierName
+    """Where computing happens."""
+    store: TierName
+    """Where host data lives."""
+    parking: TierName
+    """Where weights wait that are not needed now: host memory, or the disk they came from."""
+    has_gpu: bool
+    missing: tuple[str, ...] = ()
+
+    def __getitem__(self, name: TierName) -> Tier:
+        return next(tier for tier in self.tiers if tier.name == name)
+
+
+def tiers_of(machine: Machine, disk_free: int | None = None) -> Tiers:
+    """Plans are for the first GPU; `disk_free` is known only where the run's folder is at hand."""
+    disk = Tier("disk", "disk", disk_free, disk_free, "free now" if disk_free is not None else "not asked")
+    profile = machine.profile.value
+    if profile == "cpu":
+        host = _host(machine, "main memory")
+        return Tiers((host, disk), "host", "host", "disk", has_gpu=False, missing=_missing(host))
+    if profile == "integrated":
+        pool = _host(machine, "shared memory (CPU and GPU)", "pool")
+        return Tiers((pool, disk), "pool", "pool", "disk", has_gpu=True, missing=_missing(pool))
+    linked = profile == "superchip"
+    host = _host(machine, "CPU memory (coherent link)" if linked else "main memory (pinned)")
+    device = _device(machine)
+    missing = _missing(device) + _missing(host)
+    return Tiers((device, host, disk), "device", "host", "host", has_gpu=True, missing=missing)
+
+
+def _missing(tier: Tier) -> tuple[str, ...]:
+    if tier.budget is not None:
+        return ()
+    return ("gpus[0].memory_total" if tier.name == "device" else "host.cpu_mem_available",)
+
+
+def _device(machine: Machine) -> Tier:
+    total = machine.gpus[0].memory_total if machine.gpus else None
+    if total is None:
+        return Tier("device", "GPU memory", None, None, "the driver does not say how much there is")
+    usable, why = total, f"{HEADROOM:.0%} kept free"
+    free = machine.gpus[0].memory_free
+    # On a superchip the kernel may have put page cache there, which it gives back; elsewhere it is someone else's.
+    if free is not None and machine.profile.value == "discrete" and total - free > FOREIGN:
+        usable = free
+        why += f" of the {format_bytes(free)} other programs leave"
+    return Tier("device", "GPU memory", total, int(usable * (1 - HEADROOM)), why)
+
+
+def _host(machine: Machine, label: str, name: TierName = "host") -> Tier:
+    headroom, capacity = machine.host.headroom, machine.host.memory_limit
+    if headroom is None:
+        return Tier(name, label, capacity, None, "it is unknown how much is available")
+    reserve = host_reserve(machine)
+    budget = max(0, headroom - reserve)
+    group = machine.host.cgroup
+    limited = group is not None and group.available is not None and group.available <= headroom
+    source = "the control group leaves" if limited else "available"
+    return Tier(name, label, capacity, budget, f"{source} {format_bytes(headroom)}, reserve {format_bytes(reserve)}")

@@ -1,0 +1,32 @@
+"""How a family's latents become demands on its data: one place, so that no number is written twice."""
+
+from __future__ import annotations
+
+from gracetune.config.families import find_flavour
+from gracetune.data.geometry import Geometry
+from gracetune.memory.footprint import AudioLatents, Footprint
+
+
+def geometry_from(
+    footprint: Footprint, *, halved: int = 1, fps: float | None = None, channels: int | None = None
+) -> Geometry:
+    """`halved`: by how much a U-Net shrinks its latents; `fps`: the rate the weights know; `channels`: of sound."""
+    flavour = find_flavour(footprint.family, footprint.flavour)
+    if flavour is None:
+        raise ValueError(f"{footprint.family} has no flavour {footprint.flavour}")
+    latents = footprint.latents
+    if isinstance(latents, AudioLatents):
+        return Geometry(
+            makes=flavour.makes,
+            sample_rate=latents.sample_rate,
+            channels=channels,
+            audio_multiple=latents.hop,
+            max_audio_seconds=latents.longest_seconds,
+        )
+    return Geometry(
+        makes=flavour.makes,
+        side_multiple=latents.spatial * latents.patch * halved,
+        frame_step=latents.temporal,
+        default_frames=latents.default_frames,
+        default_fps=fps,
+    )

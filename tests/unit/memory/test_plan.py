@@ -1,0 +1,284 @@
+"""Plans on the modelled machines: placement by role, what is tried in which order, what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.config.run_config import RunConfig
+from gracetune.hardware.machine import Machine
+from gracetune.hardware.recording import load_recording
+from gracetune.memory.demand import Demand
+from gracetune.memory.estimate import estimate
+from gracetune.memory.plan import Change, Plan, plan
+from gracetune.memory.samples import survey
+from gracetune.models.registry import footprint_of
+from gracetune.units import GIB, MIB
+
+MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
+
+
+def machine(name: str) -> Machine:
+    return load_recording(MACHINES / name)
+
+
+def small_gpu(gigabytes: float, name: str = "x86-h200", **host: Any) -> Machine:
+    """A modelled machine with another amount of GPU memory."""
+    whole = machine(name)
+    gpu = whole.gpus[0].model_copy(update={"memory_total": int(gigabytes * GIB), "memory_free": None})
+    return whole.model_copy(update={"gpus": (gpu,), "host": whole.host.model_copy(update=host)})
+
+
+def demand(family: str = "wan", *, compiled: bool = True, **sections: Any) -> Demand:
+    tree: dict[str, Any] = {
+        "name": "run",
+        "output_dir": "out",
+        "model": {"family": family},
+        "datasets": [{"id": "data", "path": "/nowhere"}],
+        "training": {},
+        "cache": {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"},
+        "validation": {"enabled": False},
+    }
+    for key, value in sections.items():
+        tree[key] = {**tree[key], **value} if isinstance(tree.get(key), dict) else value
+    tree["training"] = {"max_steps": 10, **tree["training"]}
+    config = RunConfig.model_validate(tree)
+    footprint, _ = footprint_of(config.model)
+    return estimate(config, footprint, survey(config, 260), compiled=compiled)
+
+
+def tier_of(found: Plan, name: str, phase: str = "train") -> str:
+    return next(line.tier for line in found.lines if line.name == name and phase in line.phases)
+
+
+def change(found: Plan, key: str) -> Change:
+    return next(entry for entry in found.changes if entry.key == key)
+
+
+class TestPlacement:
+    def test_superchip(self) -> None:
+        found = plan(demand(), machine("gh200-numa"))
+        assert found.verdict == "fits"
+        assert tier_of(found, "high-noise expert") == "device"
+        assert tier_of(found, "latents of data") == "host"
+        assert tier_of(found, "process") == "host"
+        assert tier_of(found, "checkpoints") == "disk"
+
+    def test_a_small_text_cache_lives_on_the_gpu_of_a_superchip_only(self) -> None:
+        few = demand("sdxl")
+        assert tier_of(plan(few, machine("gh200-numa")), "captions") == "device"
+        assert tier_of(plan(few, machine("x86-h200")), "captions") == "host"
+
+    def test_one_pool_holds_everything_once(self) -> None:
+        found = plan(demand(), machine("gb10"))
+        tiers = {line.tier for line in found.lines}
+        assert tiers == {"pool", "disk"}
+        assert [use.tier.name for use in found.tiers] == ["pool", "disk"]
+
+    def test_cpu_is_a_machine(self) -> None:
+        found = plan(demand("sdxl", compiled=False), machine("cpu-only"))
+        assert {line.tier for line in found.lines} == {"host", "disk"}
+        assert "allowance" not in {line.name for line in found.lines}
+        assert found.verdict == "fits"
+
+    def test_hbm_is_not_counted_as_main_memory(self) -> None:
+        numa, cdmm = (plan(demand(), machine(name)).tiers[1].tier for name in ("gh200-numa", "gh200-cdmm"))
+        assert numa.capacity == pytest.approx(cdmm.capacity, rel=0.02)
+
+    def test_parked_experts_keep_a_home_copy_behind_pcie_only(self) -> None:
+        long = {"datasets": [{"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 640}]}
+        discrete = plan(demand(**long), small_gpu(80))
+        assert tier_of(discrete, "low-noise expert") == "host"
+        assert tier_of(discrete, "high-noise expert, home copy") == "host"
+        superchip = plan(demand(**long), small_gpu(80, "gh200-numa"))
+        assert tier_of(superchip, "low-noise expert") == "host"
+        assert "high-noise expert, home copy" not in {line.name for line in superchip.lines}
+
+    def test_a_control_group_is_the_limit(self) -> None:
+        staged = [{"id": "data", "path": "/nowhere", "type": "in_memory", "max_samples": 80_000}]
+        assert plan(demand(datasets=staged), machine("x86-h200")).verdict == "fits"
+        limited = plan(demand(datasets=staged), machine("x86-h200-cgroup"))
+        assert limited.verdict == "does not fit"
+        assert "main memory" in limited.summary
+        assert "control group" in limited.tiers[1].tier.why
+
+    def test_memory_of_other_programs_is_not_ours(self) -> None:
+        whole = machine("x86-h200")
+        busy = whole.gpus[0].model_copy(update={"memory_free": 20 * GIB})
+        found = plan(demand(), whole.model_copy(update={"gpus": (busy,)}))
+        assert found.tiers[0].tier.budget == int(20 * GIB * 0.95)
+        assert found.verdict != "fits"
+
+
+class TestLadder:
+    """Everything that is tried before giving up, in its order."""
+
+    def test_nothing_is_changed_where_everything_fits(self) -> None:
+        found = plan(demand(), machine("x86-h200"))
+        assert found.verdict == "fits"
+        assert found.changes == ()
+        assert found.checkpointing.value == "off"
+
+    def test_the_idle_expert_goes_first(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(60))
+        assert found.verdict == "fits"
+        assert [entry.key for entry in found.changes] == ["placement: idle expert"]
+        assert found.changes[0].automatic
+        assert found.changes[0].saves == pytest.approx(26.6 * GIB, rel=0.03)
+
+    def test_then_the_encoders(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(38))
+        assert [entry.key for entry in found.changes] == ["placement: idle expert", "placement: encoders"]
+        assert tier_of(found, "text encoder (UMT5-XXL)") == "host"
+        assert tier_of(found, "text encoder (UMT5-XXL)", "encode text") == "device"
+
+    @pytest.mark.parametrize(
+        ("gigabytes", "value", "budget"), [(90, "off", 1.0), (60, "auto", 0.5), (40, "full", None)]
+    )
+    def test_auto_repeats_as_little_as_it_must(self, gigabytes: float, value: str, budget: float | None) -> None:
+        found = plan(demand(), small_gpu(gigabytes))
+        assert found.verdict == "fits"
+        assert (found.checkpointing.value, found.checkpointing.activation_memory_budget) == (value, budget)
+        assert all(entry.automatic for entry in found.changes)
+
+    def test_off_is_the_users_word_and_changing_it_is_a_change(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "off"}), small_gpu(60))
+        assert found.verdict == "fits with these changes"
+        entry = change(found, "training.gradient_checkpointing")
+        assert (entry.before, entry.after, entry.automatic) == ("off", "auto", False)
+        assert entry.saves > 10 * GIB
+
+    def test_without_a_compiler_the_step_is_to_full(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "off"}, compiled=False), small_gpu(60))
+        assert change(found, "training.gradient_checkpointing").after == "full"
+        assert found.checkpointing.activation_memory_budget is None
+
+    def test_then_a_smaller_batch_the_largest_that_fits(self) -> None:
+        big = demand(training={"batch_size": 16, "gradient_checkpointing": "full"})
+        found = plan(big, small_gpu(48))
+        entry = change(found, "training.batch_size")
+        assert found.verdict == "fits with these changes"
+        assert entry.before == "16"
+        fitting = int(entry.after)
+        smaller = demand(training={"batch_size": fitting, "gradient_checkpointing": "full"})
+        larger = demand(training={"batch_size": fitting + 1, "gradient_checkpointing": "full"})
+        assert plan(smaller, small_gpu(48)).verdict == "fits"
+        assert plan(larger, small_gpu(48)).verdict == "fits with these changes"
+
+    def test_then_fp8_where_the_gpu_has_it(self) -> None:
+        tight = demand(training={"gradient_checkpointing": "full"})
+        found = plan(tight, small_gpu(26))
+        entry = change(found, "model.base_precision")
+        assert (entry.before, entry.after) == ("bf16", "fp8")
+        old = small_gpu(26)
+        ampere = old.gpus[0].model_copy(update={"compute_capability": "8.0"})
+        assert plan(tight, old.model_copy(update={"gpus": (ampere,)})).verdict == "does not fit"
+        unknown = old.gpus[0].model_copy(update={"compute_capability": None})
+        assert plan(tight, old.model_copy(update={"gpus": (unknown,)})).verdict == "does not fit"
+
+    def test_overflow_only_over_a_coherent_link(self) -> None:
+        tight = demand(training={"gradient_checkpointing": "full"})
+        assert plan(tight, small_gpu(12)).verdict == "does not fit"
+        found = plan(tight, small_gpu(12, "gh200-numa"))
+        assert found.verdict == "fits with these changes"
+        assert change(found, "memory.use_uvm").after == "true"
+        assert any("overflow" in line.why and line.tier == "host" for line in found.lines)
+
+    def test_overflow_the_config_asked_for_needs_no_edit(self) -> None:
+        asked = demand(training={"gradient_checkpointing": "off", "batch_size": 4}, memory={"use_uvm": True})
+        found = plan(asked, machine("gh200-numa"))
+        assert found.verdict == "fits"
+        assert change(found, "memory.use_uvm").automatic
+        assert not any("use_uvm" in note for note in found.notes)
+        elsewhere = plan(asked, machine("x86-h200"))
+        assert any("use_uvm" in note for note in elsewhere.notes)
+
+    def test_overflow_stops_where_main_memory_ends(self) -> None:
+        full = demand(adapter={"kind": "full_finetune"}, model={"family": "wan", "experts": "high"})
+        assert plan(full, small_gpu(96, "gh200-numa")).verdict == "fits with these changes"
+        crowded = small_gpu(96, "gh200-numa", cpu_mem_available=100 * GIB)
+        assert plan(full, crowded).verdict == "does not fit"
+
+    def test_a_heavy_encode_pass_is_made_lighter_not_the_training(self) -> None:
+        clips = [
+            {"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 1280, "video": {"num_frames": 5}}
+        ]
+        heavy = demand(datasets=clips, cache={"vae_batch_size": 8}, training={"gradient_checkpointing": "full"})
+        found = plan(heavy, small_gpu(80))
+        assert [entry.key for entry in found.changes if not entry.automatic] == ["cache.vae_batch_size"]
+
+    def test_tiling_when_even_one_sample_is_too_much(self) -> None:
+        clips = [
+            {"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 2048, "video": {"num_frames": 5}}
+        ]
+        model = {"family": "wan", "flavour": "t2v-1.3b-2.1"}
+        heavy = demand(datasets=clips, model=model, training={"gradient_checkpointing": "full"})
+        found = plan(heavy, small_gpu(40))
+        assert change(found, "model.vae_tiling").after == "true"
+
+    def test_fp8_asked_for_drops_its_second_layout_by_itself(self) -> None:
+        config = {
+            "model": {"family": "qwen_image", "base_precision": "fp8"},
+            "training": {"gradient_checkpointing": "full"},
+        }
+        roomy = plan(demand("qwen_image", **config), small_gpu(80))
+        assert "placement: fp8 layouts" not in {entry.key for entry in roomy.changes}
+        tight = plan(demand("qwen_image", **config), small_gpu(40))
+        assert tight.verdict == "fits"
+        assert change(tight, "placement: fp8 layouts").automatic
+
+    def test_one_pool_releases_encoders_and_never_parks_experts(self) -> None:
+        pool = machine("gb10")
+        host = pool.host.model_copy(update={"cpu_mem_available": 88 * GIB})
+        found = plan(demand(training={"gradient_checkpointing": "full"}), pool.model_copy(update={"host": host}))
+        assert [entry.key for entry in found.changes] == ["placement: encoders"]
+        assert tier_of(found, "text encoder (UMT5-XXL)") == "disk"
+        assert tier_of(found, "low-noise expert") == "pool"
+
+
+class TestVerdict:
+    def test_not_fitting_says_by_how_much_and_what_it_would_take(self) -> None:
+        found = plan(demand(), small_gpu(12))
+        assert found.verdict == "does not fit"
+        assert "too much for GPU memory" in found.summary
+        assert "it would take" in found.summary
+
+    @pytest.mark.parametrize(
+        ("name", "missing"), [("x86-h200", "gpus[0].memory_total"), ("gh200-numa", "gpus[0].memory_total")]
+    )
+    def test_an_unknown_gpu_is_unknown(self, name: str, missing: str) -> None:
+        whole = machine(name)
+        gpu = whole.gpus[0].model_copy(update={"memory_total": None})
+        found = plan(demand(), whole.model_copy(update={"gpus": (gpu,)}))
+        assert found.verdict == "unknown"
+        assert found.missing == (missing,)
+        assert missing in found.summary
+        assert found.lines
+
+    @pytest.mark.parametrize("name", ["x86-h200", "gb10", "cpu-only"])
+    def test_unknown_main_memory_is_unknown(self, name: str) -> None:
+        whole = machine(name)
+        host = whole.host.model_copy(update={"cpu_mem_available": None, "cgroup": None})
+        found = plan(demand(compiled=False), whole.model_copy(update={"host": host}))
+        assert found.verdict == "unknown"
+        assert found.missing == ("host.cpu_mem_available",)
+
+    def test_a_full_disk_does_not_fit(self) -> None:
+        found = plan(demand(), machine("x86-h200"), disk_free=100 * MIB)
+        assert found.verdict == "does not fit"
+        assert "disk" in found.summary
+
+    def test_needless_checkpointing_is_a_note(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "full"}), machine("x86-h200"))
+        assert found.verdict == "fits"
+        assert any("not needed" in note for note in found.notes)
+
+    def test_several_gpus_are_a_note(self) -> None:
+        assert any("2 GPUs" in note for note in plan(demand(), machine("gb200")).notes)
+
+    @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "sdxl"])
+    @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])
+    def test_what_our_users_run_fits_their_machines(self, family: str, name: str) -> None:
+        assert plan(demand(family), machine(name)).verdict == "fits"

@@ -1,0 +1,134 @@
+"""What `compiled` says in a footprint, against torch.compile's own partitioner on the real block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.transformers.stable_audio_transformer import StableAudioDiTBlock
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
+
+from gracetune.config.run_config import Adapter
+from gracetune.memory.activations import HALF, Method, activations
+from gracetune.memory.footprint import Block
+from gracetune.memory.trainable import select
+from gracetune.models.registry import FOOTPRINTS
+from unit.models.compiled_memory import kept_by_compiler
+from unit.models.meta_memory import BF16, LoraLinear, adapt
+
+BATCH = 2
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16, gradient: bool = False) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, requires_grad=gradient)
+
+
+def residual(tokens: int, width: int) -> torch.Tensor:
+    return empty(BATCH, tokens, width, gradient=True)
+
+
+def rotation(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return empty(*shape, dtype=torch.float32), empty(*shape, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    block: int
+    build: Callable[[], nn.Module]
+    call: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]
+    tokens: int = 4096
+    text: int = 512
+
+
+def _two_streams() -> tuple[Any, ...]:
+    return residual(4096, 3072), residual(512, 3072)
+
+
+WAN = Case(
+    "wan", 0, lambda: WanTransformerBlock(5120, 13824, 40, cross_attn_norm=True),
+    lambda: ((residual(4096, 5120), empty(BATCH, 512, 5120), empty(BATCH, 6, 5120), rotation(1, 4096, 1, 128)), {}),
+)  # fmt: skip
+OTHERS = {
+    "flux double": Case(
+        "flux", 0, lambda: FluxTransformerBlock(3072, 24, 128),
+        lambda: ((*_two_streams(), empty(BATCH, 3072)), {"image_rotary_emb": rotation(4608, 128)}),
+    ),
+    "flux single": Case(
+        "flux", 1, lambda: FluxSingleTransformerBlock(3072, 24, 128),
+        lambda: ((*_two_streams(), empty(BATCH, 3072)), {"image_rotary_emb": rotation(4608, 128)}),
+    ),
+    "qwen": Case(
+        "qwen_image", 0, lambda: QwenImageTransformerBlock(3072, 24, 128),
+        lambda: (
+            (*_two_streams(), None, empty(BATCH, 3072)),
+            {"image_rotary_emb": tuple(empty(count, 64, dtype=torch.complex64) for count in (4096, 512))},
+        ),
+    ),
+    "stable audio": Case(
+        "stable_audio", 0, lambda: StableAudioDiTBlock(1536, 24, 12, 64, cross_attention_dim=768),
+        lambda: (
+            (residual(1025, 1536),),
+            {"encoder_hidden_states": empty(BATCH, 130, 768), "rotary_embedding": rotation(1025, 32)},
+        ),
+        tokens=1025, text=130,
+    ),
+    "sdxl": Case(
+        "sdxl", -1, lambda: BasicTransformerBlock(1280, 20, 64, cross_attention_dim=2048),
+        lambda: ((residual(1024, 1280),), {"encoder_hidden_states": empty(BATCH, 77, 2048)}),
+        tokens=1024, text=77,
+    ),
+}  # fmt: skip
+
+
+def block_of(case: Case) -> Block:
+    return FOOTPRINTS[case.family][0].blocks[case.block]
+
+
+def adapted(case: Case) -> nn.Module:
+    torch.set_default_dtype(BF16)
+    try:
+        block = case.build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    holder = nn.ModuleDict({"block": block.requires_grad_(False)})
+    adapt(holder, {linear.name for linear in block_of(case).linears}, LoraLinear)
+    return block
+
+
+def predicted(case: Case) -> int:
+    """One block with LoRA on every matrix, alone in its model."""
+    from dataclasses import replace
+
+    block = replace(block_of(case), count=1)
+    footprint = replace(FOOTPRINTS[case.family][0], blocks=(block,))
+    image = int(case.tokens / block.tokens)
+    tokens = {"image": image, "text": case.text, "joint": case.tokens + case.text, "vision": 0}
+    method = Method(compiled=True, adapter_path="plain")
+    return BATCH * activations(footprint, tokens, select(footprint, Adapter(kind="lora")), method)[0].kept
+
+
+@pytest.mark.usefixtures("opaque_attention")
+class TestCompiledBlocks:
+    def test_wan(self) -> None:
+        kept = kept_by_compiler(lambda: adapted(WAN), lambda _block: WAN.call(), batch=BATCH)
+        assert predicted(WAN) == pytest.approx(kept, rel=0.01)
+
+    @pytest.mark.full
+    @pytest.mark.parametrize("name", OTHERS)
+    def test_other_families(self, name: str) -> None:
+        case = OTHERS[name]
+        kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH)
+        assert predicted(case) == pytest.approx(kept, rel=0.01)
+
+    @pytest.mark.parametrize("case", [WAN, pytest.param(OTHERS["flux single"], marks=pytest.mark.full)])
+    def test_half_the_budget_keeps_half(self, case: Case) -> None:
+        kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=0.5)
+        assert predicted(case) * HALF == pytest.approx(kept, rel=0.08)

@@ -13,10 +13,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.environment import Environment, memory_settings
+from gracetune.hardware import probe
+from gracetune.hardware.allocation import CAREFUL_CAP
+from gracetune.memory.arena_size import Room
 from gracetune.memory.batch_hints import tensors_with_wishes
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.hint import Hint, both, not_applied, together
@@ -25,6 +28,7 @@ from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.tensor_hints import prefer, prefetch
+from gracetune.memory.trial import synchronize
 
 if TYPE_CHECKING:
     import torch
@@ -105,15 +109,23 @@ def prefer_gpu_residency(tensor: torch.Tensor) -> Hint:
     return _with_uvm(lambda uvm: prefer(uvm, tensor, "device"))
 
 
-def prefetch_to_device(tensor: torch.Tensor, device: int | None = None) -> Hint:
-    """Start moving a managed tensor to a GPU on the current stream."""
+def prefetch_to_device(tensor: torch.Tensor, device: torch.device | int | str | None = None) -> Hint:
+    """Start moving a managed tensor to a GPU (its own, unless told) on that GPU's current stream."""
 
-    def move(uvm: Uvm) -> Hint:
+    def current_stream(index: int) -> int:
         import torch
 
-        return prefetch(uvm, tensor, "device", torch.cuda.current_stream(device).cuda_stream, device)
+        return torch.cuda.current_stream(index).cuda_stream
 
-    return _with_uvm(move)
+    return _with_uvm(lambda uvm: prefetch(uvm, tensor, "device", current_stream, _index(device)))
+
+
+def _index(device: torch.device | int | str | None) -> int | None:
+    if device is None or isinstance(device, int):
+        return device
+    import torch
+
+    return torch.device(device).index or 0
 
 
 @dataclass(frozen=True)
@@ -153,14 +165,19 @@ def _with_uvm(act: Callable[[Uvm], Hint]) -> Hint:
     return act(uvm)
 
 
-@cache
 def _heap(device: int) -> ManagedHeap:
-    import torch
+    """The running job's heap, so that its governor knows these buffers; else one of our own."""
+    layer = _process.layer()
+    return layer.heap if layer is not None and layer.heap.device == device else _own_heap(device)
 
+
+@cache
+def _own_heap(device: int) -> ManagedHeap:
     uvm = _uvm()
     if isinstance(uvm, Unavailable):
         raise UnifiedMemoryError(f"managed memory is {uvm}")
-    return ManagedHeap(uvm, device, lambda: torch.cuda.synchronize(device))
+    uvm.set_managed_cap(CAREFUL_CAP if Room.of(probe(), device).careful else None)
+    return ManagedHeap(uvm, device, partial(synchronize, device))
 
 
 def memory_stats(device: int = 0) -> dict[str, Any]:

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from gracetune import gh200
 from gracetune.hardware import probe
 from gracetune.memory.arena import OverflowArena
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Uvm
@@ -83,14 +88,18 @@ def test_overflow_serves_backward_and_small_requests(uvm: Uvm) -> None:
     arena = OverflowArena(uvm, 0, 1024 * MIB, "cpu_first")
     weight = torch.randn(2048, 2048, device=CUDA, requires_grad=True)
     expected = torch.autograd.grad((weight @ weight).relu().square().sum(), weight)[0].clone()
-    tidy(0)
     with small_gpu(0, room=8 * MIB):
+        filler = [torch.empty(16 * MIB, dtype=torch.uint8, device=CUDA) for _ in range(12)]  # what was only cached
+        filled = arena.usage().active
         torch.autograd.backward((weight @ weight).relu().square().sum())
-        small = [torch.full((1000,), float(index), device=CUDA) for index in range(3000)]
-        assert arena.usage().active > 16 * MIB
-        assert [tensor[0].item() for tensor in small[::97]] == [float(index) for index in range(0, 3000, 97)]
+        after_backward = arena.usage().active
+        small = [torch.full((1000,), float(index), device=CUDA) for index in range(6000)]
+        assert filled >= 64 * MIB
+        assert after_backward >= filled + 16 * MIB, "the gradient was made in another thread, with the GPU full"
+        assert arena.usage().active > after_backward, "small requests look for blocks of their own"
+        assert [tensor[0].item() for tensor in small[::97]] == [float(index) for index in range(0, 6000, 97)]
         assert torch.equal(weight.grad, expected)
-    del small, weight, expected
+    del small, weight, expected, filler
     arena.close()
     tidy(0)
     assert uvm.slot_stats(0).live_bytes == 0
@@ -98,12 +107,12 @@ def test_overflow_serves_backward_and_small_requests(uvm: Uvm) -> None:
 
 def test_overflow_on_a_second_stream_needs_its_own_reservation(uvm: Uvm) -> None:
     stream = torch.cuda.Stream()
-    arena = OverflowArena(uvm, 0, 512 * MIB, "cpu_first", streams=[stream])
+    arena = OverflowArena(uvm, 0, 1024 * MIB, "cpu_first", streams=[stream])
     with small_gpu(0, room=2 * MIB):
         with torch.cuda.stream(stream):
             side = [torch.ones(32 * MIB, dtype=torch.uint8, device=CUDA) for _ in range(3)]
         on_side = arena.usage().active
-        main = [torch.ones(32 * MIB, dtype=torch.uint8, device=CUDA) for _ in range(3)]
+        main = [torch.ones(32 * MIB, dtype=torch.uint8, device=CUDA) for _ in range(7)]  # some of it was only cached
         assert on_side >= 64 * MIB
         assert arena.usage().active >= on_side + 64 * MIB
         other = torch.cuda.Stream()
@@ -160,3 +169,62 @@ def test_contents_can_be_dropped(heap: ManagedHeap) -> None:
     buffer.cuda().fill_(9)
     with buffer.host() as view:
         assert bool((view == 9).all())
+
+
+SPLIT_LIMITED = """
+import torch
+from gracetune.memory.arena import OverflowArena
+from gracetune.memory.native import load
+from gracetune.memory.trial import small_gpu
+from gracetune.units import MIB
+uvm = load()
+uvm.set_managed_cap(4096 * MIB)
+arena = OverflowArena(uvm, 0, 512 * MIB, "cpu_first", max_split_bytes=64 * MIB)
+with small_gpu(0, room=2 * MIB):
+    held = [torch.ones(8 * MIB, dtype=torch.uint8, device="cuda") for _ in range(20)]
+    print(arena.usage().active // MIB, all(bool((t == 1).all()) for t in held[::5]))
+"""
+
+
+def test_overflow_works_where_large_blocks_may_not_be_split(uvm: Uvm) -> None:
+    """The option is read when CUDA starts, so it takes a process of its own."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    command = [sys.executable, "-c", SPLIT_LIMITED]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    active, right = done.stdout.split()
+    assert int(active) >= 128
+    assert right == "True"
+
+
+def test_an_arena_that_does_not_fit_the_memory_fraction_says_so(uvm: Uvm) -> None:
+    tidy(0)
+    torch.cuda.set_per_process_memory_fraction(0.002)
+    try:
+        with pytest.raises(UnifiedMemoryError, match="counts towards"):
+            OverflowArena(uvm, 0, 1024 * MIB, "cpu_first")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    tidy(0)
+    assert uvm.slot_stats(0).live_bytes == 0
+
+
+def test_a_batch_first_asked_for_in_inference_mode_can_be_trained_on() -> None:
+    sources = [{"x": torch.ones(4, 4).pin_memory()} for _ in range(4)]
+    mover = RingMover(CUDA)
+    with torch.inference_mode():
+        for batch in LookAhead(sources, mover, depth=1):
+            batch["x"].sum()
+    weight = torch.ones(4, 4, device=CUDA, requires_grad=True)
+    for batch in LookAhead(sources, mover, depth=1):
+        (batch["x"] @ weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_batches_of_changing_shapes_and_keys_share_the_ring() -> None:
+    shapes = [(3, 5), (64, 64), (1,), (128, 7), (2, 2)] * 4
+    sources = [{f"k{i % 2}": torch.full(shape, float(i)).pin_memory()} for i, shape in enumerate(shapes)]
+    for i, batch in enumerate(LookAhead(sources, RingMover(CUDA), depth=3)):
+        ((name, tensor),) = batch.items()
+        assert (name, tuple(tensor.shape)) == (f"k{i % 2}", shapes[i])
+        assert bool((tensor == i).all())

@@ -60,6 +60,7 @@ def result_of(name: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
         "gpu": machine.gpus[0].name if machine.gpus else None,
         "profile": machine.profile.value,
         "versions": {"gracetune": __version__, **machine.software.model_dump(mode="json")},
+        "machine": machine.model_dump(mode="json"),
         "rows": [asdict(row) for row in rows],
     }
 

@@ -17,6 +17,7 @@ import typer
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.doctor_view import print_diagnosis
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
+from gracetune.config.places import look
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware.allocation import (
     DEFAULT_SCALE,
@@ -64,12 +65,15 @@ def doctor(
     ] = False,
     require_gpu: Annotated[bool, typer.Option("--require-gpu", help="Fail where there is no usable GPU.")] = False,
     record_to: Annotated[
-        Path | None, typer.Option("--record", metavar="DIR", help="Also write a recording of this machine.")
+        Path | None,
+        typer.Option("--record", metavar="DIR", readable=False, help="Also write a recording of this machine."),
     ] = None,
     from_recording: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Examine a recorded machine instead of this one.")
+        Path | None, typer.Option(metavar="DIR", readable=False, help="Examine a recorded machine instead of this one.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON report there.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", readable=False, help="Also write the JSON report there.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON report and nothing else.")] = False,
 ) -> None:
     """Examine this machine: GPU, driver, memory mode, limits, versions. Exit code 1 if a check fails."""
@@ -88,6 +92,8 @@ def doctor(
 
 def run_doctor(options: DoctorOptions, environment: Environment) -> int:
     """The whole command; returns its exit code."""
+    if options.output is not None:
+        refuse_unwritable(options.output)
     diagnosis = examine(options, environment)
     report = diagnosis.to_json()
     if options.output is not None:
@@ -114,7 +120,7 @@ def examine(options: DoctorOptions, environment: Environment) -> Diagnosis:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     diagnosis = diagnose(_examination(machine, _allocation(machine, options), options, uvm, visible))
     if machine.gpus and not options.skip_allocation:
-        return replace(diagnosis, checks=(*diagnosis.checks, *validate()))
+        return replace(diagnosis, checks=(*diagnosis.checks, *validate(one_pool=machine.profile.value == "integrated")))
     return diagnosis
 
 
@@ -165,15 +171,32 @@ def uvm_report(environment: Environment) -> UvmReport:
         raw=raw,
         oversubscription_ratio=values.get("uvm_oversubscription_ratio"),
         access_pattern=values.get("uvm_access_pattern"),
-        problems=tuple(f"{p.key}: found {p.found}, expected {p.expected}; {p.hint}" for p in memory.problems),
+        problems=memory.problems,
     )
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Now, rather than when minutes of examination are over."""
+    place = look(path)
+    if place.kind in ("folder", "unreachable"):
+        raise _unwritable(path, place.words)
+    try:
+        with tempfile.NamedTemporaryFile(prefix=f".{path.name[:32]}.", dir=place.path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error.strerror) from error
+
+
+def _unwritable(path: Path, why: str | None) -> ConfigError:
+    return ConfigError([Problem("--output", f"{path}: {why}", "a file we can write", "--output report.json")])
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
     """Complete or absent: written beside its place, flushed to disk, then renamed."""
     scratch: str | None = None
+    path = look(path).path
     try:
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name[:32]}.", dir=path.parent)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(json.dumps(report, indent=2) + "\n")
             file.flush()
@@ -183,8 +206,7 @@ def write_report(path: Path, report: dict[str, Any]) -> None:
     except OSError as error:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
-        problem = Problem("--output", f"{path}: {error.strerror}", "a file we can write", "--output report.json")
-        raise ConfigError([problem]) from error
+        raise _unwritable(path, error.strerror) from error
 
 
 def _say_where(options: DoctorOptions) -> None:

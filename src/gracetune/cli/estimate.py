@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,9 @@ def estimate(
     demand, assumption = demand_of(resolved.config, machine, samples)
     disk_free = _disk_free(resolved.config) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
+    if machine_file is None and not machine.gpus:
+        hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
+        result = replace(result, notes=(*result.notes, hint))
     assumptions = (*((assumption,) if assumption else ()), *demand.assumptions)
     if json_output:
         print_json(as_json(demand, result, machine, assumptions))

@@ -18,7 +18,6 @@ from gracetune.units import GIB, MIB, format_bytes
 
 _STYLES = {"fits": "green", "fits with these changes": "yellow", "does not fit": "bold red", "unknown": "yellow"}
 _SMALL = 16 * MIB
-_UNKNOWN = "unknown"
 
 
 def as_json(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[str, ...]) -> dict[str, Any]:

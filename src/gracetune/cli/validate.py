@@ -15,7 +15,7 @@ from gracetune.memory.validate import validate
 def run_validation(device: int, *, scale: float, force: bool, as_json: bool) -> int:
     """Returns the exit code: 1 if anything failed or could not be tried for want of a GPU."""
     machine = probe(free_memory=True)
-    checks = list(validate(device))
+    checks = list(validate(device, one_pool=machine.profile.value == "integrated"))
     allocation = allocate_beyond(machine, scale, force=force)
     checks += [check for check in [host_checks.allocation(Examination(machine, allocation))] if check is not None]
     if as_json:

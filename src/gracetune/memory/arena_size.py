@@ -29,6 +29,8 @@ class Room:
     """Whether CPU and GPU share memory coherently over their link; None: the driver does not say."""
     one_pool: bool = False
     """CPU and GPU allocate from the same chips."""
+    sharers: int = 1
+    """Processes of this machine that each reserve an arena."""
 
     @classmethod
     def of(cls, machine: Machine, device: int = 0) -> Room:
@@ -102,15 +104,17 @@ def _whole(size: int, requested: int, asked: str) -> ArenaSize:
 def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
     """What limits the arena: its name, the bytes it leaves, and the sentence that says so."""
     kept = f"a reserve of {format_bytes(room.reserve)}"
+    if room.sharers > 1:
+        kept += f", divided among {room.sharers} processes,"
     if other_managed:
         kept += f" and {format_bytes(other_managed)} for other managed memory"
     found: list[tuple[Clamp, int, str]] = []
     if room.host_available is not None:
-        left = max(0, room.host_available - room.reserve - other_managed)
+        left = max(0, (room.host_available - room.reserve) // room.sharers - other_managed)
         text = f"{format_bytes(room.host_available)} of main memory are available, less {kept}"
         found.append(("MemAvailable", left, text))
     if room.cgroup_available is not None:
-        left = max(0, room.cgroup_available - room.reserve - other_managed)
+        left = max(0, (room.cgroup_available - room.reserve) // room.sharers - other_managed)
         text = f"the control group leaves {format_bytes(room.cgroup_available)}, less {kept}"
         found.append(("cgroup", left, text))
     if room.careful is not None and not force:

@@ -32,9 +32,6 @@ WISHES: Final[Mapping[str, Wish]] = {
     "add_text_embeds": _TEXT,
     "text_embeds": _TEXT,
     "pooled_embeds": _TEXT,
-    "attention_mask": _TEXT,
-    "encoder_attention_mask": _TEXT,
-    "prompt_attention_mask": _TEXT,
     "audio_latents": _AUDIO,
     "waveform": _AUDIO,
     "audio_samples": _AUDIO,
@@ -59,14 +56,20 @@ def _walk(value: Any, name: str, wish: Wish | None, seen: set[int]) -> Iterator[
         return
     for key, item in _children(value):
         # The nearest key decides: pooled embeddings inside `latents` are still text.
-        yield from _walk(item, f"{name}.{key}".removeprefix("."), WISHES.get(key, wish), seen)
+        yield from _walk(item, f"{name}.{key}".removeprefix("."), wish_of(key) or wish, seen)
+
+
+def wish_of(key: str) -> Wish | None:
+    """Every mask of some attention is read with the text it masks, whatever it is called."""
+    return _TEXT if key.endswith(("attention_mask", "attn_mask")) else WISHES.get(key)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from zip(value._fields, value, strict=True)
     elif isinstance(value, list | tuple):
         yield from ((str(index), item) for index, item in enumerate(value))
     elif value is not None and not isinstance(value, str | bytes | int | float | bool):
-        found = vars(value) if hasattr(value, "__dict__") else {}
-        yield from ((name, found[name]) for name in EMBEDS_ATTRIBUTES if name in found)
+        yield from ((name, getattr(value, name)) for name in EMBEDS_ATTRIBUTES if hasattr(value, name))

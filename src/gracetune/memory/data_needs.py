@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.demand import Need, Phase
+from gracetune.memory.demand import Need, Phase, Role
 from gracetune.memory.footprint import AudioLatents, Footprint, Shape
 from gracetune.memory.samples import DatasetFacts
 from gracetune.units import GIB, MIB
@@ -54,13 +54,14 @@ def encoder_needs(
         yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, (busy,), why, idle=idle, parkable=True)
     yield from _passes(config, footprint, shapes)
     live = any(not _cached(config, dataset) for dataset in config.datasets if not dataset.disabled)
-    needed: list[Phase] = ["encode latents", *(["train"] if live else []), *(["sample"] if sampling else [])]
+    wanted: dict[Phase, bool] = {"encode latents": True, "train": live, "sample": sampling}
+    needed = tuple(phase for phase, yes in wanted.items() if yes)
     waits = tuple(phase for phase in after if phase not in needed)
     codec = footprint.codec
     precision = "fp32" if codec.element_bytes == 4 else "bf16"
     why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + ("; encodes in every step" if live else "")
     size = codec.element_bytes * codec.parameters
-    yield Need(codec.name, "encoder weights", size, tuple(needed), why, idle=waits, parkable=True)
+    yield Need(codec.name, "encoder weights", size, needed, why, idle=waits, parkable=True)
 
 
 def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]) -> Iterator[Need]:
@@ -104,9 +105,9 @@ def _latent_caches(
         variants = _variants(dataset)
         count = facts[dataset.id].samples * variants
         kinds = f", {variants} variants of each sample" if variants > 1 else ""
-        why = f"{count} latents of {_small(each)}, 16-bit{kinds}"
+        why = f"{count} of {_small(each)}, 16-bit{kinds}"
         kind = dataset.cache_latents or config.cache.vae_cache_type
-        yield from _cache(f"latents of {dataset.id}", "latent", kind, count * each, why, config, _LATER)
+        yield from _cache(f"latents of {dataset.id}", "latent cache", kind, count * each, why, config, _LATER)
 
 
 def _text_cache(
@@ -116,16 +117,15 @@ def _text_cache(
                    if dataset.dataset_type != "conditioning")  # fmt: skip
     prompts = 2 * len(config.validation.prompts)
     each = CACHE_BYTES * footprint.text.cached_elements
-    why = f"{captions} captions and {prompts} prompts of {_small(each)}, 16-bit"
+    why = f"{captions} and {prompts} prompts of {_small(each)}, 16-bit"
     total = (captions + prompts) * each
     phases: tuple[Phase, ...] = ("encode text", *_LATER)
-    yield from _cache("captions", "text", config.cache.text_cache_type, total, why, config, phases)
+    yield from _cache("captions", "text cache", config.cache.text_cache_type, total, why, config, phases)
 
 
 def _cache(
-    name: str, what: str, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...]
+    name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...]
 ) -> Iterator[Need]:
-    role = "latent cache" if what == "latent" else "text cache"
     if kind in ("memory", "unified_memory"):
         yield Need(name, role, size, phases, why, home="host")
     if kind == "disk" or config.cache.persistent_cache:

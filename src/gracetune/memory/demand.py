@@ -14,7 +14,7 @@ PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")
 Role = Literal[
     "frozen weights", "encoder weights", "trained weights", "compute copy", "gradients", "optimizer state", "EMA",
     "activations", "workspace", "batch ring", "latent cache", "text cache", "staged data", "process", "allowance",
-    "checkpoints", "overflow",
+    "checkpoints",
 ]  # fmt: skip
 Home = Literal["device", "host", "disk"]
 

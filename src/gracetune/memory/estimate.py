@@ -146,10 +146,10 @@ def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
 def _trained_needs(job: _Job) -> list[Need]:
     config, experts = job.config, job.trained_denoisers
     every = job.elements * experts
-    each = f"{job.elements / 1e6:.1f} M parameters" + (f" for each of {experts} experts" if experts > 1 else "")
+    each = f"{job.elements / 1e6:.1f} M parameters" + (f" x {experts} experts" if experts > 1 else "")
     state = optimizer_state(job.tensors, config.optimizer)
     needs = [
-        Need("gradients", "gradients", 4 * job.elements, ("train",), "fp32, of the denoiser whose turn it is"),
+        Need("gradients", "gradients", 4 * job.elements, ("train",), "fp32, of one denoiser at a time"),
         Need(f"optimizer ({config.optimizer.name})", "optimizer state", experts * state.bytes, job.loaded, state.why),
     ]
     if not job.method.full_finetune:
@@ -191,7 +191,7 @@ def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape])
     own = dataset.batch_size is not None
     return Workload(
         key=f"datasets[{index}].batch_size" if own else "training.batch_size",
-        label=f"{dataset.id}: {tokens['image']} latent + {tokens['text']} text tokens",
+        label=f"{dataset.id}, {tokens['image']} + {tokens['text']} tokens",
         batch=dataset.batch_size or job.config.training.batch_size,
         activations=activations(job.footprint, tokens, job.selection, job.method),
     )
@@ -203,7 +203,7 @@ def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
         for dataset in job.config.datasets
         if dataset.id in shapes
     )
-    return Need("batch ring", "batch ring", RING_DEPTH * size, ("train",), f"{RING_DEPTH} batches, the next in flight")
+    return Need("batch ring", "batch ring", RING_DEPTH * size, ("train",), f"{RING_DEPTH} batches")
 
 
 def _sampling_needs(job: _Job, shapes: dict[str, Shape]) -> list[Need]:

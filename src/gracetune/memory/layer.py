@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.alloc_conf import max_split_bytes
@@ -13,15 +14,18 @@ from gracetune.hardware.machine import Machine
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.arena_size import ArenaSize, Room, arena_size
 from gracetune.memory.governor import Decision, Governor, Limits
-from gracetune.memory.lookahead import LookAheadStats
+from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import ArenaUsage, DeviceSensor, HostSensor, Sensors, TorchCuda
 from gracetune.memory.stats import UvmStats, merged
+from gracetune.memory.trial import synchronize
 
 if TYPE_CHECKING:
     import torch
+
+    from gracetune.memory.lookahead import Tensors
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,15 @@ class UnifiedMemory:
     ) -> None:
         self.arena_size = size
         self._uvm, self._arena = uvm, arena
-        self.heap = ManagedHeap(uvm, device, _wait_for(device))
-        # The arena leaves the whole reserve alone; pressure is called when half of it is gone all the same.
-        limits = Limits.from_options(options, host_reserve=host_reserve(machine) // 2)
+        self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
+        limits = Limits.from_options(options, host_reserve=host_reserve(machine))
         self._device = DeviceSensor(
             TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
         self.sensors = Sensors(HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
-        self.look_ahead = LookAheadStats()
+        self._look_ahead = LookAheadStats()
 
     @classmethod
     def open(
@@ -66,6 +69,7 @@ class UnifiedMemory:
         allocator_string: str = "",
         force_oversubscription: bool = False,
         managed_elsewhere: int = 0,
+        local_ranks: int = 1,
         most_arena_bytes: int | None = None,
     ) -> UnifiedMemory | Unavailable:
         """`managed_elsewhere`: what caches and parked weights will hold in managed memory, by the plan.
@@ -75,7 +79,8 @@ class UnifiedMemory:
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
-        room = Room.of(machine, device)
+        # A full arena must not sit at the very line where the governor calls it pressure.
+        room = replace(Room.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=local_ranks)
         uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:
@@ -106,6 +111,10 @@ class UnifiedMemory:
     def memory_is_tight(self) -> bool:
         return self._governor.state.stage == 2
 
+    def look_ahead(self, batches: Iterable[Tensors], mover: Mover, *, depth: int = 2) -> LookAhead:
+        """Batches on the GPU ahead of time, counted in this layer's statistics and shallower when memory is tight."""
+        return LookAhead(batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead)
+
     def uvm_stats(self) -> UvmStats:
         usage = self._arena.usage() if self._arena else ArenaUsage(0, 0)
         counters = self._governor.counters
@@ -118,8 +127,8 @@ class UnifiedMemory:
             arena_active_bytes=usage.active,
             arena_peak_bytes=max(counters.arena_peak, usage.active),
             refused=self._uvm.total_stats().refused,
-            prefetched_bytes=self.look_ahead.prefetched_bytes,
-            prefetch_wait_ms=self.look_ahead.wait_ms,
+            prefetched_bytes=self._look_ahead.prefetched_bytes,
+            prefetch_wait_ms=self._look_ahead.wait_ms,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -128,16 +137,12 @@ class UnifiedMemory:
 
         return merged(self._device.with_peaks(torch.cuda.memory_stats(self._cuda_device)), self.uvm_stats())
 
+    @property
+    def managed_bytes(self) -> int:
+        """All managed memory this process holds."""
+        return self._uvm.total_stats().live_bytes
+
     def close(self) -> None:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-
-def _wait_for(device: int) -> Any:
-    def wait() -> None:
-        import torch
-
-        torch.cuda.synchronize(device)
-
-    return wait

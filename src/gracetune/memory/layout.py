@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -123,18 +124,18 @@ def largest_workload(demand: Demand, choice: Choice) -> Workload:
 def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
     load = largest_workload(demand, choice)
     batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
-    policy = {"off": "all kept", "half": "half kept, half computed again", "full": "only the blocks' inputs kept"}
-    why = f"batch {batch}, {policy[choice.policy]}; {load.label}"
+    kept = {"off": "all kept", "half": "half kept, half repeated", "full": "blocks' inputs kept"}
+    why = f"batch {batch}, {kept[choice.policy]}; {load.label}"
     yield Need("activations", "activations", batch * entry.kept, ("train",), why)
     yield Need(
         "backward pass",
         "workspace",
         batch * entry.working,
         ("train",),
-        "gradients in flight and the block being repeated",
+        "gradients in flight, block being repeated",
     )
     if entry.rebuilt:
-        why = "whole weights that LyCORIS rebuilds in the forward pass"
+        why = "LyCORIS rebuilds whole weights"
         yield Need("rebuilt weights", "activations", entry.rebuilt, ("train",), why)
 
 
@@ -168,7 +169,7 @@ def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> t
     expert = need.role != "encoder weights"
     parked = choice.park_experts if expert else choice.park_encoders
     if not (need.parkable and parked):
-        return tiers.compute, f"{need.why}; idle, kept here while there is room"
+        return tiers.compute, f"{need.why}; idle, there is room"
     if tiers.parking == "disk":
         return "disk", "released after use, read again if needed"
     return tiers.parking, f"parked: {place('cold_weights', machine.profile.value).reason}"
@@ -183,9 +184,10 @@ def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:
     yield Line("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
 
 
-# Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first.
+# Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first. Optimizer
+# state is not in this list on purpose: running it from host memory is not built, so no plan may count on it.
 _SPILLS_FIRST: tuple[Role, ...] = (
-    "activations", "workspace", "gradients", "compute copy", "optimizer state", "EMA", "trained weights",
+    "activations", "workspace", "gradients", "compute copy", "EMA", "trained weights",
     "frozen weights", "encoder weights",
 )  # fmt: skip
 
@@ -210,10 +212,14 @@ def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
 
 def _merged(placed: dict[Phase, list[Line]]) -> tuple[Line, ...]:
     """The same bytes of the same thing in the same place during several phases are one line."""
-    merged: dict[tuple[str, int, TierName, str], Line] = {}
+    merged: dict[tuple[str, int, TierName, str, int], Line] = {}
     for lines in placed.values():
+        seen: Counter[tuple[str, int, TierName, str]] = Counter()
         for line in lines:
-            key = (line.name, line.bytes, line.tier, line.why)
+            kind = (line.name, line.bytes, line.tier, line.why)
+            # Two things that look alike within one phase are still two.
+            key = (*kind, seen[kind])
+            seen[kind] += 1
             before = merged.get(key)
             merged[key] = line if before is None else replace(before, phases=before.phases + line.phases)
     return tuple(merged.values())

@@ -1,7 +1,8 @@
 """Bringing the next batches to the GPU while this one computes.
 
 A `Mover` starts the move of one batch and later hands it over. `LookAhead` keeps a few moves under way, and adapts
-how many: more when the step had to wait for its data, fewer when memory is tight. Nothing here makes the host wait.
+how many: more when the step had to wait for its data, fewer when memory is tight. Nothing here makes the host wait for
+the GPU; the source of batches is asked on the calling thread, so it should be quick or decode ahead by itself.
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ class Moving(Protocol):
 class Mover(Protocol):
     def start(self, batch: Tensors) -> Moving: ...
 
+    def keep(self, slots: int) -> None:
+        """No more than this many batches will be under way or in use: let go of room beyond it."""
+
 
 @dataclass
 class _Here:
@@ -63,6 +67,9 @@ class InPlace:
     def start(self, batch: Tensors) -> Moving:
         return _Here(batch)
 
+    def keep(self, slots: int) -> None:
+        pass
+
 
 class RingMover:
     """Copies batches into a small ring of device buffers, on a stream of its own.
@@ -78,14 +85,27 @@ class RingMover:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self._free: deque[_Slot] = deque()
+        self._slots = 0
+        self._most = 1 << 30
 
     def start(self, batch: Tensors) -> Moving:
-        slot = self._free.popleft() if self._free else _Slot(self)
+        slot = self._free.popleft() if self._free else self._new_slot()
         slot.fill(batch)
         return slot
 
+    def _new_slot(self) -> _Slot:
+        self._slots += 1
+        return _Slot(self)
+
     def give_back(self, slot: _Slot) -> None:
         self._free.append(slot)
+        self.keep(self._most)
+
+    def keep(self, slots: int) -> None:
+        self._most = slots
+        while self._free and self._slots > slots:
+            self._free.popleft()
+            self._slots -= 1
 
 
 class _CudaArrival:
@@ -118,45 +138,56 @@ class _Slot:
         self._tensors: dict[str, torch.Tensor] = {}
         self._moved = torch.cuda.Event()
         self._used = torch.cuda.Event()
+        self._user: torch.cuda.Stream | None = None
 
     def fill(self, batch: Tensors) -> None:
         import torch
 
-        self._ring.stream.wait_event(self._used)
+        side = self._ring.stream
+        side.wait_event(self._used)
         self.bytes = 0
         self._tensors = {}
-        with torch.cuda.stream(self._ring.stream):
-            for name, source in batch.items():
-                self._tensors[name] = self._target(name, source).copy_(source, non_blocking=True)
-                self.bytes += source.numel() * source.element_size()
-        self._moved.record(self._ring.stream)
+        # Whoever asks first may be validating: room made in inference mode could never be trained on.
+        with torch.inference_mode(False), torch.no_grad():
+            targets = {name: self._target(name, source) for name, source in batch.items()}
+            with torch.cuda.stream(side):
+                for name, source in batch.items():
+                    self._tensors[name] = targets[name].copy_(source, non_blocking=True)
+                    self.bytes += source.numel() * source.element_size()
+        self._moved.record(side)
 
     def _target(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """A view of the slot's room for this key, which grows to the largest batch it has seen."""
+        """A view of the slot's room for this key, which grows to the largest batch it has seen.
+
+        The room comes from the step's own stream, so that an overflow arena can serve it too; its memory may have been
+        used there a moment ago, so the copies wait for that, and the allocator learns who else uses it.
+        """
         import torch
 
         needed = source.numel() * source.element_size()
         room = self._room.get(name)
         if room is None or room.numel() < needed:
             room = self._room[name] = torch.empty(needed, dtype=torch.uint8, device=self._ring.device)
+            room.record_stream(self._ring.stream)
+            self._ring.stream.wait_stream(torch.cuda.current_stream(self._ring.device))
         return room[:needed].view(source.dtype).view(source.shape)
 
     def arrive(self) -> tuple[Tensors, Arrival | None]:
         import torch
 
-        current = torch.cuda.current_stream(self._ring.device)
+        self._user = torch.cuda.current_stream(self._ring.device)
         arrival = _CudaArrival()
-        arrival.asked.record(current)
-        current.wait_event(self._moved)
-        arrival.got.record(current)
+        arrival.asked.record(self._user)
+        self._user.wait_event(self._moved)
+        arrival.got.record(self._user)
         for room in self._room.values():
-            room.record_stream(current)  # should the ring shrink, the allocator must not reuse it too early
+            room.record_stream(self._user)
         return dict(self._tensors), arrival
 
     def release(self) -> None:
-        import torch
-
-        self._used.record(torch.cuda.current_stream(self._ring.device))
+        # The stream that used the batch, whichever is current by now.
+        if self._user is not None:
+            self._used.record(self._user)
         self._ring.give_back(self)
 
 
@@ -197,16 +228,18 @@ class LookAhead:
         depth: int = 2,
         most: int = 4,
         memory_tight: Callable[[], bool] = lambda: False,
+        stats: LookAheadStats | None = None,
     ) -> None:
         if not 0 <= depth <= most:
             raise ValueError(f"a look-ahead of {depth} is not between 0 and {most}")
         self.depth = Depth(depth, "as asked")
-        self.stats = LookAheadStats()
+        self.stats = LookAheadStats() if stats is None else stats
         self._source = iter(batches)
         self._mover = mover
         self._most = most
         self._tight = memory_tight
         self._under_way: deque[Moving] = deque()
+        self._failure: Exception | None = None
         self._in_use: Moving | None = None
         self._arrivals: deque[Arrival] = deque()
 
@@ -218,9 +251,10 @@ class LookAhead:
             self._in_use.release()
             self._in_use = None
         self._learn()
+        self._mover.keep(self.depth.value + 1)
         self._start_moves(max(1, self.depth.value))
         if not self._under_way:
-            raise StopIteration
+            raise self._failure or StopIteration
         batch = self._under_way.popleft()
         tensors, arrival = batch.arrive()
         self._in_use = batch
@@ -233,8 +267,12 @@ class LookAhead:
         return tensors
 
     def _start_moves(self, wanted: int) -> None:
-        while len(self._under_way) < wanted:
-            batch = next(self._source, None)
+        while len(self._under_way) < wanted and self._failure is None:
+            try:
+                batch = next(self._source, None)
+            except Exception as error:  # noqa: BLE001 - whatever the source raises is raised in its turn, after the batches before it
+                self._failure = error
+                return
             if batch is None:
                 return
             self._under_way.append(self._mover.start(batch))

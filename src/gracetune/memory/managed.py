@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gracetune.memory.errors import DriverTooOldError, UnifiedMemoryError
@@ -51,16 +53,20 @@ class _Slab:
 
 @dataclass(eq=False)
 class _Use:
-    """What has happened to a block: part of it must be undone before its bytes may serve someone else."""
+    """What has happened to a block."""
 
     by_gpu: bool = False
-    rehomed: bool = False
     sent_to_device: bool = False
     last_touched: float = field(default_factory=time.monotonic)
+    views: weakref.WeakSet[_CudaBytes] = field(default_factory=weakref.WeakSet)
 
     def touch(self) -> None:
         self.by_gpu = True
         self.last_touched = time.monotonic()
+
+    def is_cold(self, oldest: float) -> bool:
+        """On the GPU, untouched for a while, and nobody holds a tensor through which it could be in use."""
+        return self.sent_to_device and self.last_touched <= oldest and not self.views
 
 
 @dataclass(eq=False)
@@ -83,7 +89,9 @@ class ManagedHeap:
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, Span, _Use]] = field(default_factory=deque)
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    # Not re-entrant on purpose: a finalizer that runs inside this heap's own work must find it taken.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _process: int = field(default_factory=os.getpid)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, home: Home = "host") -> ManagedBuffer:
         """Uninitialised memory that prefers `home` and is mapped for the GPU wherever it lies."""
@@ -92,35 +100,43 @@ class ManagedHeap:
         size = math.prod(shape) * dtype.itemsize
         if size <= 0 or any(side < 0 for side in shape):
             raise ValueError(f"a managed buffer of shape {tuple(shape)} has no bytes")
-        with self._lock:
-            self._take_back()
+        with self._working():
             block = self._place(size, home)
             self._live.add(block)
-        # The finalizer must not refer to the block itself, or the block would live for ever.
-        weakref.finalize(block, self._give_back, block.slab, block.span, block.use)
+        # The finalizer must not refer to the block itself, or the block would live for ever. At the interpreter's end
+        # the process gives everything back anyway, and views may still be in use.
+        weakref.finalize(block, self._give_back, block.slab, block.span, block.use).atexit = False
         return ManagedBuffer(self, block, tuple(shape), dtype)
 
     @property
     def held_bytes(self) -> int:
         """Managed bytes this heap holds from the driver, slack included."""
-        with self._lock:
-            self._take_back()
+        with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
     def demote_cold(self, *, at_most: int, everything: bool) -> None:
         """Send buffers that lie on the GPU and were not used lately to host memory, longest unused first.
 
-        Enqueued on the default stream, behind the work already given to the GPU.
+        `everything` takes those in use along: they stay correct, only slower. Enqueued on the default stream.
         """
-        oldest = time.monotonic() - (0.0 if everything else COLD_AFTER_SECONDS)
+        oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
-        with self._lock:
-            on_device = [block for block in self._live if block.use.sent_to_device and block.use.last_touched <= oldest]
-            for block in sorted(on_device, key=lambda block: block.use.last_touched):
+        with self._working():
+            on_device = [block for block in self._live if block.use.sent_to_device]
+            cold = on_device if everything else [block for block in on_device if block.use.is_cold(oldest)]
+            for block in sorted(cold, key=lambda block: block.use.last_touched):
                 if sent + block.span.bytes <= at_most:
                     self.uvm.prefetch(block.span, HOST, stream=0)
                     block.use.sent_to_device = False
                     sent += block.span.bytes
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """The heap to oneself. What finalizers left to do meanwhile is done before and after."""
+        with self._lock:
+            self._take_back()
+            yield
+        self._tidy()
 
     def _place(self, size: int, home: Home) -> _Block:
         unit = HINT_PAGE if size >= HINT_PAGE else ALIGNMENT
@@ -146,25 +162,31 @@ class ManagedHeap:
         return slab
 
     def _give_back(self, slab: _Slab, span: Span, use: _Use) -> None:
-        """A finalizer: it may run in the middle of this heap's own work, so it takes note and tidies only if idle."""
-        self._returned.append((slab, span, use))
-        if self._lock.acquire(blocking=False):
+        """A finalizer: it may run anywhere, in the middle of this heap's own work too, so it takes note first."""
+        if os.getpid() == self._process:  # in a forked child these bytes do not exist
+            self._returned.append((slab, span, use))
+            self._tidy()
+
+    def _tidy(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._take_back()
             finally:
                 self._lock.release()
 
     def _take_back(self) -> None:
-        while self._returned:
-            slab, span, use = self._returned.popleft()
-            if use.by_gpu:
-                self.quiesce()
-            if use.rehomed:
-                set_home(self.uvm, span, slab.home)
+        """Return what finalizers noted to the slabs, after one wait for the GPU however many there are."""
+        noted = [self._returned[index] for index in range(len(self._returned))]
+        if any(use.by_gpu for _, _, use in noted):
+            self.quiesce()
+        for slab, span, _ in noted:
+            self._returned.popleft()
             slab.space.give_back(span.pointer, span.bytes)
             if slab.space.is_empty:
                 self._slabs.remove(slab)
                 self.uvm.free(slab.span)
+            elif slab.unit >= HINT_PAGE:
+                set_home(self.uvm, span, slab.home)  # whoever gets these pages next was promised the slab's home
 
 
 class _CudaBytes:
@@ -182,9 +204,13 @@ class _CudaBytes:
         }
 
 
+@lru_cache(maxsize=64)
+def _host_type(size: int) -> Any:
+    return type("ManagedHostBytes", (ctypes.c_uint8 * size,), {})  # a plain array type takes no attributes
+
+
 def _host_bytes(block: _Block, size: int) -> Any:
-    kind: Any = type("ManagedHostBytes", (ctypes.c_uint8 * size,), {})  # a plain array type takes no attributes
-    view = kind.from_address(block.span.pointer)
+    view = _host_type(size).from_address(block.span.pointer)
     view.block = block  # the tensor keeps the array, the array keeps the block
     return view
 
@@ -225,7 +251,11 @@ class ManagedBuffer:
 
         self._heap.uvm.total_stats()  # refuses in a forked child, where these bytes do not exist
         self._block.use.touch()
-        flat = torch.as_tensor(_CudaBytes(self._block, self.nbytes), device=f"cuda:{self.device}")
+        exported = _CudaBytes(self._block, self.nbytes)
+        self._block.use.views.add(exported)
+        flat = torch.as_tensor(exported, device=f"cuda:{self.device}")
+        if flat.data_ptr() != self.span.pointer:
+            raise UnifiedMemoryError("torch copied managed memory instead of viewing it\n  try  report its version")
         return flat.view(self.dtype).view(self.shape)
 
     def cpu(self) -> torch.Tensor:
@@ -247,7 +277,6 @@ class ManagedBuffer:
         if block.slab.unit < HINT_PAGE:
             return not_applied(f"{self.nbytes} bytes share a page with other buffers")
         set_home(self._heap.uvm, block.span, home)
-        block.use.rehomed = home != block.slab.home
         self.home = home
         return Hint(True, block.span.bytes, f"prefers the {home}")
 

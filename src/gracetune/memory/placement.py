@@ -58,8 +58,8 @@ def place(
     if role in ("hot_weights", "activations"):
         return _HOT
     chosen = _TABLE[role, profile]
-    if role.endswith("_cache") and local_ranks > 1 and chosen.place == "managed_host":
-        return Placement("shared_host", True, f"one copy for {local_ranks} ranks: managed memory cannot be shared")
+    if role.endswith("_cache") and local_ranks > 1 and chosen.place in ("managed_host", "pinned_host"):
+        return Placement("shared_host", True, f"one copy for {local_ranks} ranks, registered with each")
     fits_device = device_bytes is not None and size <= device_bytes * TEXT_ON_DEVICE_SHARE
     if role == "text_cache" and profile == "superchip" and fits_device:
         return Placement("managed_device", False, "small, and read in every step")

@@ -104,8 +104,9 @@ def _pruned(found: Choice, start: Choice, fits: Callable[[Choice], bool]) -> Cho
             found = replace(found, encode_batch=batch)
     undoing: tuple[Callable[[Choice], Choice], ...] = (
         lambda choice: replace(choice, tiling=start.tiling),
+        # An expert comes back at every turn, an encoder perhaps never: given room for one, the expert stays.
+        lambda choice: replace(choice, park_experts=False, park_encoders=choice.park_experts or choice.park_encoders),
         lambda choice: replace(choice, park_encoders=False),
-        lambda choice: replace(choice, park_experts=False),
         lambda choice: replace(choice, text_cache_on_device=True),
     )
     for undo in undoing:
@@ -209,10 +210,12 @@ def _build(
     demand: Demand, machine: Machine, tiers: Tiers, verdict: Verdict, summary: str, start: Choice, chosen: Choice
 ) -> Plan:
     layout = lay(demand, chosen, machine, tiers)
+    changes = _changes(demand, machine, tiers, start, chosen)
     return Plan(
         verdict=verdict,
         summary=summary,
-        changes=tuple(_changes(demand, machine, tiers, start, chosen)),
+        # Where nothing helped enough, only what helped at all is worth reading.
+        changes=tuple(change for change in changes if change.saves or verdict != "does not fit"),
         checkpointing=_checkpointing(demand, machine, tiers, chosen),
         tiers=tuple(TierUse(tier, layout.peak(tier.name)) for tier in tiers.tiers),
         lines=layout.lines,
@@ -253,7 +256,7 @@ def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end:
 def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, saved: int) -> Iterator[Change]:
     settings, here = demand.settings, tiers[tiers.compute].label
     if before.park_experts != after.park_experts and any(item.idle_in_training for item in demand.denoisers):
-        why = "moved over when its turn comes; the switch hides behind the last backward pass"
+        why = "brought back when its turn comes"
         yield Change("placement: idle expert", here, tiers[tiers.parking].label, saved, why, automatic=True)
     if before.park_encoders != after.park_encoders:
         where = "released" if tiers.parking == "disk" else tiers[tiers.parking].label
@@ -266,7 +269,7 @@ def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, save
     if before.policy != after.policy:
         automatic = settings.checkpointing == "auto"
         first, then = ("auto: off", f"auto: {after.policy}") if automatic else ("off", CONFIG_VALUE[after.policy])
-        cost = "about 7 % slower" if after.policy == "half" else "each block's forward pass runs twice: 1.4x slower"
+        cost = "about 7 % slower" if after.policy == "half" else "forward passes run twice: 1.4x slower"
         yield Change("training.gradient_checkpointing", first, then, saved, cost, automatic)
     if before.batch_cap != after.batch_cap:
         yield from _batch_changes(demand, after, saved)
@@ -285,7 +288,7 @@ def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, save
 
 def _batch_changes(demand: Demand, after: Choice, saved: int) -> Iterator[Change]:
     keys = {load.key: load.batch for load in demand.workloads if load.batch > after.batch_cap}
-    why = "more gradient_accumulation_steps keep the effective batch"
+    why = "accumulate more to keep the effective batch"
     for key, batch in keys.items():
         yield Change(key, str(batch), str(after.batch_cap), saved, why, automatic=False)
         saved = 0  # one step, however many keys spell it

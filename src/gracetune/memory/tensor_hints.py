@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gracetune.memory.errors import DriverError
+from gracetune.memory.errors import DriverError, DriverTooOldError
 from gracetune.memory.hint import Hint, not_applied
 from gracetune.memory.managed import Home, set_home
 from gracetune.memory.native import HOST, Span, Uvm
@@ -17,39 +18,49 @@ if TYPE_CHECKING:
 
 def prefer(uvm: Uvm, tensor: torch.Tensor, home: Home) -> Hint:
     """Let the pages of a managed tensor prefer `home`."""
-    wanted = _managed_range(uvm, tensor)
-    if isinstance(wanted, Hint):
-        return wanted
     device = _device(tensor)
     try:
+        wanted = _managed_range(uvm, tensor)
+        if isinstance(wanted, Hint):
+            return wanted
         pages = whole_pages(wanted, _allocation(uvm, wanted, device))
         if pages is None:
             return not_applied(f"shares its page of {format_bytes(HINT_PAGE)} with other memory: hint the whole buffer")
         set_home(uvm, Span(pages.start, pages.bytes, device), home)
-    except DriverError as error:
-        return not_applied(f"the driver refused: {error.function} gave {error.name}")
-    part = (
-        "" if pages.bytes >= wanted.bytes else f" ({format_bytes(wanted.bytes - pages.bytes)} share pages with others)"
-    )
+    except (DriverError, DriverTooOldError) as error:
+        return _refused(error)
+    shared = wanted.bytes - pages.bytes
+    part = f" ({format_bytes(shared)} share pages with others)" if shared > 0 else ""
     return Hint(True, pages.bytes, f"prefers the {home}{part}")
 
 
-def prefetch(uvm: Uvm, tensor: torch.Tensor, home: Home, stream: int, device: int | None = None) -> Hint:
-    """Enqueue the move of a managed tensor on a CUDA stream. What shares a page with it moves along."""
-    wanted = _managed_range(uvm, tensor)
-    if isinstance(wanted, Hint):
-        return wanted
+def prefetch(
+    uvm: Uvm, tensor: torch.Tensor, home: Home, stream_of: Callable[[int], int], device: int | None = None
+) -> Hint:
+    """Enqueue the move of a managed tensor on a CUDA stream of the device. What shares a page with it moves along."""
     device = _device(tensor) if device is None else device
     try:
-        uvm.prefetch(Span(wanted.start, wanted.bytes, device), HOST if home == "host" else device, stream)
-    except DriverError as error:
-        return not_applied(f"the driver refused: {error.function} gave {error.name}")
+        wanted = _managed_range(uvm, tensor)
+        if isinstance(wanted, Hint):
+            return wanted
+        span = Span(wanted.start, wanted.bytes, device)
+        uvm.prefetch(span, HOST if home == "host" else device, stream_of(device))
+    except (DriverError, DriverTooOldError) as error:
+        return _refused(error)
     return Hint(True, wanted.bytes, f"moving to the {home}")
 
 
+def _refused(error: DriverError | DriverTooOldError) -> Hint:
+    return not_applied(f"the driver refused: {str(error).splitlines()[0]}")
+
+
 def _managed_range(uvm: Uvm, tensor: torch.Tensor) -> ByteRange | Hint:
+    import torch
+
     if tensor.device.type not in ("cuda", "cpu"):
         return not_applied(f"a {tensor.device.type} tensor has no CUDA memory")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return not_applied("a nested or sparse tensor is several pieces of memory: hint those")
     if tensor.numel() == 0:
         return not_applied("an empty tensor has no bytes")
     if not is_dense(tensor.shape, tensor.stride()):

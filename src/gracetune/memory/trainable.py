@@ -117,7 +117,8 @@ def _dora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
 
 
 def _loha(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    return 2 * [(linear.outputs, adapter.rank), (adapter.rank, linear.inputs)]
+    pair: list[Dimensions] = [(linear.outputs, adapter.rank), (adapter.rank, linear.inputs)]
+    return 2 * pair
 
 
 def _lokr(linear: Linear, adapter: Adapter) -> list[Dimensions]:
@@ -185,7 +186,7 @@ def optimizer_state(tensors: tuple[Tensors, ...], optimizer: Optimizer) -> State
 def _prodigy(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
     every = _slice(options, 1)
     total = 8 * _elements(tensors) + 8 * math.ceil(_elements(tensors) / every)
-    return StateSize(total, f"two fp32 moments; start point and distance of {_nth(every)} element")
+    return StateSize(total, f"two fp32 moments, start and distance of {_nth(every)}")
 
 
 def _slice(options: Mapping[str, Any], default: int) -> int:
@@ -194,7 +195,7 @@ def _slice(options: Mapping[str, Any], default: int) -> int:
 
 
 def _nth(every: int) -> str:
-    return "every" if every == 1 else f"one in {every}"
+    return "each" if every == 1 else f"one in {every}"
 
 
 def _per_element(count: int, what: str) -> Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]:
@@ -232,7 +233,7 @@ def _adamw_8bit(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> St
             total += 8 * tensor.elements
         else:
             total += 2 * (size + 4 * math.ceil(size / _BLOCK_8BIT)) * tensor.count
-    return StateSize(total, "two moments of one byte, a scale per 256; tensors under 4096 elements stay in fp32")
+    return StateSize(total, "two moments of a byte, a scale per 256 (small tensors: fp32)")
 
 
 def _adafactor(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
@@ -243,7 +244,7 @@ def _adafactor(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> Stat
 
 def _automagic(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
     per_element = 3 * _elements(tensors)
-    what = "factored second moment; per element a 16-bit learning rate and the sign of its last update"
+    what = "16-bit rate and sign per element, second moment factored"
     return StateSize(_factored(tensors) + per_element, what)
 
 
@@ -251,7 +252,7 @@ def _prodigy_plus(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> S
     every = _slice(options, 11)
     second = _factored(tensors) if options.get("factored", True) else 4 * _elements(tensors)
     total = 4 * _elements(tensors) + second + 8 * math.ceil(_elements(tensors) / every)
-    return StateSize(total, f"schedule-free z in fp32, second moment, start and distance of {_nth(every)} elements")
+    return StateSize(total, f"z in fp32, second moment, start and distance of {_nth(every)}")
 
 
 _STATES: Mapping[str, Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]] = {

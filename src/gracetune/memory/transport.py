@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from gracetune.hardware.machine import ProfileName
 from gracetune.memory.lookahead import InPlace, Mover, RingMover
-from gracetune.memory.managed import ManagedHeap
+from gracetune.memory.managed import Home, ManagedHeap
 from gracetune.memory.trial import timed_ms
 from gracetune.units import MIB
 
@@ -41,6 +41,9 @@ class LinkSpeeds:
     """Reading managed memory that stays in host memory. Where the GPU's own cores do that, nothing is hidden."""
     managed_prefetch: Way
     """Whole pages moved; reading them afterwards is free, bringing them back is not."""
+    pinned_copy_to_host: float
+    """GB/s the other way."""
+    managed_prefetch_to_host: float
 
 
 @dataclass(frozen=True)
@@ -91,15 +94,16 @@ def measure_link(heap: ManagedHeap, size: int = PROBE_BYTES) -> LinkSpeeds:
 
     with heap.empty((size,), torch.uint8, "host") as buffer:
         buffer.cpu().copy_(pinned)
+
+        def send(where: Home) -> Callable[[], object]:
+            return lambda: buffer.prefetch(where, side.cuda_stream)
+
         return LinkSpeeds(
             pinned_copy=_way(size, heap.device, copy_from(pinned)),
             managed_gather=_way(size, heap.device, copy_from(buffer.cuda())),
-            managed_prefetch=_way(
-                size,
-                heap.device,
-                lambda: buffer.prefetch("device", side.cuda_stream),
-                before=lambda: buffer.prefetch("host", side.cuda_stream),
-            ),
+            managed_prefetch=_way(size, heap.device, send("device"), before=send("host")),
+            pinned_copy_to_host=size / _median_ms(heap.device, lambda: pinned.copy_(target, non_blocking=True)) / 1e6,
+            managed_prefetch_to_host=size / _median_ms(heap.device, send("host"), send("device")) / 1e6,
         )
 
 
@@ -117,7 +121,7 @@ def _way(size: int, device: int, move: Callable[[], object], before: Callable[[]
     return Way(rate=size / alone / 1e6, hidden=min(1.0, max(0.0, 1 - (together - length) / alone)))
 
 
-def _median_ms(device: int, work: Callable[[], object], before: Callable[[], object]) -> float:
+def _median_ms(device: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     times = []
     for _ in range(_REPEATS + 1):
         before()
@@ -126,10 +130,10 @@ def _median_ms(device: int, work: Callable[[], object], before: Callable[[], obj
 
 
 def matmul_step(milliseconds: float, device: int) -> Callable[[], None]:
-    """Matrix products that keep the GPU's cores busy for about that long, and not for less."""
+    """Matrix products that keep the GPU's cores busy for about that long."""
     import torch
 
-    matrix = torch.randn(4096, 4096, device=f"cuda:{device}", dtype=torch.bfloat16)
+    matrix = torch.randn(2048, 2048, device=f"cuda:{device}", dtype=torch.bfloat16)
     result = torch.empty_like(matrix)
 
     def products(count: int) -> None:

@@ -41,5 +41,7 @@ def test_rows_are_readable_and_results_complete(capsys: pytest.CaptureFixture[st
     assert "MISS  ratio" in text
     assert "a [detail]" in text
     result = json.loads(json.dumps(result_of("memory", ROWS, probe())))
-    assert {"format", "bench", "date", "command", "git_commit", "gpu", "profile", "versions", "rows"} == set(result)
+    assert {"format", "bench", "date", "command", "git_commit", "gpu", "profile", "versions", "machine", "rows"} == set(
+        result
+    )
     assert result["rows"][1]["ok"] is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.run_config import RunConfig
@@ -132,6 +132,7 @@ class TestTrained:
 
 class TestActivations:
     @given(st.integers(1, 64), st.integers(1, 8), st.sampled_from(sorted(FOOTPRINTS)))
+    @settings(deadline=None)
     def test_a_larger_batch_or_picture_never_needs_less(self, batch: int, cells: int, family: str) -> None:
         def totals(count: int, side: int) -> list[int]:
             datasets = [{"id": "data", "path": "/nowhere", "resolution": side}]

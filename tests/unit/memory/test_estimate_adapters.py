@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lycoris.functional.general import factorization as lycoris_factorization
 from lycoris.modules.diag_oft import DiagOFTModule
@@ -69,6 +69,7 @@ class TestShapes:
         assert shapes(96, 160, Adapter(kind="dora" if dora else "lora", rank=8)) == made
 
     @given(st.integers(1, 20_000), st.integers(-1, 200).filter(bool))
+    @settings(deadline=None)
     def test_factorization_is_lycoris_own(self, dimension: int, factor: int) -> None:
         assert factorization(dimension, factor) == lycoris_factorization(dimension, factor)
 
@@ -179,6 +180,7 @@ class TestOptimizerState:
         st.integers(1, 64),
         st.integers(1, 64),
     )
+    @settings(deadline=None)
     def test_more_parameters_never_need_less(self, name: Any, rows: int, columns: int) -> None:
         optimizer = Optimizer(name=name)
         less = optimizer_state((Tensors((rows, columns), 1),), optimizer).bytes

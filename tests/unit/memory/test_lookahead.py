@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.memory.lookahead import Arrival, Depth, InPlace, LookAhead, next_depth
+from gracetune.memory.lookahead import Arrival, Depth, InPlace, LookAhead, LookAheadStats, next_depth
 
 
 @dataclass
@@ -37,6 +37,10 @@ class Logged:
     waits: dict[str, float] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     arrivals: dict[str, Clocked] = field(default_factory=dict)
+    kept: int = 99
+
+    def keep(self, slots: int) -> None:
+        self.kept = slots
 
     def start(self, batch: Mapping[str, torch.Tensor]) -> LoggedMove:
         (name,) = batch
@@ -137,3 +141,32 @@ def test_every_batch_comes_once_in_order_and_is_released(count: int, depth: int,
     seen = [next(iter(batch)) for batch in LookAhead(batches(count), mover, depth=depth)]
     assert seen == [f"b{index}" for index in range(count)]
     assert sum(line.startswith("release") for line in mover.log) == count
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+def test_a_failing_source_is_heard_after_the_batches_before_it(depth: int) -> None:
+    def source() -> Iterator[Mapping[str, torch.Tensor]]:
+        yield from batches(2)
+        raise OSError("disk gone")
+
+    ahead = LookAhead(source(), Logged(), depth=depth)
+    assert [next(iter(next(ahead))), next(iter(next(ahead)))] == ["b0", "b1"]
+    for _ in range(2):
+        with pytest.raises(OSError, match="disk gone"):
+            next(ahead)
+
+
+def test_room_is_given_up_when_the_look_ahead_grows_shallower() -> None:
+    mover, tight = Logged(), [1]
+    ahead = LookAhead(batches(8), mover, depth=4, memory_tight=lambda: bool(tight))
+    for _ in range(6):
+        next(ahead)
+    assert ahead.depth.value == 1
+    assert mover.kept == 2
+
+
+def test_statistics_go_on_from_one_epoch_to_the_next() -> None:
+    stats = LookAheadStats()
+    for _ in range(2):
+        list(LookAhead(batches(3), Logged(), depth=1, stats=stats))
+    assert (stats.batches, stats.prefetched_bytes) == (6, 60)

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from gracetune.memory.managed import ALIGNMENT, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import HOST
 from gracetune.memory.pages import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.slab import FreeSpace
+from gracetune.memory.tensor_hints import prefer
 from gracetune.units import MIB
 
 
@@ -209,6 +211,90 @@ def test_free_space_never_hands_out_a_byte_twice(requests: list[tuple[int, int, 
         space.give_back(*piece)
     assert space.is_empty
     assert space.ranges == [(40, 2048)]
+
+
+def test_garbage_collected_in_the_middle_of_the_heaps_own_work(heap: ManagedHeap) -> None:
+    """Buffers in reference cycles die whenever the collector runs, which is often while the heap allocates."""
+
+    class Cycle:
+        def __init__(self, buffer: ManagedBuffer) -> None:
+            self.buffer, self.me = buffer, self
+
+    rng, live, before = random.Random(0), [], gc.get_threshold()
+    try:
+        for _ in range(4000):
+            gc.set_threshold(rng.randrange(2, 60), 1, 1)
+            buffer = heap.empty((rng.choice([16, 700, 3000]),), torch.uint8)
+            if rng.random() < 0.5:
+                Cycle(buffer)
+            else:
+                live.append(buffer)
+            del live[: max(0, len(live) - 30)]
+            spans = sorted((item.span.pointer, item.span.pointer + item.span.bytes) for item in live)
+            assert all(first[1] <= second[0] for first, second in pairwise(spans))
+    finally:
+        gc.set_threshold(*before)
+    live.clear()
+    del buffer
+    gc.collect()
+    assert heap.held_bytes == 0
+
+
+def test_one_wait_for_the_gpu_serves_all_that_is_given_back(heap: ManagedHeap, quiesced: Quiesced) -> None:
+    buffers = [heap.empty((HINT_PAGE,), torch.uint8) for _ in range(8)]
+    for buffer in buffers:
+        buffer.prefetch("device", stream=2)
+    with heap._lock:  # as if another thread were at work: finalizers only take note
+        buffers.clear()
+        del buffer
+    assert quiesced.times == 0
+    assert heap.held_bytes == 0
+    assert quiesced.times == 1
+
+
+def test_a_gpu_that_cannot_be_waited_for_loses_nothing(bench) -> None:
+    broken = [RuntimeError("device lost")]
+
+    def wait() -> None:
+        if broken:
+            raise broken[0]
+
+    heap = ManagedHeap(bench.uvm, 0, wait)
+    buffer = heap.empty((HINT_PAGE,), torch.uint8)
+    buffer.prefetch("device", stream=2)
+    with heap._lock:
+        buffer.close()
+    with pytest.raises(RuntimeError, match="device lost"):
+        _ = heap.held_bytes
+    broken.clear()
+    assert heap.held_bytes == 0
+
+
+def test_a_forked_child_ends_quietly(heap: ManagedHeap) -> None:
+    buffer = heap.empty((10,), torch.uint8)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.dup2(write, 2)
+        buffer.close()
+        del buffer
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    assert os.read(read, 1000) == b""
+    assert buffer.cpu().numel() == 10
+
+
+def test_hints_given_through_a_tensor_are_undone_too(heap: ManagedHeap) -> None:
+    first, keep = heap.empty((HINT_PAGE,), torch.uint8), heap.empty((HINT_PAGE,), torch.uint8)
+    place = first.span.pointer
+    assert prefer(heap.uvm, first.cpu(), "device")
+    first.close()
+    del first
+    again = heap.empty((HINT_PAGE,), torch.uint8)
+    assert (again.span.pointer, again.state().preferred) == (place, HOST)
+    assert keep.cpu().numel() == HINT_PAGE
 
 
 def test_bytes_cannot_be_given_back_twice() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.hardware.machine import ProfileName
-from gracetune.memory.arena import LARGE_UNIT, SMALL_SEGMENT, arena_shape, slot_policy
+from gracetune.memory.arena import LARGE_UNIT, SMALL_SEGMENT, SMALLEST_LARGE, arena_shape, slot_policy
 from gracetune.memory.placement import Role, place
 from gracetune.memory.transport import LinkSpeeds, Way, choose_transport
 from gracetune.units import GIB, MIB
@@ -29,6 +29,7 @@ def test_the_table_of_the_design() -> None:
     assert place("cold_weights", "discrete").place == "pinned_host"
     assert place("latent_cache", "superchip").place == "managed_host"
     assert place("latent_cache", "superchip", local_ranks=4).place == "shared_host"
+    assert place("latent_cache", "discrete", local_ranks=4).place == "shared_host"
     assert place("text_cache", "superchip", size=GIB, device_bytes=96 * GIB).place == "managed_device"
     assert place("text_cache", "superchip", size=3 * GIB, device_bytes=96 * GIB).place == "managed_host"
     assert place("text_cache", "superchip", size=1).place == "managed_host", "unknown device memory is not guessed"
@@ -38,13 +39,13 @@ def test_the_table_of_the_design() -> None:
 @given(st.integers(0, 64 * GIB), st.one_of(st.none(), st.integers(1, 2 * GIB)))
 def test_the_arena_is_divided_without_loss(size: int, max_split: int | None) -> None:
     shape = arena_shape(size, max_split)
-    assert size - LARGE_UNIT < shape.bytes + LARGE_UNIT
+    assert size - shape.bytes < SMALLEST_LARGE + LARGE_UNIT
     assert shape.bytes <= size
-    assert all(block % LARGE_UNIT == 0 and block > 0 for block in shape.large_blocks)
+    assert all(block % LARGE_UNIT == 0 and block >= SMALLEST_LARGE for block in shape.large_blocks)
     if max_split is None:
         assert len(shape.large_blocks) <= 1
-    else:
-        assert all(block <= max(max_split, 20 * MIB) for block in shape.large_blocks)
+    elif max_split > SMALLEST_LARGE:  # torch allows no smaller value
+        assert all(block < max_split for block in shape.large_blocks)
 
 
 def test_small_requests_get_room_of_their_own() -> None:
@@ -61,7 +62,7 @@ def test_access_patterns() -> None:
 
 
 def speeds(gather: float, hidden: float) -> LinkSpeeds:
-    return LinkSpeeds(pinned_copy=Way(55, 0.93), managed_gather=Way(gather, hidden), managed_prefetch=Way(49, 0.9))
+    return LinkSpeeds(Way(55, 0.93), Way(gather, hidden), Way(49, 0.9), 55.0, 13.0)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ class TestLadder:
         assert tier_of(found, "text encoder (UMT5-XXL)") == "host"
         assert tier_of(found, "text encoder (UMT5-XXL)", "encode text") == "device"
 
+    def test_given_room_for_one_the_expert_stays_and_the_encoder_goes(self) -> None:
+        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(69))
+        assert [entry.key for entry in found.changes] == ["placement: encoders"]
+        assert tier_of(found, "low-noise expert") == "device"
+
     @pytest.mark.parametrize(
         ("gigabytes", "value", "budget"), [(90, "off", 1.0), (60, "auto", 0.5), (40, "full", None)]
     )
@@ -196,10 +201,17 @@ class TestLadder:
         assert any("use_uvm" in note for note in elsewhere.notes)
 
     def test_overflow_stops_where_main_memory_ends(self) -> None:
-        full = demand(adapter={"kind": "full_finetune"}, model={"family": "wan", "experts": "high"})
+        one = {"family": "wan", "experts": "high"}
+        full = demand(adapter={"kind": "full_finetune"}, model=one, optimizer={"name": "adafactor"})
         assert plan(full, small_gpu(96, "gh200-numa")).verdict == "fits with these changes"
         crowded = small_gpu(96, "gh200-numa", cpu_mem_available=100 * GIB)
         assert plan(full, crowded).verdict == "does not fit"
+
+    def test_optimizer_state_is_never_counted_on_to_overflow(self) -> None:
+        full = demand(adapter={"kind": "full_finetune"}, model={"family": "wan", "experts": "high"})
+        found = plan(full, small_gpu(96, "gh200-numa"))
+        assert found.verdict == "does not fit"
+        assert all(line.tier == "device" for line in found.lines if line.role == "optimizer state")
 
     def test_a_heavy_encode_pass_is_made_lighter_not_the_training(self) -> None:
         clips = [

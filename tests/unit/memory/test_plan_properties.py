@@ -178,6 +178,7 @@ class TestMonotony:
 
 class TestHeadroom:
     @given(machines())
+    @settings(deadline=None)
     def test_five_percent_of_the_gpu_is_never_planned_with(self, machine: Machine) -> None:
         assume(machine.profile.value in ("superchip", "discrete"))
         tier = tiers_of(machine)["device"]

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def test_a_whole_managed_tensor(heap: ManagedHeap) -> None:
     buffer = heap.empty((4 * HINT_PAGE,), torch.uint8)
     assert prefer(heap.uvm, buffer.cpu(), "device") == Hint(True, 4 * HINT_PAGE, "prefers the device")
     assert buffer.state().preferred == 0
-    assert prefetch(heap.uvm, buffer.cpu(), "host", stream=3).bytes == 4 * HINT_PAGE
+    assert prefetch(heap.uvm, buffer.cpu(), "host", stream_of=lambda _device: 3).bytes == 4 * HINT_PAGE
     assert buffer.state().last_prefetch == HOST
 
 
@@ -60,9 +60,11 @@ def test_other_tensors_get_a_reason(heap: ManagedHeap) -> None:
         "CPU tensor": torch.zeros(10),
         "no bytes": torch.zeros(0),
         "meta tensor": torch.zeros(3, device="meta"),
+        "sparse tensor": torch.eye(3).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
     }
     for reason, tensor in cases.items():
-        for hint in (prefer(heap.uvm, tensor, "host"), prefetch(heap.uvm, tensor, "host", stream=3)):
+        for hint in (prefer(heap.uvm, tensor, "host"), prefetch(heap.uvm, tensor, "host", stream_of=lambda _device: 3)):
             assert not hint
             assert hint.bytes == 0
             assert reason in hint.reason
@@ -73,7 +75,9 @@ def test_a_refusal_of_the_driver_is_named(heap: ManagedHeap, bench) -> None:
     bench.fake.fail("cuMemAdvise_v2", 801)
     assert "cuMemAdvise_v2" in prefer(heap.uvm, view, "host").reason
     bench.fake.fail("cuMemPrefetchAsync_v2", 1)
-    assert "cuMemPrefetchAsync_v2" in prefetch(heap.uvm, view, "host", stream=3).reason
+    assert "cuMemPrefetchAsync_v2" in prefetch(heap.uvm, view, "host", stream_of=lambda _device: 3).reason
+    bench.fake.fail("cuPointerGetAttribute", 700)
+    assert "cuPointerGetAttribute" in prefer(heap.uvm, view, "host").reason
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms())
@@ -88,7 +92,12 @@ def test_dense_means_every_byte_once(shape: list[int], random: Any) -> None:
     assert not is_dense(tuple(repeated.shape), repeated.stride())
 
 
-@dataclass
+class Named(NamedTuple):
+    pooled_embeds: torch.Tensor
+    other: torch.Tensor
+
+
+@dataclass(slots=True)
 class Embeds:
     text_embeds: torch.Tensor
     pooled_embeds: torch.Tensor
@@ -96,7 +105,7 @@ class Embeds:
 
 
 def test_the_batch_is_walked_whatever_its_shape() -> None:
-    t = [torch.zeros(1) for _ in range(9)]
+    t = [torch.zeros(1) for _ in range(12)]
     batch = {
         "latents": t[0],
         "prompt_embeds": [t[1], {"deep": t[2]}],
@@ -105,6 +114,8 @@ def test_the_batch_is_walked_whatever_its_shape() -> None:
         "unknown": t[7],
         "latents_again": {"latents": t[0]},
         "latent_group": {"latents": {"attention_mask": t[8]}},
+        "named": Named(pooled_embeds=t[9], other=t[10]),
+        "cross_attention_mask": t[11],
         "text": "a string",
         "count": 3,
         "nothing": None,
@@ -112,7 +123,8 @@ def test_the_batch_is_walked_whatever_its_shape() -> None:
     found = {name: wish for name, _, wish in tensors_with_wishes(batch)}
     assert set(found) == {"latents", "prompt_embeds.0", "prompt_embeds.1.deep", "audio_features.mel",
                           "conditioning.text_embeds", "conditioning.pooled_embeds",
-                          "latent_group.latents.attention_mask"}  # fmt: skip
+                          "latent_group.latents.attention_mask", "named.pooled_embeds",
+                          "cross_attention_mask"}  # fmt: skip
     assert (found["latents"].home, found["latents"].prefetch) == ("host", False)
     assert (found["audio_features.mel"].home, found["audio_features.mel"].prefetch) == ("host", True)
     assert found["latent_group.latents.attention_mask"].home == "device"

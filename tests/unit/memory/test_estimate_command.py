@@ -1,0 +1,188 @@
+"""`gracetune estimate` from the outside."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from gracetune.cli.estimate import estimate
+from gracetune.errors import ConfigError
+from gracetune.hardware.recording import load_recording
+
+MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
+EXAMPLES = Path(__file__).parents[3] / "examples"
+CONFIG = """\
+gracetune: 1
+name: lighthouse
+output_dir: out
+model: {family: wan}
+datasets:
+  - {id: stills, path: /nowhere/stills}
+  - {id: clips, path: /nowhere/clips, dataset_type: video, resolution: 640}
+training: {max_steps: 100}
+adapter: {kind: lokr, factor: 16, full_rank: true}
+optimizer: {name: automagic}
+cache: {vae_cache_type: unified_memory, text_cache_type: unified_memory}
+validation: {every_steps: 50, prompts: [{prompt: a lighthouse at dusk}]}
+"""
+app = typer.Typer()
+app.command()(estimate)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """A doctor report of a GH200: other keys around the machine."""
+    machine = load_recording(MACHINES / "gh200-numa").model_dump(mode="json")
+    path = tmp_path / "doctor.json"
+    path.write_text(json.dumps({"format": 1, "checks": [], "machine": machine}))
+    return path
+
+
+def run(*arguments: object, columns: int = 120) -> tuple[int, str]:
+    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def run_json(*arguments: object) -> tuple[int, dict[str, Any]]:
+    code, text = run(*arguments, "--json")
+    return code, json.loads(text)
+
+
+class TestJson:
+    def test_says_everything(self, config: Path, report: Path) -> None:
+        code, found = run_json(config, "--machine", report)
+        assert code == 0
+        assert found["verdict"] in ("fits", "fits with these changes")
+        for key in ("changes", "tiers", "lines", "phases", "assumptions"):
+            assert isinstance(found[key], list)
+        assert {line["tier"] for line in found["lines"]} == {"device", "host", "disk"}
+        assert set(found["lines"][0]) == {"name", "role", "bytes", "tier", "phases", "reason"}
+        assert [phase["phase"] for phase in found["phases"]] == ["encode text", "encode latents", "train", "sample"]
+        assert set(found["changes"][0]) == {"key", "from", "to", "saves", "reason", "automatic"}
+        assert set(found["training_peak_gib"]) == {"off", "half", "full"}
+
+    def test_a_bare_machine_is_as_good_as_a_report(self, config: Path, report: Path, tmp_path: Path) -> None:
+        bare = tmp_path / "machine.json"
+        bare.write_text(json.dumps(json.loads(report.read_text())["machine"]))
+        assert run_json(config, "--machine", bare) == run_json(config, "--machine", report)
+
+    def test_samples_and_overrides_reach_the_plan(self, config: Path, report: Path) -> None:
+        def latents(*more: object) -> int:
+            _, found = run_json(config, "--machine", report, *more)
+            return next(line["bytes"] for line in found["lines"] if line["name"] == "latents of stills")
+
+        assert latents("--samples", 260) == 260 * 16 * 128 * 128 * 2
+        assert latents("--samples", 260, "--set", "datasets[0].resolution=512") == 260 * 16 * 64 * 64 * 2
+
+    def test_assumptions_are_listed(self, config: Path, report: Path) -> None:
+        _, found = run_json(config, "--machine", report)
+        assert any("a guess; say --samples N" in text for text in found["assumptions"])
+
+    def test_exit_code_1_when_it_does_not_fit(self, config: Path, tmp_path: Path) -> None:
+        path = tmp_path / "small.json"
+        path.write_text(load_recording(MACHINES / "cpu-only").model_dump_json())
+        code, found = run_json(config, "--machine", path)
+        assert code == 1
+        assert found["verdict"] == "does not fit"
+        assert "main memory" in found["summary"]
+
+    def test_exit_code_1_when_it_cannot_be_said(self, config: Path, report: Path, tmp_path: Path) -> None:
+        data = json.loads(report.read_text())
+        data["machine"]["gpus"][0]["memory_total"] = None
+        path = tmp_path / "unknown.json"
+        path.write_text(json.dumps(data))
+        code, found = run_json(config, "--machine", path)
+        assert (code, found["verdict"], found["missing"]) == (1, "unknown", ["gpus[0].memory_total"])
+
+    def test_this_machine_is_the_default(self, config: Path) -> None:
+        code, found = run_json(config)
+        assert code in (0, 1)
+        assert next(tier for tier in found["tiers"] if tier["tier"] == "disk")["capacity"] is not None
+        assert any("--machine" in note for note in found["notes"]) == (found["machine"]["profile"] == "cpu")
+
+
+class TestText:
+    def test_one_screen_of_80_columns(self, config: Path, report: Path) -> None:
+        code, text = run(config, "--machine", report, "--samples", 260, columns=80)
+        lines = text.splitlines()
+        assert code == 0
+        assert max(map(len, lines)) <= 80
+        assert len(lines) <= 50
+        assert lines[-1].startswith(("FITS", "and "))
+        for words in ("GPU memory", "CPU memory (coherent link)", "phases", "checkpointing", "assumed"):
+            assert words in text
+
+    def test_what_does_not_fit_is_said_with_what_was_tried(self, config: Path, tmp_path: Path) -> None:
+        path = tmp_path / "small.json"
+        path.write_text(load_recording(MACHINES / "cpu-only").model_dump_json())
+        code, text = run(config, "--machine", path, "--set", "training.batch_size=4")
+        assert code == 1
+        assert "even with" in text
+        assert "training.batch_size: 4 -> 1" in text
+        assert "DOES NOT FIT" in text
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("content", "words"),
+        [
+            (None, "No such file"),
+            ("{", "not JSON"),
+            (b"\xff\xfe\x00", "not JSON"),
+            ("[]", "the whole file"),
+            ('{"machine": {"profile": 3}}', "profile"),
+            ('{"machine": null}', "the whole file"),
+        ],
+    )
+    def test_a_file_that_is_no_machine(self, config: Path, tmp_path: Path, content: Any, words: str) -> None:
+        path = tmp_path / "machine.json"
+        if content is not None:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(ConfigError) as refusal:
+            run(config, "--machine", path)
+        (problem,) = refusal.value.problems
+        assert problem.key == "--machine"
+        assert words in problem.found
+        assert "gracetune doctor" in problem.hint
+        assert problem.file == str(path)
+
+    def test_a_config_that_cannot_be_read(self, tmp_path: Path, report: Path) -> None:
+        path = tmp_path / "config.yaml"
+        path.write_text("gracetune: 1\nname: x\n")
+        with pytest.raises(ConfigError):
+            run(path, "--machine", report)
+
+
+@pytest.mark.parametrize("example", sorted(p.name for p in EXAMPLES.glob("*.*") if p.suffix in (".json", ".yaml")))
+def test_the_examples_fit_a_gh200(example: str, report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    code, found = run_json(Path("examples") / example, "--machine", report)
+    assert code == 0, found["summary"]
+
+
+def test_torch_stays_out_of_it(config: Path, report: Path) -> None:
+    code = (
+        "import sys, typer\n"
+        "from gracetune.cli.estimate import estimate\n"
+        "app = typer.Typer(); app.command()(estimate)\n"
+        f"app([{str(config)!r}, '--machine', {str(report)!r}, '--json'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 try:
-    from gracetune.cli.console import say_error
+    from gracetune.cli.console import start
     from gracetune.cli.doctor import DoctorOptions, run_doctor
-    from gracetune.config.environment import Environment
-    from gracetune.errors import GracetuneError
     from gracetune.hardware.allocation import DEFAULT_SCALE
 except ModuleNotFoundError as missing:
     sys.exit(f"gh200_diagnostic.py needs the module {missing.name}. Install gracetune first: pip install -e .")
@@ -54,11 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output=given.output,
         json=given.json,
     )
-    try:
-        return run_doctor(options, Environment.capture())
-    except GracetuneError as error:
-        say_error(error)
-        return 1
+    return start(lambda session: run_doctor(options, session.environment))
 
 
 if __name__ == "__main__":

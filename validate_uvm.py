@@ -13,10 +13,8 @@ import sys
 from collections.abc import Sequence
 
 try:
-    from gracetune.cli.console import say_error
+    from gracetune.cli.console import start
     from gracetune.cli.validate import run_validation
-    from gracetune.config.environment import claim_allocator_options, torch_accepts_uvm_options
-    from gracetune.errors import GracetuneError
     from gracetune.hardware.allocation import DEFAULT_SCALE
 except ModuleNotFoundError as missing:
     sys.exit(f"validate_uvm.py needs the module {missing.name}. Install gracetune first: pip install -e .")
@@ -39,18 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     given = parser.parse_args(arguments)
-    for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
-        print(line, file=sys.stderr)
-    try:
-        return run_validation(
+    return start(
+        lambda _session: run_validation(
             given.device,
             scale=given.oversubscription_scale,
             force=given.force_oversubscription,
             as_json=given.json,
         )
-    except GracetuneError as error:
-        say_error(error)
-        return 1
+    )
 
 
 if __name__ == "__main__":

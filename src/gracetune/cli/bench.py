@@ -18,13 +18,28 @@ from rich.markup import escape
 from gracetune import __version__
 from gracetune.cli.console import out, print_json
 from gracetune.config.environment import make_cublas_deterministic
+from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.memory import bench as memory_bench
 from gracetune.memory.trial import Row
 
 RESULT_FORMAT: Final = 1
-BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {"memory": memory_bench.run}
+
+
+# Imported when they run: no other command should wait for numpy and the decoders.
+def _data(machine: Machine) -> list[Row]:
+    from gracetune.data import bench
+
+    return bench.run(machine)
+
+
+def _memory(machine: Machine) -> list[Row]:
+    from gracetune.memory import bench
+
+    return bench.run(machine)
+
+
+BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {"data": _data, "memory": _memory}
 
 
 def bench(
@@ -34,9 +49,8 @@ def bench(
 ) -> None:
     """Measure a part of gracetune on this machine. Exit 1 if a bar is missed."""
     if name not in BENCHES:
-        raise ConfigError(
-            [Problem("NAME", name, f"one of {', '.join(BENCHES)}", f"gracetune bench {next(iter(BENCHES))}")]
-        )
+        meant = nearest(name, BENCHES) or next(iter(BENCHES))
+        raise ConfigError([Problem("NAME", name, f"one of {', '.join(BENCHES)}", f"gracetune bench {meant}")])
     make_cublas_deterministic()
     machine = probe()
     rows = BENCHES[name](machine)

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from gracetune.cli.console import out, print_json, print_problems, session
+from gracetune.cli.console import mark, out, print_json, print_problems, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
+from gracetune.config.draft import visible
 from gracetune.config.explain import schema as config_schema
-from gracetune.config.this_machine import path_problems, size_warnings
+from gracetune.config.places import look
+from gracetune.config.this_machine import limits_memory, path_problems, size_warnings
 from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import probe
 
 app = typer.Typer(help="Check, resolve and describe configuration files.", no_args_is_help=True)
 
@@ -65,14 +67,16 @@ def check_file(
     except ConfigError as error:
         return Checked(path, None, error.problems, ())
     problems = path_problems(resolved) if paths else []
-    warnings = size_warnings(resolved) if paths else []
+    warnings = size_warnings(resolved, probe().host.memory_limit) if paths and limits_memory(resolved) else []
     return Checked(path, resolved.dialect, tuple(problems), (*resolved.notes, *warnings))
 
 
 @app.command()
 def check(
     context: typer.Context,
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configuration files of any dialect.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", readable=False, help="Configuration files of any dialect.")
+    ],
     overrides: Overrides = None,
     no_paths: Annotated[bool, typer.Option("--no-paths", help="For files meant for another machine.")] = False,
     allow_unsupported: AllowUnsupported = False,
@@ -93,28 +97,28 @@ def check(
 
 def _files(paths: list[Path]) -> list[Path]:
     """A shell's `examples/*` also names the folders that hold sidecar files: said, and left out."""
-    files = [path for path in paths if not path.is_dir()]
-    if not files:
+    folders = [path for path in paths if look(path).kind == "folder"]
+    if len(folders) == len(paths):
         return paths
-    for folder in (path for path in paths if path.is_dir()):
-        typer.echo(f"{folder}: a folder, not checked", err=True)
-    return files
+    for folder in folders:
+        typer.echo(f"{visible(str(folder))}: a folder, not checked", err=True)
+    return [path for path in paths if path not in folders]
 
 
 def print_checked(console: Console, checked: list[Checked]) -> None:
     for item in checked:
-        mark = "[bold red]✗[/]" if item.problems else "[bold green]✓[/]"
         count = f": {len(item.problems)} problem{'s' * (len(item.problems) > 1)}" if item.problems else ""
-        console.print(f"{mark} [bold]{escape(str(item.path))}[/] ({item.dialect or 'unknown dialect'}){count}")
+        name, dialect = shown(str(item.path)), item.dialect or "unknown dialect"
+        console.print(f"{mark(console, ok=not item.problems)} [bold]{name}[/] ({dialect}){count}")
         print_problems(console, item.problems, str(item.path))
         for note in item.notes:
-            console.print(f"    note      {escape(note)}")
+            console.print(f"    note      {shown(note)}")
 
 
 @app.command()
 def show(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(metavar="FILE")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", readable=False)],
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     as_json: AsJson = False,
@@ -125,9 +129,9 @@ def show(
     if as_json:
         print_json(_as_json(resolved))
         return
-    print(f"# {file}, read as {resolved.dialect}")
+    print(f"# {visible(str(file))}, read as {resolved.dialect}")
     for note in resolved.notes:
-        print(f"# note: {note}")
+        print(f"# note: {visible(note)}")
     print(native.write(resolved.config, resolved.origins), end="")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,19 +13,37 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gracetune.config.environment import Environment
+from gracetune.config.draft import visible
+from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem
 
 
 @dataclass(frozen=True)
 class Session:
-    """What `main` saw before any command ran: the environment as the user set it."""
+    """What `start` saw before any command ran: the environment as the user set it."""
 
     environment: Environment
 
 
+def start(run: Callable[[Session], int]) -> int:
+    """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that cannot show a character gets its escape, not a traceback.
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        environment = Environment.capture()
+        # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
+        for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
+            print(line, file=sys.stderr)
+        return run(Session(environment))
+    except GracetuneError as error:
+        say_error(error)
+        return 1
+
+
 def session(context: typer.Context) -> Session:
-    """The session of this invocation; a fresh one when a command is run outside `main`, as tests do."""
+    """The session of this invocation; a fresh one when a command is run outside `start`, as tests do."""
     found = context.find_object(Session)
     return found if found is not None else Session(Environment.capture())
 
@@ -33,7 +53,18 @@ def out() -> Console:
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # JSON's own escapes can be read back; a terminal's could not
+        text = json.dumps(value, indent=2)
+    print(text)
+
+
+def mark(console: Console, *, ok: bool) -> str:
+    """A tick or a cross, or what stands for it where the terminal has neither."""
+    good, bad = ("✓", "✗") if console.encoding.lower().startswith("utf") else ("ok", "X")
+    return f"[bold green]{good}[/]" if ok else f"[bold red]{bad}[/]"
 
 
 def say_error(error: GracetuneError) -> None:
@@ -49,7 +80,12 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
     """`file` is the one already named above the list."""
     for problem in problems:
         where = f"{problem.file}: " if problem.file and problem.file != file else ""
-        console.print(f"[bold red]✗[/] {escape(where)}[bold]{escape(problem.key)}[/]")
-        console.print(f"    found     {escape(problem.found)}")
-        console.print(f"    expected  {escape(problem.expected)}")
-        console.print(f"    try       {escape(problem.hint)}")
+        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{shown(problem.key)}[/]")
+        console.print(f"    found     {shown(problem.found)}")
+        console.print(f"    expected  {shown(problem.expected)}")
+        console.print(f"    try       {shown(problem.hint)}")
+
+
+def shown(text: str) -> str:
+    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal."""
+    return escape(visible(text))

@@ -10,9 +10,13 @@ from rich.console import Console
 from gracetune.cli.config import check_file, print_checked
 from gracetune.cli.console import out, session
 from gracetune.cli.doctor import DoctorOptions, run_doctor
+from gracetune.cli.estimate import demand_of
+from gracetune.cli.estimate_view import print_plan
 from gracetune.cli.summary import print_summary
-from gracetune.config import Environment, load
+from gracetune.config import Environment, RunConfig, load
 from gracetune.errors import MachineError
+from gracetune.hardware import probe
+from gracetune.memory.plan import plan
 
 SHOWN = "wan22_dual_expert_lokr.yaml"
 """The job most of our users come with."""
@@ -31,7 +35,17 @@ def demo(context: typer.Context) -> None:
     console.rule(f"examples/{SHOWN}")
     resolved = load(examples / SHOWN, environment=environment.without_memory_options())
     print_summary(console, resolved)
+    console.print()
+    _print_plan(console, resolved.config)
     raise typer.Exit(0 if sound and machine_code == 0 else 1)
+
+
+def _print_plan(console: Console, config: RunConfig) -> None:
+    """The plan of the example on this machine. That a laptop cannot hold it is a finding, not a failure."""
+    machine = probe()
+    demand, assumption = demand_of(config, machine, None)
+    assumptions = (*((assumption,) if assumption else ()), *demand.assumptions)
+    print_plan(demand, plan(demand, machine, disk_free=None), machine, assumptions, console)
 
 
 def find_examples() -> Path:

@@ -27,11 +27,16 @@ from gracetune.models.registry import footprint_of
 
 def estimate(
     context: typer.Context,
-    config_file: Annotated[Path, typer.Argument(metavar="CONFIG", help="A configuration file of any dialect.")],
+    config_file: Annotated[
+        Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
+    ],
     machine_file: Annotated[
         Path | None,
         typer.Option(
-            "--machine", metavar="FILE", help="Plan for the machine of this doctor report instead of this one."
+            "--machine",
+            readable=False,
+            metavar="FILE",
+            help="Plan for the machine of this doctor report instead of this one.",
         ),
     ] = None,
     samples: Annotated[

@@ -9,12 +9,11 @@ import typer
 from gracetune import __version__
 from gracetune.cli.bench import bench
 from gracetune.cli.config import app as config_app
-from gracetune.cli.console import Session, say_error
+from gracetune.cli.console import Session, start
+from gracetune.cli.data import app as data_app
 from gracetune.cli.demo import demo
 from gracetune.cli.doctor import doctor
 from gracetune.cli.estimate import estimate
-from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
-from gracetune.errors import GracetuneError
 
 app = typer.Typer(
     help="Fine-tune diffusion models on machines whose CPU and GPU memory work as one.",
@@ -23,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
 app.command()(doctor)
 app.command()(demo)
 app.command()(bench)
@@ -37,16 +37,13 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run one command; every error of ours becomes a message on stderr and exit code 1."""
-    session = Session(Environment.capture())
-    # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
-    for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
-        print(line, file=sys.stderr)
-    try:
+    """Run one command and leave with its exit code."""
+
+    def run(session: Session) -> int:
         app(args=arguments, obj=session)
-    except GracetuneError as error:
-        say_error(error)
-        sys.exit(1)
+        return 0
+
+    sys.exit(start(run))
 
 
 if __name__ == "__main__":

@@ -73,11 +73,13 @@ def _length(config: RunConfig) -> str:
 def _batch(config: RunConfig) -> str:
     training = config.training
     ramp = training.ramp
-    if ramp.enabled:
+    if ramp.enabled and ramp.initial_effective_batch_size != ramp.target_effective_batch_size:
         return (
             f"{ramp.initial_effective_batch_size} growing to {ramp.target_effective_batch_size} "
             f"over {ramp.batch_rampup_steps} micro-batches of at most {training.batch_size}"
         )
+    if ramp.enabled:
+        return f"{ramp.target_effective_batch_size} from the first step on: the ramp begins where it ends"
     effective = training.batch_size * training.gradient_accumulation_steps
     return f"{effective} per process ({training.batch_size} x {training.gradient_accumulation_steps} accumulated)"
 

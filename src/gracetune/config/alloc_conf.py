@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +11,11 @@ from typing import get_args
 from gracetune.config.memory_options import AccessPattern
 from gracetune.config.spelling import nearest
 from gracetune.errors import Problem
-from gracetune.units import MIB
+from gracetune.units import MIB, parse_bytes
 
 OptionValue = bool | float | int | str
+_LONGEST_COUNT = 18
+"""Digits of a number of bytes: beyond any machine, and still within 64 bits."""
 
 OPTION_NAMES = (
     "use_uvm",
@@ -63,23 +66,35 @@ def _items(text: str) -> list[str]:
 
 
 def _is_ours(name: str) -> bool:
+    """Ours, or so near to one of ours that it is meant: torch would only say that it does not know `use_uvmm`."""
     lowered = name.strip().lower()
-    return lowered == "use_uvm" or lowered.startswith("uvm_")
+    return lowered.startswith("uvm_") or bool(difflib.get_close_matches(lowered, OPTION_NAMES, n=1, cutoff=0.8))
 
 
 def _option(item: str, variable: str) -> tuple[str, OptionValue] | Problem:
     name, colon, value = (part.strip() for part in item.partition(":"))
     if not colon:
         bare = item.split("=", 1)[0].strip()
-        return Problem(variable, item.strip(), f"{bare}:VALUE", f"put a colon between name and value: {bare}:…")
+        bare = nearest(bare, OPTION_NAMES) or bare
+        return Problem(variable, item.strip(), f"{bare}:VALUE", f"put a colon between name and value: {bare}:...")
     if name not in OPTION_NAMES:
         near = nearest(name, OPTION_NAMES)
         expected = f"one of {', '.join(OPTION_NAMES)}"
-        return Problem(variable, f"the option {name}", expected, f"write {near}:{value}" if near else "remove it")
+        hint = f"write {near}:{_corrected(near, value)}" if near else "remove it"
+        return Problem(variable, f"the option {name}", expected, hint)
     try:
         return name, _VALUES[name](value)
     except _WrongValueError as error:
         return Problem(variable, item.strip(), error.expected, f"write {name}:{error.example}")
+
+
+def _corrected(name: str, value: str) -> str:
+    """The value, or what to write instead of one that would be refused next."""
+    try:
+        _VALUES[name](value)
+    except _WrongValueError as error:
+        return error.example
+    return value
 
 
 class _WrongValueError(ValueError):
@@ -91,7 +106,7 @@ class _WrongValueError(ValueError):
 def _switch(text: str) -> bool:
     # PyTorch itself accepts exactly these two spellings, and so did the patched build the strings were written for.
     if text not in ("True", "False"):
-        raise _WrongValueError("True or False, with a capital letter", "True")
+        raise _WrongValueError("True or False, with a capital letter", "False" if text.lower() == "false" else "True")
     return text == "True"
 
 
@@ -110,9 +125,21 @@ def _threshold(text: str) -> float:
 
 
 def _byte_count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise _WrongValueError("a whole number of bytes, 0 or more", "0")
+    if not (text.isascii() and text.isdecimal() and len(text) <= _LONGEST_COUNT):
+        raise _WrongValueError("a whole number of bytes, 0 or more", str(_meant_bytes(text)))
     return int(text)
+
+
+def _meant_bytes(text: str) -> int:
+    """`1e9` and `1GiB` are plain enough to be written out; the rest becomes the default."""
+    number = _number(text)
+    if 0 <= number < 10**_LONGEST_COUNT:
+        return int(number)
+    try:
+        size = parse_bytes(text)
+    except (ValueError, OverflowError):
+        return 0
+    return size if size < 10**_LONGEST_COUNT else 0
 
 
 def _pattern(text: str) -> str:
@@ -152,6 +179,6 @@ def max_split_bytes(text: str) -> int | None:
     """PyTorch's `max_split_size_mb`, above which it never splits a block; None where it may split any."""
     for item in _items(text):
         name, _, value = (part.strip() for part in item.partition(":"))
-        if name == "max_split_size_mb" and value.isascii() and value.isdecimal():
+        if name == "max_split_size_mb" and value.isascii() and value.isdecimal() and len(value) <= _LONGEST_COUNT:
             return int(value) * MIB
     return None

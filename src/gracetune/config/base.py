@@ -25,6 +25,5 @@ Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
 OpenFraction = Annotated[float, Strict(), Field(gt=0, lt=1)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
-Scalar = bool | int | float | str | None
 Options = dict[str, Any]
 """Options handed to a library as they are; that library's own names, checked by the part that uses them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -29,6 +29,12 @@ class Origin:
 
 
 OUR_DEFAULT = Origin("default")
+
+
+class Said(str):
+    """Our own words about what was found, which are shown without the quotes a user's text gets."""
+
+    __slots__ = ()
 
 
 def dotted(path: Path) -> str:
@@ -68,10 +74,15 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     reported_missing: set[Path] = field(default_factory=set)
     """Required values a reader has already asked for under the dialect's own name."""
+    unread: set[Path] = field(default_factory=set)
+    """Where a stand-in is, put by a reader that has said why; no rule is held against it."""
+    refused: set[Path] = field(default_factory=set)
+    """What a refused key would have given; only who passes it with `--allow-unsupported` is asked for it."""
 
     def put(self, path: Path, value: Any, origin: Origin) -> None:
+        if isinstance(self.get(path), dict | list):
+            self._forget_below(path)
         _insert(self.tree, path, value)
-        self._forget_below(path)
         self.origins[path] = origin
 
     def put_tree(self, path: Path, value: Any, origin: Origin) -> None:
@@ -111,10 +122,15 @@ class Draft:
 
     def place(self, path: Path) -> tuple[str, str | None]:
         """The key and file to name when the value at a path is wrong. Flags and variables stand in no file."""
-        origin = self.origin(path)
-        if origin is None or origin.kind == "default":
-            return (origin.key if origin and origin.key else dotted(path)), self.file
-        return origin.key, origin.where or None
+        for length in range(len(path), 0, -1):
+            origin = self.origins.get(path[:length])
+            if origin is not None and origin.key:
+                inside = dotted(path[length:])
+                key = f"{origin.key}.{inside}" if inside and not inside.startswith("[") else f"{origin.key}{inside}"
+                return key, (self.file if origin.kind == "default" else origin.where or None)
+            if origin is not None:
+                break
+        return dotted(path), self.file
 
     def missing(self, path: Path, key: str, expected: str, hint: str) -> None:
         """A required key that the file lacks, named as its dialect names it."""
@@ -169,6 +185,8 @@ def _child(node: Any, step: str | int, empty: dict[str, Any] | list[Any]) -> Any
 
 def describe(value: Any) -> str:
     """A found value as its writer would recognise it, with its type where that is the point."""
+    if isinstance(value, Said):
+        return str(value)
     if isinstance(value, bool):
         return "true" if value else "false"
     if value is None:
@@ -177,17 +195,12 @@ def describe(value: Any) -> str:
         return f"a mapping with {len(value)} keys" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}" if value else "an empty list"
-    text = f'"{value}"' if isinstance(value, str) else str(value)
+    text = f'"{visible(value)}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every leaf of plain nested data; a list of plain values is one leaf."""
-    if isinstance(value, Mapping) and value:
-        for key, item in value.items():
-            yield from leaves(item, (*path, str(key)))
-    elif isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
-        for index, item in enumerate(value):
-            yield from leaves(item, (*path, index))
-    else:
-        yield path, value
+def visible(text: str) -> str:
+    """The text on one line, with an escape for whatever a terminal or a comment would act on."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -80,12 +80,12 @@ def _from_allocator_strings(env: Environment, settings: dict[str, MemorySetting]
 
 
 def _from_gh200_variables(env: Environment, settings: dict[str, MemorySetting], problems: list[Problem]) -> None:
-    for variable in sorted(env.variables):
-        if not variable.startswith(GH200_PREFIX):
-            continue
+    given = [name for name in sorted(env.variables) if name.startswith(GH200_PREFIX) and env.variables[name].strip()]
+    taken: list[str] = []
+    for variable in given:
         if variable not in _GH200_OPTIONS:
             near = nearest(variable.lower(), [name.lower() for name in _GH200_OPTIONS])
-            hint = f"export {near.upper()}=…" if near else f"unset {variable}"
+            hint = f"export {near.upper()}=..." if near else f"unset {variable}"
             problems.append(Problem(variable, "an unknown variable", f"one of {', '.join(_GH200_OPTIONS)}", hint))
             continue
         value = parse_option(_GH200_OPTIONS[variable], env.variables[variable].strip(), variable)
@@ -93,8 +93,9 @@ def _from_gh200_variables(env: Environment, settings: dict[str, MemorySetting], 
             problems.append(value)
             continue
         settings[_GH200_OPTIONS[variable]] = MemorySetting(value, variable)
-        # Whoever exports the ratio or the pattern means to use it; an explicit use_uvm in the string still decides.
-        settings.setdefault("use_uvm", MemorySetting(True, variable))
+        taken.append(variable)
+    if taken:  # whoever exports the ratio or the pattern means to use it, whatever the allocator string says
+        settings["use_uvm"] = MemorySetting(True, taken[0])
 
 
 def _from_hints_switch(env: Environment, settings: dict[str, MemorySetting], problems: list[Problem]) -> None:
@@ -139,8 +140,10 @@ def torch_accepts_uvm_options(torch_folder: Path | None = None) -> bool:
         if spec is None or spec.origin is None:
             return False
         torch_folder = Path(spec.origin).parent
-    library = torch_folder / "lib" / "libc10_cuda.so"
-    return library.is_file() and b"uvm_oversubscription_ratio" in library.read_bytes()
+    try:
+        return b"uvm_oversubscription_ratio" in (torch_folder / "lib" / "libc10_cuda.so").read_bytes()
+    except OSError:  # a build without CUDA has no such library
+        return False
 
 
 def make_cublas_deterministic() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+import shlex
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -10,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 from gracetune.config.draft import Draft, Path, describe, dotted
 from gracetune.config.run_config import RunConfig
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt, nearest
 from gracetune.errors import Problem
 
 
@@ -39,32 +42,44 @@ def known_path(loc: tuple[int | str, ...], error_type: str) -> Path:
         if schema_at((*path, step)) is None:
             break
         path = (*path, step)
-    return path
+    # A list that is too short lacks an item; what is wrong is the list.
+    return path[:-1] if error_type == "missing" and path and isinstance(path[-1], int) else path
 
 
 def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
     key, file = draft.place(path)
     if error["type"] == "extra_forbidden":
-        return _unknown_key(path, key, error["input"], file)
+        return _unknown_key(path, key, error["input"], draft)
     expected = expectation(path)
-    if error["type"] == "missing":
+    if error["type"] == "missing" and draft.get(path) is None:
         return Problem(key, "nothing", expected, f"add `{dotted(path)}`", file)
-    return Problem(key, describe(error["input"]), expected, _hint(path, key, error["input"]), file)
+    found = draft.get(path) if error["type"] == "missing" else error["input"]
+    origin = draft.origin(path)
+    by_flag = origin is not None and origin.kind == "flag"
+    return Problem(key, describe(found), expected, suggestion(path, found, key, by_flag=by_flag), file)
 
 
-def _unknown_key(path: Path, key: str, value: Any, file: str | None) -> Problem:
+def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
     names = field_names(path[:-1])
-    near = nearest(str(path[-1]), names)
-    hint = f"write `{near}`" if near else f"remove it; known here: {', '.join(names)}"
-    return Problem(key, f"an unknown key (value {describe(value)})", "a key of the configuration", hint, file)
+    ours = _peers_name(path, draft)
+    if ours is not None:
+        hint = f"write `--set {dotted(ours)}=…`, which is our name for it"
+    else:
+        hint = misspelt(str(path[-1]), names, f"remove it; known here: {', '.join(names)}" if names else "remove it")
+    found = f"an unknown key (value {describe(value)})"
+    return Problem(key, found, "a key of the configuration", hint, draft.place(path)[1])
 
 
-def _hint(path: Path, key: str, found: Any) -> str:
-    choices = _choices(schema_at(path))
-    near = nearest(found, choices) if isinstance(found, str) else None
-    if near:
-        return f"write `{near}`"
-    return f"give `{key}` {expectation(path)}"
+def _peers_name(path: Path, draft: Draft) -> Path | None:
+    """Our path of a value that a flag names as the peer's file does."""
+    given = draft.origin(path)
+    if given is None or given.kind != "flag":
+        return None
+    typed = dotted(path)
+    for ours, origin in draft.origins.items():
+        if origin.kind != "flag" and (origin.key == typed or origin.key.endswith((f".{typed}", f"--{typed}"))):
+            return ours
+    return None
 
 
 def schema_at(path: Path) -> Mapping[str, Any] | None:
@@ -147,3 +162,93 @@ def _bounds(option: Mapping[str, Any]) -> str:
     if "minItems" in option and option.get("minItems") == option.get("maxItems"):
         limits.append(f"of {option['minItems']}")
     return " and ".join(limits)
+
+
+_LEADING_NUMBER = re.compile(r"\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
+_TRUE, _FALSE = ("1", "true", "yes", "y", "on"), ("0", "false", "no", "n", "off")
+
+
+def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> str:
+    """What to type instead of a value that cannot stand at a path; a flag's `key` begins with `--set`."""
+    node = schema_at(path)
+    options = _options(node) if node is not None else []
+    near = nearest(found, _choices(node)) if isinstance(found, str) else None
+    if near:
+        return _typed(near, key, by_flag)
+    types = [str(option.get("type", "")) for option in options]
+    meant = next((text for kind in types if (text := _meant(kind, found, options)) is not None), None)
+    if meant is not None and not _other_unit(path, found):
+        return _typed(meant, key, by_flag)
+    example = _example(options)
+    if example is None:
+        return f"remove `{key}`"
+    return f"{_typed(example, key, True)}, for example" if by_flag else f"give `{key}` {example}, for example"
+
+
+def _other_unit(path: Path, found: Any) -> bool:
+    """`512MB` where gigabytes are counted: the number alone would be another size."""
+    unit = re.sub(r"[^a-z]", "", found.lower()) if isinstance(found, str) else ""
+    return bool(path) and str(path[-1]).endswith("_gb") and unit[:1] in ("b", "k", "m", "t")
+
+
+def _typed(text: str, key: str, by_flag: bool) -> str:
+    return f"write `{key}={shlex.quote(text)}`" if by_flag else f"write `{text}`"
+
+
+def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | None:
+    """The value someone meant who wrote one of another type; None where that is anyone's guess."""
+    if kind in ("integer", "number"):
+        number = _number(found)
+        if number is None or (kind == "integer" and not number.is_integer()) or not _within(number, options):
+            return None
+        return f"{int(number)}" if number.is_integer() else f"{number:g}"
+    if kind == "string" and isinstance(found, bool | int | float):
+        return f'"{describe(found)}"'
+    if kind == "boolean":
+        word = str(found).strip().lower()
+        return "true" if word in _TRUE else "false" if word in _FALSE else None
+    return f"[{found}]" if kind == "array" and isinstance(found, str | int | float) else None
+
+
+def _number(found: Any) -> float | None:
+    """`"200GB"` begins with one, `8.0` is one."""
+    if isinstance(found, bool) or not isinstance(found, str | int | float):
+        return None
+    match = _LEADING_NUMBER.match(str(found))
+    number = float(match[1]) if match else math.inf
+    return number if abs(number) < 1e15 else None
+
+
+def _within(number: float, options: list[Mapping[str, Any]]) -> bool:
+    return any(
+        option.get("minimum", -math.inf) <= number <= option.get("maximum", math.inf)
+        and option.get("exclusiveMinimum", -math.inf) < number < option.get("exclusiveMaximum", math.inf)
+        for option in options
+        if option.get("type") in ("integer", "number")
+    )
+
+
+def _example(options: list[Mapping[str, Any]]) -> str | None:
+    """A value that could stand there, where nothing can be made of what was found."""
+    for option in options:
+        if choices := _allowed(option):
+            return str(choices[0])
+        if "prefixItems" in option:
+            return f"[{', '.join(_some_number(item) for item in option['prefixItems'])}]"
+        kind = str(option.get("type", ""))
+        if kind in ("integer", "number"):
+            return _some_number(option)
+        if kind in _EXAMPLES:
+            return _EXAMPLES[kind]
+    return None
+
+
+_EXAMPLES = {"string": '"some text"', "boolean": "true", "array": "[]", "object": "{}"}
+
+
+def _some_number(option: Mapping[str, Any]) -> str:
+    low = option.get("minimum", option.get("exclusiveMinimum", 0))
+    high = option.get("maximum", option.get("exclusiveMaximum"))
+    if high is not None:
+        return f"{(low + high) / 2:g}"
+    return f"{max(low, 0) + ('exclusiveMinimum' in option):g}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, dotted
+from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, dotted, visible
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, one_line_yaml
@@ -59,7 +59,8 @@ def _write_mapping(
                 text, origin = lines[start]
                 lines[start] = (f"{indent}- {text[len(indent) + 2 :]}", origin)
         else:
-            origin = str(_origin(here, origins)) if origins is not None else ""
+            # Keys and file names may hold line breaks; a comment must not.
+            origin = visible(str(_origin(here, origins))) if origins is not None else ""
             lines.append((f"{label} {one_line_yaml(value)}", origin))
 
 

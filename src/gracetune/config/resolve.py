@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from gracetune.config import aitoolkit, native, simpletuner
-from gracetune.config.draft import Draft, Origin, Path, dotted, parse_path
+from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
-from gracetune.config.rules import broken_rules
+from gracetune.config.plain import DEEPEST, NotPlainError, plain
+from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, open_document, parse_scalar
 from gracetune.errors import ConfigError, Problem
@@ -69,9 +69,12 @@ def load(
     """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults."""
     document = _read(path)
     dialect = _recognise(document)
-    draft = Draft(document.name)
+    draft = Draft(document.name, problems=list(document.problems))
     _read_environment(draft, environment)
-    dialect.read(document, draft, environment)
+    try:
+        dialect.read(document, draft, environment)
+    except ConfigError as error:  # a file too broken to read on
+        raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
     _read_overrides(draft, overrides)
     _switch_hints_on(draft)
     return _build(draft, dialect.name, path, allow_unsupported)
@@ -91,7 +94,7 @@ def _read(path: FilePath) -> Document:
         data = _parsed_with_blanks(document)
         if not aitoolkit.looks_like(data):
             raise
-        return Document(document.path, document.format, document.text, data)
+        return replace(document, data=data)
 
 
 def _parsed_with_blanks(document: Document) -> Any:
@@ -105,7 +108,9 @@ def _recognise(document: Document) -> Dialect:
     for dialect in DIALECTS:
         if dialect.looks_like(document.data):
             return dialect
-    found = "an empty file" if document.data is None else f"a {document.format} file of another kind"
+    article = "an" if document.format == "env" else "a"
+    empty = document.data is None or document.data == {}
+    found = "an empty file" if empty else f"{article} {document.format} file of another kind"
     raise ConfigError(
         [
             Problem(
@@ -135,10 +140,23 @@ def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             path = ()
         if not equals or not path:
             draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
+        elif len(path) > DEEPEST:
+            draft.problem("--set", Said(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it")
         elif _beyond_lists(draft, path):
             draft.problem(f"--set {key}", value, "an existing list entry or the next one", "count entries from 0")
         else:
-            draft.put(path, parse_scalar(value), Origin("flag", f"--set {dotted(path)}"))
+            _override(draft, path, value)
+
+
+def _override(draft: Draft, path: Path, text: str) -> None:
+    origin = Origin("flag", f"--set {dotted(path)}")
+    try:
+        value, oddities = plain(parse_scalar(text))
+    except NotPlainError as error:
+        draft.problems.append(Problem(origin.key, error.found, error.expected, error.hint))
+        return
+    draft.problems += [Problem(origin.key, odd.found, odd.expected, odd.hint) for odd in oddities]
+    draft.put(path, value, origin)
 
 
 def _beyond_lists(draft: Draft, path: Path) -> bool:
@@ -171,48 +189,79 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
             draft.note(f"{refused.key}: {refused.found} is not supported and was left out ({refused.expected})")
     else:
         problems += draft.unsupported
-    config, bad_paths, schema_problems = _validate(draft)
+    config, unknown, schema_problems = _validate(draft)
+    unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
     problems += schema_problems
     for broken in broken_rules(config) if config is not None else ():
-        if not any(broken.path[: len(path)] == path for path in bad_paths):
+        if not _rests_on(broken, unknown):
             key, where = draft.place(broken.path)
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
     if problems or config is None:
-        raise UnresolvedError(list(dict.fromkeys(problems)), dialect, draft.notes)
+        raise UnresolvedError(_once(problems), dialect, draft.notes)
     return Resolved(config, dialect, file, dict(draft.origins), tuple(draft.notes))
 
 
+def _rests_on(broken: Broken, unknown: set[Path]) -> bool:
+    """Whether a rule was broken by a value that is not the user's own."""
+    concerned = (broken.path, *broken.because)
+    return any(place[: len(path)] == path for path in unknown for place in concerned)
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """A value taken out at the gate may be missed further on: what was said about a place first is enough."""
+    gone: set[tuple[str, str | None]] = set()
+    kept: list[Problem] = []
+    for problem in dict.fromkeys(problems):
+        place = (problem.key, problem.file)
+        if problem.found in _MISSED and place in gone:
+            continue
+        gone.add(place)
+        kept.append(problem)
+    return kept
+
+
+_MISSED = ("nothing", "nothing (null)", "neither steps nor epochs")
+
 # Stand-ins for required values that are missing, so that the rules between the others can still be checked.
-_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", "id": "unknown",
-                              "path": "unknown", "prompt": "unknown", "model": {"family": "wan"}}  # fmt: skip
+_DATASET = {"id": "unknown", "path": "unknown"}
+_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", **_DATASET,
+                              "prompt": "unknown", "model": {"family": "wan"}, "datasets": [_DATASET]}  # fmt: skip
 
 
 def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:
-    """Validate; on errors take the bad values out and validate the rest, so that all problems arrive together."""
+    """The config, the paths at which it holds a stand-in instead of what was given, and what was wrong there.
+
+    Only the first look is reported. The ones after it find something the rules between the other values can be
+    checked on, so that all problems arrive together.
+    """
     tree = copy.deepcopy(draft.tree)
-    bad_paths: set[Path] = set()
-    problems: list[Problem] = []
+    unknown: set[Path] = set()
+    problems: list[Problem] | None = None
     for _round in range(4):
         try:
-            return RunConfig.model_validate(tree), bad_paths, problems
+            return RunConfig.model_validate(tree), unknown, problems or []
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            problems += [found for found in problems_of(errors, draft) if found not in problems]
-            for detail in errors:
-                bad_paths.add(_set_aside(tree, detail))
-    return None, bad_paths, problems
+            problems = problems_of(errors, draft) if problems is None else problems
+            unknown |= {_set_aside(tree, known_path(detail["loc"], detail["type"])) for detail in errors}
+    return None, unknown, problems or []
 
 
-def _set_aside(tree: dict[str, Any], error: ErrorDetails) -> Path:
-    path = known_path(error["loc"], error["type"])
+def _set_aside(tree: dict[str, Any], path: Path) -> Path:
+    """Take a bad value out: the whole field it stands in, or a whole dataset of the list; returns which."""
+    inside = 2 if path[:1] == ("datasets",) else 0
+    index = next((i for i, step in enumerate(path) if i >= inside and isinstance(step, int)), len(path))
+    path = path[:index]
     node: Any = tree
     for step in path[:-1]:
-        inside = (isinstance(node, dict) and step in node) or (isinstance(node, list) and isinstance(step, int))
-        node = node[step] if inside else None
+        if isinstance(node, dict):
+            node = node.get(step)
+        else:
+            node = node[step] if isinstance(node, list) and isinstance(step, int) and step < len(node) else None
     if isinstance(node, dict) and path:
         node.pop(path[-1], None)
         if path[-1] in required_names(path[:-1]):
-            node[str(path[-1])] = _STAND_INS.get(str(path[-1]))
-    elif isinstance(node, list) and path and isinstance(path[-1], int):
-        node[path[-1]] = {"id": f"unknown {path[-1]}", "path": "unknown"}
+            node[str(path[-1])] = copy.deepcopy(_STAND_INS.get(str(path[-1])))
+    elif isinstance(node, list) and isinstance(path[-1], int) and path[-1] < len(node):
+        node[path[-1]] = {**_DATASET, "id": f"unknown {path[-1]}"}
     return path

@@ -10,7 +10,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
 from gracetune.config.run_config import RunConfig
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class Broken:
     found: str
     expected: str
     hint: str
+    because: tuple[Path, ...] = ()
+    """Other values the verdict rests on; without them there is nothing to say."""
+
+
+_MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model", "path"))
 
 
 def broken_rules(config: RunConfig) -> list[Broken]:
@@ -31,7 +36,7 @@ def _length(config: RunConfig) -> Iterator[Broken]:
     steps, epochs = config.training.max_steps, config.training.epochs
     if steps is None and epochs is None:
         yield Broken(("training", "max_steps"), "neither steps nor epochs", "one of the two",
-                     "set training.max_steps, for example 2000")  # fmt: skip
+                     "set training.max_steps, for example 2000", (("training", "epochs"),))  # fmt: skip
     if steps is not None and epochs is not None:
         yield Broken(("training", "epochs"), f"{steps} steps and {epochs} epochs", "one of the two",
                      "remove training.epochs or training.max_steps")  # fmt: skip
@@ -63,12 +68,11 @@ def _model(config: RunConfig) -> Iterator[Broken]:
     model, flavour = config.model, _known_flavour(config)
     if model.flavour is not None and flavour is None:
         names = [known.name for known in flavours(model.family)]
-        near = nearest(model.flavour, names)
-        yield Broken(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}",
-                     f"write `{near}`" if near else "choose one of them, or give model.path instead")  # fmt: skip
+        hint = misspelt(model.flavour, names, "choose one of them, or give model.path instead")
+        yield Broken(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}", hint, _MODEL)
     if model.experts != "both" and flavour is not None and not flavour.dual_expert:
         yield Broken(("model", "experts"), model.experts, f"both: {flavour.name} has a single expert",
-                     "remove model.experts")  # fmt: skip
+                     "remove model.experts", _MODEL)  # fmt: skip
 
 
 def _adapter(config: RunConfig) -> Iterator[Broken]:
@@ -85,7 +89,8 @@ def _automagic(config: RunConfig) -> Iterator[Broken]:
     ):  # fmt: skip
         if optimizer.name != "automagic" and limits != type(limits)():
             yield Broken(("optimizer", name), f"limits for {optimizer.name}", "the automagic optimizer",
-                         f"set optimizer.name to automagic or remove optimizer.{name}")  # fmt: skip
+                         f"set optimizer.name to automagic or remove optimizer.{name}",
+                         (("optimizer", "name"),))  # fmt: skip
         if limits.min_lr is not None and limits.max_lr is not None and limits.min_lr > limits.max_lr:
             yield Broken(("optimizer", name, "min_lr"), f"{limits.min_lr:g}", f"at most max_lr, {limits.max_lr:g}",
                          "swap the two")  # fmt: skip
@@ -95,7 +100,8 @@ def _objective(config: RunConfig) -> Iterator[Broken]:
     objective = config.objective
     if objective.min_timestep >= objective.max_timestep:
         yield Broken(("objective", "min_timestep"), str(objective.min_timestep),
-                     f"below max_timestep, {objective.max_timestep}", "widen the window")  # fmt: skip
+                     f"below max_timestep, {objective.max_timestep}", "widen the window",
+                     (("objective", "max_timestep"),))  # fmt: skip
 
 
 def _dataset_ids(config: RunConfig) -> Iterator[Broken]:
@@ -160,10 +166,10 @@ def _references(dataset: Dataset, path: Path, ids: list[str]) -> Iterator[Broken
     wanted = [*dataset.conditioning, *([dataset.source_dataset_id] if dataset.source_dataset_id else [])]
     for name in wanted:
         if name not in ids or name == dataset.id:
-            near = nearest(name, [known for known in ids if known != dataset.id])
             field = "conditioning" if name in dataset.conditioning else "source_dataset_id"
-            yield Broken((*path, field), describe(name), "the id of another dataset of this config",
-                         f"write `{near}`" if near else "add that dataset")  # fmt: skip
+            hint = misspelt(name, [known for known in ids if known != dataset.id], "add that dataset")
+            others = tuple(("datasets", index, "id") for index in range(len(ids)))
+            yield Broken((*path, field), describe(name), "the id of another dataset of this config", hint, others)
 
 
 def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken]:
@@ -172,7 +178,27 @@ def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken
     if dataset.dataset_type in ("image", "video", "audio") and dataset.dataset_type not in readable:
         expected = f"{' or '.join(readable)}, which {flavour.name} learns from"
         yield Broken((*path, "dataset_type"), dataset.dataset_type, expected,
-                     "remove the dataset or choose a model for it")  # fmt: skip
+                     "remove the dataset or choose a model for it", _MODEL)  # fmt: skip
+
+
+def _edit_sources(config: RunConfig) -> Iterator[Broken]:
+    """A model that edits learns from pairs: what the picture was, and what it became."""
+    flavour = _known_flavour(config)
+    if flavour is None or not flavour.edits:
+        return
+    enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
+    masks = {dataset.id for _, dataset in enabled if dataset.conditioning_type == "mask"}
+    edited = {dataset.source_dataset_id for _, dataset in enabled if dataset.conditioning_type != "mask"}
+    trained = [(index, dataset) for index, dataset in enabled if dataset.dataset_type == "image"]
+    if trained and not any(set(dataset.conditioning) - masks or dataset.id in edited for _, dataset in trained):
+        index, dataset = trained[0]
+        fields = ("conditioning", "conditioning_type", "source_dataset_id", "dataset_type")
+        others = tuple(("datasets", other, field) for other in range(len(config.datasets)) for field in fields)
+        yield Broken(("datasets", index, "conditioning"), f"no edit sources for {describe(dataset.id)}",
+                     f"a dataset of the pictures before the edit: {flavour.name} learns from pairs",
+                     "give their folder: `control_path` in ai-toolkit; elsewhere a dataset with `dataset_type: "
+                     "conditioning`, named in `conditioning` (SimpleTuner: `conditioning_data`)",
+                     (*_MODEL, *others))  # fmt: skip
 
 
 RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
@@ -185,4 +211,5 @@ RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _dataset_ids,
     _something_to_train_on,
     _datasets,
+    _edit_sources,
 )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shlex
 import tomllib
-from collections.abc import Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gracetune.config.draft import dotted
+from gracetune.config.plain import MOST_VALUES, NotPlainError, plain, too_deep
 from gracetune.errors import ConfigError, Problem
 
 FORMATS = {
@@ -33,6 +36,8 @@ class Document:
     format: str
     text: str
     data: Any
+    problems: tuple[Problem, ...] = ()
+    """Values no configuration can hold; they are None in `data`, so that the rest can be examined."""
 
     @property
     def name(self) -> str:
@@ -41,7 +46,8 @@ class Document:
     def reparsed(self, text: str | None = None) -> Document:
         """The same file parsed, as it stands or after its text was substituted into."""
         text = self.text if text is None else text
-        return Document(self.path, self.format, text, _parse(text, self.format, str(self.path)))
+        data, problems = _parse(text, self.format, self.name)
+        return Document(self.path, self.format, text, data, problems)
 
 
 def read_document(path: Path) -> Document:
@@ -69,24 +75,50 @@ def _read_text(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise _cannot_read(path, f"byte {error.start} is not UTF-8", "UTF-8 text", "save the file as UTF-8") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL byte in the path
-        raise _cannot_read(path, str(error), "a readable file", f"check its permissions: ls -l {path}") from None
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise _cannot_read(path, reason or str(error), "a readable file", _unreadable(path, error)) from None
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> str:
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EACCES, errno.EPERM):
+        return f"check its permissions: ls -l {path}"
+    if number == errno.ELOOP:
+        return f"the link leads back to itself: ls -l {path}"
+    return "shorten the name" if number == errno.ENAMETOOLONG else "check the path"
 
 
 def _cannot_read(path: Path, found: str, expected: str, hint: str) -> ConfigError:
     return ConfigError([Problem("(file)", found, expected, hint, str(path))])
 
 
-def _parse(text: str, file_format: str, file: str) -> Any:
-    parse = {"JSON": _parse_json, "YAML": _parse_yaml, "TOML": _parse_toml, "env": _parse_env}[file_format]
+def _parse(text: str, file_format: str, file: str) -> tuple[Any, tuple[Problem, ...]]:
+    parse = {"JSON": _parse_json, "YAML": _parse_yaml, "TOML": _parse_toml, "env": parse_env}[file_format]
     try:
-        return parse(text, file)
+        data, oddities = plain(parse(text, file))
     except RecursionError:
-        raise ConfigError([_broken(file, file_format, "", "nesting deeper than any configuration needs")]) from None
+        raise _shapeless(file, too_deep()) from None
+    except NotPlainError as error:
+        raise _shapeless(file, error) from None
+    return data, tuple(
+        Problem(dotted(odd.path) or "(file)", odd.found, odd.expected, odd.hint, file) for odd in oddities
+    )
 
 
-def _broken(file: str, file_format: str, where: str, found: str) -> Problem:
-    hint = f"mend the {file_format} there" if where else f"mend the {file_format}"
+def _shapeless(file: str, error: NotPlainError) -> ConfigError:
+    return ConfigError([Problem("(file)", error.found, error.expected, error.hint, file)])
+
+
+def _broken(file: str, file_format: str, where: str, found: str, hint: str = "") -> Problem:
+    hint = hint or (f"mend the {file_format} there" if where else f"mend the {file_format}")
     return Problem(where or "(file)", found, f"valid {file_format}", hint, file)
+
+
+def _unreadable_value(file: str, file_format: str, error: Exception) -> Problem:
+    """A parser's complaint without a place. Python's own about long numbers is advice for programmers."""
+    if "digits" in str(error):
+        return _broken(file, file_format, "", "a number of thousands of digits", "shorten the number")
+    return _broken(file, file_format, "", f"a value that cannot be read ({error})")
 
 
 class DuplicateKeyError(ValueError):
@@ -119,38 +151,84 @@ def _strict_json(text: str) -> str:
 
 
 def _parse_json(text: str, file: str) -> Any:
+    if not text.strip():
+        return None
+    strict = _strict_json(text)
     try:
-        return json.loads(_strict_json(text), object_pairs_hook=_refuse_duplicates)
+        return json.loads(strict, object_pairs_hook=_refuse_duplicates)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ConfigError([_broken(file, "JSON", where, error.msg)]) from None
     except DuplicateKeyError as error:
-        raise ConfigError([_twice(file, error.key)]) from None
+        raise ConfigError([_twice(file, error.key, _json_line(strict))]) from None
     except ValueError as error:  # a number of more digits than Python converts
-        raise ConfigError([_broken(file, "JSON", "", str(error))]) from None
+        raise ConfigError([_unreadable_value(file, "JSON", error)]) from None
 
 
-def _twice(file: str, key: str, where: str = "") -> Problem:
-    return Problem(key, f"the key twice{where}", "each key once", f"keep one of the two `{key}`", file)
+_KEY_OR_BRACE = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?|[{}]')
+
+
+def _json_line(text: str) -> int:
+    """The line of the first key that its object already has; the text is known to hold one."""
+    objects: list[set[str]] = []
+    for token in _KEY_OR_BRACE.finditer(text):
+        if token[0] == "{":
+            objects.append(set())
+        elif token[0] == "}":
+            objects.pop()
+        elif token[2] is not None:
+            key = json.loads(token[1])
+            if key in objects[-1]:
+                return text.count("\n", 0, token.start()) + 1
+            objects[-1].add(key)
+    raise ValueError("no key stands twice")
+
+
+def _twice(file: str, key: str, line: int) -> Problem:
+    return Problem(key, f"the key twice, again at line {line}", "each key once", f"keep one of the two `{key}`", file)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as text; everyone who writes it means a number."""
+    """YAML 1.1 reads `1e-4` as text and 2025-01-01 as a date; everyone means a number and text."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        mapping: dict[Hashable, Any] = super().construct_mapping(node, deep=deep)
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for (key, _), name in zip(node.value, keys, strict=False):
-            if keys.count(name) > 1 and key.tag != "tag:yaml.org,2002:merge":
-                mark = key.start_mark
-                raise _DuplicateYamlKeyError(name, f", again at line {mark.line + 1}")
-        return mapping
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Called for each mapping, and again for one that others merge. Only as written can a key stand twice in it."""
+        if id(node) not in self._checked:
+            self._checked.add(id(node))
+            _refuse_yaml_duplicates(node)
+        super().flatten_mapping(node)
+        if len(node.value) > MOST_VALUES:  # merges of merges double without end
+            raise NotPlainError(f"more than {MOST_VALUES:,} keys", "fewer", "write out what the merges repeat")
+
+
+def _refuse_yaml_duplicates(node: yaml.MappingNode) -> None:
+    seen: set[tuple[str, str]] = set()
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
+            continue
+        if (key.tag, key.value) in seen:
+            raise _DuplicateYamlKeyError(key.value, key.start_mark.line + 1)
+        seen.add((key.tag, key.value))
+
+
+def _as_text(loader: _Loader, node: yaml.Node) -> str:
+    if not isinstance(node, yaml.ScalarNode):
+        raise yaml.constructor.ConstructorError(None, None, "expected a date", node.start_mark)
+    return str(loader.construct_scalar(node))
+
+
+_MERGE = "tag:yaml.org,2002:merge"
+_DATE = "tag:yaml.org,2002:timestamp"
 
 
 class _DuplicateYamlKeyError(DuplicateKeyError):
-    def __init__(self, key: str, where: str) -> None:
+    def __init__(self, key: str, line: int) -> None:
         super().__init__(key)
-        self.where = where
+        self.line = line
 
 
 class _Dumper(yaml.SafeDumper):
@@ -163,6 +241,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_representer(str, _Dumper.represent_str)
+_Loader.add_constructor(_DATE, _as_text)
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
         "tag:yaml.org,2002:float",
@@ -177,11 +256,19 @@ def one_line_yaml(value: Any) -> str:
     return text.removesuffix("...\n").rstrip("\n")
 
 
+# KeyError and IndexError: `!!bool maybe`, `!!int ""`; ValueError: `!!int x`; TypeError: a list used as a key
+_UNREADABLE = (yaml.YAMLError, LookupError, ValueError, TypeError)
+
+
 def parse_scalar(text: str) -> Any:
     """A value typed on the command line, read as YAML: `4`, `1e-4`, `true`, `[a, b]`; anything unreadable is text."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):
+    except RecursionError:
+        raise too_deep() from None
+    except NotPlainError:
+        raise
+    except _UNREADABLE:
         return text
 
 
@@ -191,12 +278,22 @@ def _parse_yaml(text: str, file: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError([_broken(file, "YAML", where, error.problem or "unreadable text")]) from None
+        found = (error.problem or "unreadable text").removeprefix("found ")
+        raise ConfigError([_broken(file, "YAML", where, found, _yaml_hint(found))]) from None
+    except NotPlainError:
+        raise
     except _DuplicateYamlKeyError as error:
-        raise ConfigError([_twice(file, error.key, error.where)]) from None
-    except (yaml.YAMLError, ValueError, TypeError) as error:
-        # ValueError: an impossible date such as 2025-13-40; TypeError: a list used as a key
-        raise ConfigError([_broken(file, "YAML", "", str(error))]) from None
+        raise ConfigError([_twice(file, error.key, error.line)]) from None
+    except _UNREADABLE as error:
+        raise ConfigError([_unreadable_value(file, "YAML", error)]) from None
+
+
+def _yaml_hint(problem: str) -> str:
+    if r"'\t'" in problem:
+        return "indent with spaces; YAML takes no tabs there"
+    if "another document" in problem:
+        return "keep one document: what follows the second `---` belongs in a file of its own"
+    return ""
 
 
 def _parse_toml(text: str, file: str) -> Any:
@@ -206,24 +303,38 @@ def _parse_toml(text: str, file: str) -> Any:
         place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
         where = f"line {place[1]}, column {place[2]}" if place and place[1] else "end of file"
         raise ConfigError([_broken(file, "TOML", where, str(error).split(" (at ")[0])]) from None
+    except ValueError as error:  # a number of more digits than Python converts, an impossible date
+        raise ConfigError([_unreadable_value(file, "TOML", error)]) from None
 
 
-_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)")
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)")
+_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
-def _parse_env(text: str, file: str) -> dict[str, str]:
+def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None = None) -> dict[str, str]:
+    """As a shell would: `export`, quotes, comments, `+=`.
+
+    With `variable`, `$NAME` is what an earlier line or else `variable` says; without it, such names stay as written.
+    """
     values: dict[str, str] = {}
+
+    def known(found: re.Match[str]) -> str:
+        name = found[1] or found[2]
+        return found[0] if variable is None else values.get(name, variable(name) or "")
+
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         match = _ASSIGNMENT.fullmatch(line)
         if match is None:
-            raise ConfigError([_broken(file, "env", f"line {number}, column 1", line.strip()[:60])])
+            hint = "write NAME=VALUE, without blanks around the sign"
+            raise ConfigError([_broken(file, "env", f"line {number}, column 1", line.strip()[:60], hint)])
+        name, adds, written = match.groups()
         try:
-            words = shlex.split(match[2], comments=True)
+            value = " ".join(shlex.split(written, comments=True))
         except ValueError as error:
-            raise ConfigError(
-                [_broken(file, "env", f"line {number}, column {match.start(2) + 1}", str(error))]
-            ) from None
-        values[match[1]] = " ".join(words)
+            place = f"line {number}, column {match.start(3) + 1}"
+            raise ConfigError([_broken(file, "env", place, str(error))]) from None
+        value = value if written.lstrip().startswith("'") else _REFERENCE.sub(known, value)
+        values[name] = values.get(name, "") + value if adds else value
     return values

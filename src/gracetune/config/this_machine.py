@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path as FilePath
-
-import psutil
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
+from gracetune.config.places import Place, look
 from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
 from gracetune.units import format_bytes
 
+Wrong = tuple[Path, str, str, str]
+"""Path of the value, found, expected, what to do."""
+
 
 def path_problems(resolved: Resolved) -> list[Problem]:
     """Everything a config names on disk that is not there."""
-    return [_problem(resolved, path, *rest) for path, *rest in _missing_paths(resolved)]
+    return [_problem(resolved, path, *rest) for path, *rest in _wrong_paths(resolved)]
 
 
-def size_warnings(resolved: Resolved, host_bytes: int | None = None) -> list[str]:
-    """Limits this machine cannot honour. Only warnings: a config is often checked elsewhere than it runs."""
-    host_bytes = psutil.virtual_memory().total if host_bytes is None else host_bytes
+def limits_memory(resolved: Resolved) -> bool:
+    """Whether the config says anything `size_warnings` could doubt."""
+    return any(dataset.in_memory.memory_limit_gb for dataset in resolved.config.datasets)
+
+
+def size_warnings(resolved: Resolved, host_bytes: int | None) -> list[str]:
+    """Limits this machine cannot honour. Only warnings: a config is often checked elsewhere than it runs.
+
+    `host_bytes` is the main memory a process may use here, GPU memory not counted; None where that is unknown.
+    """
+    if host_bytes is None:
+        return []
     return [
-        f"dataset {dataset.id}: memory_limit_gb {dataset.in_memory.memory_limit_gb:g} is more than this machine's "
-        f"{format_bytes(host_bytes)}; staging will stop at what the machine can spare"
+        f"dataset {dataset.id}: memory_limit_gb {dataset.in_memory.memory_limit_gb:g} is more than the "
+        f"{format_bytes(host_bytes)} a run may use here; staging will stop at what the machine can spare"
         for dataset in resolved.config.datasets
         if (dataset.in_memory.memory_limit_gb or 0) * 1e9 > host_bytes
     ]
@@ -35,7 +45,7 @@ def _problem(resolved: Resolved, path: Path, found: str, expected: str, hint: st
     return Problem(origin.key or dotted(path), found, expected, hint, origin.where or str(resolved.file))
 
 
-def _missing_paths(resolved: Resolved) -> Iterator[tuple[Path, str, str, str]]:
+def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
     config = resolved.config
     for index, dataset in enumerate(config.datasets):
         if not dataset.disabled:
@@ -47,44 +57,44 @@ def _missing_paths(resolved: Resolved) -> Iterator[tuple[Path, str, str, str]]:
         ("adapter", "init_from"): config.adapter.init_from,
     }
     for path, name in weights.items():
-        if name is not None and _is_local(name) and not FilePath(name).expanduser().exists():
-            yield path, f"{name}, which does not exist", "weights on this machine, or a hub id", "check the spelling"
-    output = FilePath(config.output_dir).expanduser()
-    if output.exists() and not output.is_dir():
-        yield ("output_dir",), f"{output}, which is a file", "a folder, or nothing yet", "choose another folder"
+        if name is not None and _is_local(name):
+            yield from _unless(("file", "folder"), path, name, "weights on this machine, or a hub id")
+    yield from _unless(
+        ("folder", "nothing"), ("output_dir",), config.output_dir, "a folder, or nothing yet", "choose another folder"
+    )
     for index, prompt in enumerate(config.validation.prompts):
         for name in prompt.references:
-            if not FilePath(name).expanduser().is_file():
-                place: Path = ("validation", "prompts", index, "references")
-                yield place, f"{name}, which does not exist", "a picture", "check the spelling"
+            yield from _unless(("file",), ("validation", "prompts", index, "references"), name, "a picture")
 
 
-def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[tuple[Path, str, str, str]]:
+def _unless(
+    kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: str = "check the spelling"
+) -> Iterator[Wrong]:
+    place = look(name)
+    if place.kind not in kinds:
+        yield path, f"{name}, {place.words}", expected, hint
+
+
+def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
     if dataset.type == "url" or "://" in dataset.path:
         return
-    folder = FilePath(dataset.path).expanduser()
-    if not folder.exists():
-        yield (*path, "path"), f"{dataset.path}, which does not exist", "the dataset's folder", _near_folder(folder)
-    if dataset.mask.path is not None and not FilePath(dataset.mask.path).expanduser().exists():
-        yield (
-            (*path, "mask", "path"),
-            f"{dataset.mask.path}, which does not exist",
-            "a folder of masks",
-            "check the spelling",
-        )
+    folder = look(dataset.path)
+    if folder.kind != "folder":
+        yield (*path, "path"), f"{dataset.path}, {folder.words}", "the dataset's folder", _folder_hint(folder)
+    if dataset.mask.path is not None:
+        yield from _unless(("folder", "file"), (*path, "mask", "path"), dataset.mask.path, "a folder of masks")
     table = dataset.captions.table
-    if table is not None and not any(place.is_file() for place in (FilePath(table.path), folder / table.path)):
-        yield (
-            (*path, "captions", "table", "path"),
-            f"{table.path}, which does not exist",
-            "a table",
-            "check the spelling",
-        )
+    if table is not None and look(table.path, below=folder.path).kind != "file":
+        yield from _unless(("file",), (*path, "captions", "table", "path"), table.path, "a table")
 
 
-def _near_folder(folder: FilePath) -> str:
-    known = folder
-    while not known.exists() and known != known.parent:
+def _folder_hint(folder: Place) -> str:
+    if folder.kind == "file":
+        return f"name the folder the file lies in: {folder.path.parent}"
+    if folder.kind == "unreachable":
+        return "check the path; or check without folders: --no-paths"
+    known = folder.path
+    while look(known).kind == "nothing" and known != known.parent:
         known = known.parent
     return f"check the spelling: {known} exists, what follows does not; or check without folders: --no-paths"
 

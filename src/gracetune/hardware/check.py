@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gracetune.errors import Problem
 from gracetune.hardware.allocation import AllocationResult
 from gracetune.hardware.machine import Machine
 
@@ -31,7 +32,7 @@ class UvmReport:
     """PyTorch's allocator string, untouched."""
     oversubscription_ratio: float | None = None
     access_pattern: str | None = None
-    problems: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ def gpu(exam: Examination) -> Check:
     seen = f"; {on_bus} NVIDIA device(s) on the PCI bus" if on_bus else ""
     if exam.require_gpu:
         return Check("gpu", "fail", f"no usable GPU, and --require-gpu asks for one{seen}", _get_a_gpu(on_bus))
-    works = "Works here: config, estimate, data, cache audit, adapter tools, demo and tests on tiny models"
-    fails = "Does not: training real models in useful time, unified memory, the GPU parts of bench"
+    works = "Works here: config, estimate, data, demo, and doctor with recordings of other machines"
+    fails = "Does not: unified memory, the GPU parts of bench; training is for a machine with a GPU"
     return Check("gpu", "warn", f"no usable GPU{seen}. {works}. {fails}.", _get_a_gpu(on_bus))
 
 

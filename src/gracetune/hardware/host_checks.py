@@ -142,7 +142,8 @@ def uvm(exam: Examination) -> Check | None:
     if settings is None:
         return None
     if settings.problems:
-        return Check("uvm", "fail", "; ".join(settings.problems), "correct the variable, or unset it")
+        finding = "; ".join(f"{each.key}: found {each.found}, expected {each.expected}" for each in settings.problems)
+        return Check("uvm", "fail", finding, "; ".join(dict.fromkeys(each.hint for each in settings.problems)))
     if not settings.enabled:
         return Check("uvm", "ok", "not asked for in the environment (a run's config can still ask)")
     if not exam.machine.gpus:

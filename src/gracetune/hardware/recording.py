@@ -24,6 +24,7 @@ from typing import Literal, TypeVar
 from pydantic import ValidationError
 
 from gracetune import __version__
+from gracetune.config.places import look
 from gracetune.errors import MachineError
 from gracetune.hardware import cgroup, host
 from gracetune.hardware.driver import CudaDriver, Driver, DriverFacts
@@ -45,13 +46,15 @@ class RecordingHeader(Facts):
 
 def load_recording(folder: Path) -> Machine:
     """The Machine a recording describes; a `MachineError` says what is wrong with one that cannot be read."""
-    if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
+    place = look(folder)
+    if place.kind != "folder":
+        found = {"nothing": "nothing", "file": "a file"}.get(place.kind, place.why)
         raise MachineError(f"{folder}: found {found}, expected a recording's folder. {_HOW}")
+    folder = place.path
     header = _read_json(folder / "recording.json", RecordingHeader)
     driver = _read_json(folder / "driver.json", DriverFacts)
     software = _read_json(folder / "software.json", Software)
-    if not (folder / "proc").is_dir():
+    if look(folder / "proc").kind != "folder":
         raise MachineError(f"{folder}: the folder proc is missing, so this recording is not complete. {_HOW}")
     process = ProcessFacts(architecture=header.architecture, page_size=header.page_size)
     return assemble(HostFiles(folder), driver, process, software)
@@ -86,7 +89,7 @@ def record(
     software: Software | None = None,
 ) -> Machine:
     """Write a recording of this machine and return what it says; the folder must not exist yet or be empty."""
-    _refuse_occupied(folder)
+    folder = _free_place(folder)
     files = _ObservedFiles(root)
     facts = (driver or CudaDriver()).facts(free_memory=True)
     process = process or ProcessFacts.of_this_process()
@@ -104,9 +107,15 @@ def record(
     return load_recording(folder)
 
 
-def _refuse_occupied(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+def _free_place(folder: Path) -> Path:
+    """Where the recording will stand."""
+    place = look(folder)
+    if place.kind == "unreachable":
+        raise MachineError(f"{folder}: cannot be looked at: {place.why}; choose another: --record NEW_DIR")
+    occupied = place.kind == "file" or (place.kind == "folder" and HostFiles(place.path).names("/") != ())
+    if occupied:
         raise MachineError(f"{folder}: already there and not an empty folder; choose a new one: --record NEW_DIR")
+    return place.path
 
 
 def _pretty(model: Facts) -> str:

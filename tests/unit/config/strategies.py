@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,27 @@ from hypothesis import strategies as st
 
 from gracetune.config.explain import schema
 
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20).filter(str.strip)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-10, 10**6) | st.floats(-1e6, 1e6) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=5,
 )
+
+ODD = st.sampled_from([
+    math.nan, -math.inf, 1e308, 10**400, -(10**400), 10**18, "9" * 5000, "\ud800", "a\nb: c", "\x1b[31m", "a\0b",
+    "~nosuchuser/x", "x" * 300, "/" + "d/" * 3000, "2025-01-01", "${X}", "{env:X}", "[name]", "--seed", "1e999", "nan",
+    "{\"a\": NaN}", "[" * 1500, nested(60), nested(40), {"\ud800": 1}, {"k" * 2000: 1}, {"": {}}, [[]], [None], [0.9],
+])  # fmt: skip
+"""What people and their tools do get into files, if rarely."""
 
 
 def valid_values(node: Mapping[str, Any] | None = None) -> st.SearchStrategy[Any]:
@@ -89,4 +105,4 @@ def _mutated_once(draw: st.DrawFn, node: Any) -> Any:
         if action == "inside":
             return [*node[:index], draw(_mutated_once(node[index])), *node[index + 1 :]]
         return [*node[:index], *node[index + 1 :]] if action == "delete" else [*node, node[index]]
-    return draw(PLAIN)
+    return draw(PLAIN | ODD)

@@ -189,7 +189,7 @@ def test_other_things_to_train_are_refused_by_name(tmp_path: Path, name: str) ->
 def test_every_problem_arrives_together(tmp_path: Path) -> None:
     found = problems(
         tmp_path,
-        model={"quantize": True},
+        model={"quantize": True, "qtype": "uint4"},
         train={"steps": "many", "optimizer": "automagic3", "weight_jitter": 0.1},
         datasets=dataset(num_repeats=0, augments=["blur"]),
         network={"linear": -1},
@@ -201,7 +201,8 @@ def test_every_problem_arrives_together(tmp_path: Path) -> None:
 
 
 def test_refusals_can_be_passed(tmp_path: Path) -> None:
-    path = write(tmp_path, job(model={"quantize": True}, train={"diff_output_preservation": True}))
+    keys = {"quantize": True, "qtype": "int8"}
+    path = write(tmp_path, job(model=keys, train={"diff_output_preservation": True}))
     resolved = load(path, environment=Environment({}), allow_unsupported=True)
     assert resolved.config.model.base_precision == "bf16"
     assert "left out" in note(resolved, "model.quantize")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gracetune.config.this_machine import path_problems
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, dataset, note, only_problem, problems, read
 
 I2V = {"arch": "wan22_14b_i2v", "name_or_path": "Wan-AI/Wan2.2-I2V-A14B-Diffusers"}
@@ -275,3 +276,11 @@ def test_a_problem_is_said_once_however_many_resolutions(tmp_path: Path) -> None
 @pytest.mark.parametrize("value", [None, [], {"folder_path": "x"}, "x"])
 def test_no_datasets_is_one_problem(tmp_path: Path, value: Any) -> None:
     assert only_problem(tmp_path, datasets=value).key == "config.process[0].datasets"
+
+
+def test_a_file_of_captions_stands_in_the_folder_it_describes(tmp_path: Path) -> None:
+    captions = tmp_path / "captions.json"
+    captions.write_text("{}", encoding="utf-8")
+    assert path_problems(read(tmp_path, datasets=[{"dataset_path": str(captions)}])) == []
+    (problem,) = path_problems(read(tmp_path, datasets=[{"folder_path": str(captions)}]))
+    assert (problem.key, "which is a file" in problem.found) == ("config.process[0].datasets[0].folder_path", True)

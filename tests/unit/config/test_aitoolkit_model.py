@@ -8,7 +8,19 @@ import pytest
 from gracetune.config import Environment, load
 from gracetune.config.aitoolkit.model import ARCHS, OTHER_ARCHS, TAGS
 from gracetune.config.families import find_flavour
-from unit.config.aitoolkit_jobs import FLUX, SDXL, WAN, job, note, only_problem, problems, read, write
+from unit.config.aitoolkit_jobs import (
+    FLUX,
+    QWEN_EDIT,
+    SDXL,
+    WAN,
+    dataset,
+    job,
+    note,
+    only_problem,
+    problems,
+    read,
+    write,
+)
 
 
 def model(folder: Path, keys: dict[str, Any]) -> Any:
@@ -47,7 +59,8 @@ def test_an_arch_and_its_weights_give_family_and_flavour(
     tmp_path: Path, arch: str, path: str, family: str, flavour: str | None
 ) -> None:
     scheduler = "ddpm" if arch == "sdxl" else "flowmatch"
-    document = job(train={"noise_scheduler": scheduler})
+    sources = {"control_path": "/data/before"} if ARCHS[arch.partition(":")[0]].references else {}
+    document = job(train={"noise_scheduler": scheduler}, datasets=dataset(**sources))
     document["config"]["process"][0]["model"] = {"arch": arch, "name_or_path": path}
     found = read(tmp_path, document).config.model
     assert (found.family, found.flavour, found.path) == (family, flavour, path)
@@ -148,6 +161,64 @@ def test_experts_mean_nothing_to_a_model_without_them(tmp_path: Path) -> None:
 
 def test_vae_tiling_is_passed_on(tmp_path: Path) -> None:
     assert model(tmp_path, {**WAN, "model_kwargs": {"vae_tiling": True}}).vae_tiling is True
+
+
+@pytest.mark.parametrize("qtype", [None, "qfloat8", "float8", "qfloat8_e4m3fn", "qfloat8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["bf16", None])
+def test_a_float8_base_is_held_in_fp8(tmp_path: Path, qtype: str | None, dtype: str | None) -> None:
+    keys = {"quantize": True, "quantize_te": True, "qtype": qtype}
+    resolved = read(tmp_path, model=keys, train={"dtype": dtype})
+    assert resolved.config.model.base_precision == "fp8"
+    assert resolved.config.training.mixed_precision == (dtype or "fp32")
+    assert "round a little differently" in note(resolved, "model.quantize:")
+    assert "more exact than asked" in note(resolved, "model.quantize_te:")
+
+
+@pytest.mark.parametrize("qtype", ["uint4", "int8", "qint8", "nf4", "uint3|owner/adapter.safetensors", "qfloat", 8])
+def test_other_quantised_bases_are_refused_by_name(tmp_path: Path, qtype: Any) -> None:
+    problem = only_problem(tmp_path, model={**FLUX, "quantize": True, "qtype": qtype})
+    assert problem.key == "config.process[0].model.quantize"
+    assert str(qtype) in problem.found
+    assert "qtype: qfloat8" in problem.hint
+
+
+def test_a_text_encoder_has_a_type_of_its_own_except_in_wan(tmp_path: Path) -> None:
+    te = {"quantize_te": True, "qtype_te": "uint4"}
+    assert only_problem(tmp_path, model={**FLUX, **te}).key == "config.process[0].model.quantize_te"
+    assert "more exact" in note(read(tmp_path, model=te), "model.quantize_te:")  # qtype counts, which is not set
+    assert "more exact" in note(read(tmp_path, model={**FLUX, **te, "qtype_te": "float8"}), "model.quantize_te:")
+
+
+def test_a_text_encoder_follows_the_base_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    asked = [text for text in read(tmp_path, model={**FLUX, "quantize": True}).notes if "more exact" in text]
+    assert len(asked) == 1
+    told = read(tmp_path, model={**FLUX, "quantize": True, "quantize_te": False}).notes
+    assert not any("more exact" in text for text in told)
+
+
+def test_what_quantising_cannot_be_combined_with(tmp_path: Path) -> None:
+    full = only_problem(tmp_path, network=None, model={"quantize": True})
+    assert "full fine-tune" in full.expected
+    exclude = {"quantize": True, "quantize_kwargs": {"exclude": ["proj_out"]}}
+    assert only_problem(tmp_path, model=exclude).key.endswith("quantize_kwargs")
+
+
+def test_an_edit_model_without_references_is_asked_for_them(tmp_path: Path) -> None:
+    problem = only_problem(tmp_path, model=QWEN_EDIT)
+    assert problem.key == "config.process[0].datasets[0].control_path"
+    assert "control_path" in problem.hint
+
+
+def test_our_own_words_stand_without_quotes(tmp_path: Path) -> None:
+    assert only_problem(tmp_path, model={"arch": None}).found == "no arch, which means Stable Diffusion 1.5"
+    found = problems(tmp_path, job(trigger_word="${NOT_SET_ANYWHERE}"))
+    assert found["${NOT_SET_ANYWHERE}"].found == "an unset variable"
+
+
+def test_a_reference_that_is_no_path_is_named_where_it_stands(tmp_path: Path) -> None:
+    samples = {"prompts": None, "samples": [{"prompt": "p", "ctrl_img_1": "a.png", "ctrl_img_2": 7}]}
+    document = job(model=QWEN_EDIT, datasets=dataset(control_path="/a"), sample=samples)
+    assert list(problems(tmp_path, document)) == ["sample.samples[0].ctrl_img_2"]
 
 
 def test_quantising_is_refused_and_passing_it_keeps_the_training_dtype(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.draft import Draft, Origin, Path, describe, dotted, leaves, parse_path
+from gracetune.config.draft import Draft, Origin, Path, Said, describe, dotted, parse_path, visible
 
 NAMES = st.from_regex(r"[a-z_][a-z0-9_]*", fullmatch=True)
 PATHS = st.tuples(NAMES, st.lists(st.one_of(NAMES, st.integers(0, 5)), max_size=5)).map(lambda p: (p[0], *p[1]))
@@ -62,7 +62,8 @@ def test_put_tree_gives_every_leaf_its_own_key() -> None:
     draft = Draft("f")
     draft.put_tree(("datasets",), [{"id": "a", "crop": {"style": "center"}}], Origin("file", "datasets", "f"))
     assert draft.origins[("datasets", 0, "crop", "style")].key == "datasets[0].crop.style"
-    assert dict(leaves(draft.tree)) == {("datasets", 0, "id"): "a", ("datasets", 0, "crop", "style"): "center"}
+    assert draft.tree == {"datasets": [{"id": "a", "crop": {"style": "center"}}]}
+    assert set(draft.origins) == {("datasets", 0, "id"), ("datasets", 0, "crop", "style")}
 
 
 def test_found_values_are_described_as_their_writer_knows_them() -> None:
@@ -71,3 +72,26 @@ def test_found_values_are_described_as_their_writer_knows_them() -> None:
     assert texts[:8] == ["true", "nothing (null)", "an empty mapping", "a mapping with 1 keys", "an empty list",
                          "a list of 2", '"x"', "2.5"]  # fmt: skip
     assert len(texts[8]) == 80
+
+
+def test_a_value_inside_another_is_named_with_its_place_in_it() -> None:
+    draft = Draft("f")
+    draft.put(("adapter", "targets"), ["a", 3], Origin("file", "modules", "f.json"))
+    assert draft.place(("adapter", "targets", 1)) == ("modules[1]", "f.json")
+    draft.put(("adapter",), {"targets": [3]}, Origin("flag", "--set adapter"))
+    assert draft.place(("adapter", "targets", 0)) == ("--set adapter.targets[0]", None)
+
+
+def test_our_own_words_are_not_quoted() -> None:
+    assert (describe(Said("an unset variable")), describe("an unset variable")) == (
+        "an unset variable",
+        '"an unset variable"',
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a\nb", "a\\nb"), ("\x1b[1m", "\\x1b[1m"), ("\ud800", "\\ud800"), ("é ✓", "é ✓")]
+)
+def test_what_cannot_be_seen_is_written_as_an_escape(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert describe(text) == f'"{shown}"'

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.alloc_conf import OPTION_NAMES, max_split_bytes, split_alloc_conf
+from gracetune.config.alloc_conf import OPTION_NAMES, AllocConf, max_split_bytes, split_alloc_conf
 from gracetune.config.environment import (
     Environment,
     claim_allocator_options,
@@ -45,7 +45,13 @@ def test_the_rest_is_left_exactly_as_it_was() -> None:
         ("uvm_access_pattern:gpu-first", "one of gpu_first", "uvm_access_pattern:gpu_first"),
         ("uvm_stage1_threshold:1.0", "between 0 and 1", "0.10"),
         ("uvm_stage1_min_bytes:-1", "whole number", "uvm_stage1_min_bytes:0"),
-        ("uvm_stage1_min_bytes:1GiB", "whole number", "uvm_stage1_min_bytes:0"),
+        ("uvm_stage1_min_bytes:1GiB", "whole number", "uvm_stage1_min_bytes:1073741824"),
+        ("uvm_stage1_min_bytes:1e9", "whole number", "uvm_stage1_min_bytes:1000000000"),
+        (f"uvm_stage1_min_bytes:{'9' * 5000}", "whole number", "uvm_stage1_min_bytes:0"),
+        ("USE_UVM:true", "use_uvm", "write use_uvm:True"),
+        ("USE_UVM:false", "use_uvm", "write use_uvm:False"),
+        ("use_uvmm:True", "use_uvm", "write use_uvm:True"),
+        ("uvm_stage1_min_byte:1e9", "uvm_stage1_min_bytes", "write uvm_stage1_min_bytes:1000000000"),
         ("use_uvm:True,use_uvm:False", "once", "keep one"),
     ],
 )
@@ -73,9 +79,31 @@ def test_gh200_variables_beat_the_string_and_switch_uvm_on() -> None:
     assert found.settings["use_uvm"].value is True
 
 
-def test_an_explicit_use_uvm_false_is_not_overruled_by_a_ratio() -> None:
+def test_a_gh200_variable_beats_use_uvm_false_in_the_string() -> None:
     found = memory_settings(Environment({CUDA: "use_uvm:False", "GH200_UVM_ACCESS_PATTERN": "balanced"}))
+    assert (found.settings["use_uvm"].value, found.settings["use_uvm"].variable) == (True, "GH200_UVM_ACCESS_PATTERN")
+
+
+def test_an_empty_variable_is_as_good_as_unset() -> None:
+    variables = {"GH200_UVM_ACCESS_PATTERN": "", "GH200_UVM_STAGE1_THRESHOLD": "  ", "GH200_UVM_NONSENSE": ""}
+    found = memory_settings(Environment({**variables, CUDA: "use_uvm:False"}))
+    assert found.problems == ()
     assert found.settings["use_uvm"].value is False
+
+
+def test_a_near_miss_is_not_left_for_pytorch_to_stumble_over() -> None:
+    environ = {CUDA: "use_uvmm:True,max_split_size_mb:512"}
+    claim_allocator_options(environ, torch_takes_them=False)
+    assert environ == {CUDA: "max_split_size_mb:512"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_split_size_mb", "expandable_segments", "garbage_collection_threshold", "backend", "roundup_power2_divisions",
+     "pinned_use_cuda_host_register", "pinned_num_register_threads", "release_lock_on_cudamalloc", "use_cuda"],
+)  # fmt: skip
+def test_pytorchs_own_options_are_never_taken_for_ours(name: str) -> None:
+    assert split_alloc_conf(f"{name}:1", CUDA) == AllocConf({}, f"{name}:1", ())
 
 
 def test_the_newer_variable_wins_as_it_does_in_pytorch() -> None:

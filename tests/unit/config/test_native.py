@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
 from gracetune.config import native
 from gracetune.config.draft import Origin
 from gracetune.config.run_config import RunConfig
-from gracetune.config.syntax import _parse
+from gracetune.config.syntax import Document
 from unit.config.strategies import valid_values
 
 SLOW_TO_DRAW = settings(
@@ -17,7 +19,9 @@ SLOW_TO_DRAW = settings(
 
 
 def reread(text: str) -> RunConfig:
-    data = _parse(text, "YAML", "x.yaml")
+    document = Document(Path("x.yaml"), "YAML", text, None).reparsed()
+    assert document.problems == ()
+    data = document.data
     assert data.pop(native.VERSION_KEY) == native.VERSION
     return RunConfig.model_validate(data)
 
@@ -55,6 +59,18 @@ def test_every_leaf_names_its_origin() -> None:
     commented = [line for line in text.splitlines() if "  # " in line]
     assert len(commented) == len(flat)
     assert any(line.startswith("  family: sdxl") and line.endswith("# file c.json model_family") for line in commented)
+
+
+@pytest.mark.parametrize("key", ["a\nb: 1", "a\u2028b", "\x85", "k" * 400, "# x"])
+def test_a_key_or_a_file_name_cannot_leave_its_comment(key: str) -> None:
+    config = RunConfig.model_validate(
+        {"name": "n", "output_dir": "o", "model": {"family": "sdxl"}, "datasets": [{"id": "a", "path": "p"}],
+         "optimizer": {"options": {key: 1}}}
+    )  # fmt: skip
+    origins = {("optimizer", "options", key): Origin("file", f"optimizer.options.{key}", f"c\n{key}.yaml")}
+    text = native.write(config, origins)
+    assert reread(text) == config
+    assert len(text.splitlines()) == len(native.write(config).splitlines())
 
 
 def test_the_format_is_plain_yaml() -> None:

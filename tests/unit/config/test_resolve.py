@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 
-from gracetune.config import Environment, Resolved, load
+from gracetune.config import Environment, Resolved, UnresolvedError, load
 from gracetune.config.this_machine import path_problems, size_warnings
 from gracetune.errors import ConfigError, Problem
 from unit.config.strategies import mutated
@@ -149,6 +149,153 @@ def test_each_rule_between_values(tmp_path: Path, changes: dict[str, Any], key: 
     assert key in found or key.rsplit(".", 1)[0] in found
 
 
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ({"optimizer": {"betas": [0.9]}}, ["optimizer.betas"]),
+        ({"optimizer": {"betas": [0.9, 2.0]}}, ["optimizer.betas[1]"]),
+        ({"adapter": {"targets": ["a", 3]}}, ["adapter.targets[1]"]),
+        ({"logging": {"trackers": ["comet"]}}, ["logging.trackers[0]"]),
+        ({"validation": {"prompts": [5, {"prompt": "p"}]}}, ["validation.prompts[0]"]),
+        ({"datasets": ...}, ["datasets"]),
+        ({"datasets": 3}, ["datasets"]),
+        ({"datasets": [3, {"id": "a", "path": "p"}]}, ["datasets[0]"]),
+        (
+            {"datasets": [{"id": 5, "path": "p"}, {"id": "b", "path": "p", "conditioning": ["five"]}]},
+            ["datasets[0].id"],
+        ),
+        ({"datasets": [{"path": "p"}, {"path": "p"}]}, ["datasets[0].id", "datasets[1].id"]),
+        (
+            {"datasets": [{"id": "a", "path": "p", "dataset_type": "audio"}], "model": {"family": "wam"}},
+            ["model.family"],
+        ),
+        ({"model": {}, "datasets": [{"id": "a", "path": "p", "dataset_type": "audio"}]}, ["model.family"]),
+        (
+            {
+                "model": {"family": "qwen_image", "flavour": "edit"},
+                "datasets": [{"id": "a", "path": "p", "conditioning": [5]}],
+            },
+            ["datasets[0].conditioning[0]"],
+        ),
+        ({"training": {"epochs": "x"}}, ["training.epochs"]),
+        ({"optimizer": {"name": "adamm", "limits": {"min_lr": 1e-3}}}, ["optimizer.name"]),
+        ({"objective": {"min_timestep": 1000, "max_timestep": "x"}}, ["objective.max_timestep"]),
+        ({"optimizer": {"lr": float("nan")}}, ["optimizer.lr"]),
+        ({"training": {"max_steps": float("nan")}}, ["training.max_steps"]),
+    ],
+)
+def test_one_mistake_is_one_problem(tmp_path: Path, changes: dict[str, Any], keys: list[str]) -> None:
+    data = {key: value for key, value in {**GOOD, **changes}.items() if value is not ...}
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, data), environment=EMPTY)
+    assert [problem.key for problem in caught.value.problems] == keys
+
+
+def test_an_edit_model_without_edit_sources_is_refused(tmp_path: Path) -> None:
+    edit = {"model": {"family": "qwen_image", "flavour": "edit-2509"}}
+    target = {"id": "after", "path": "a"}
+    sources = {"id": "before", "path": "b", "dataset_type": "conditioning", "conditioning_type": "reference_loose"}
+    found = problems(tmp_path, {**edit, "datasets": [target]})
+    assert list(found) == ["datasets[0].conditioning"]
+    assert "conditioning_data" in found["datasets[0].conditioning"].hint
+    mask = {**sources, "conditioning_type": "mask"}
+    assert list(problems(tmp_path, {**edit, "datasets": [{**target, "conditioning": ["before"]}, mask]})) == [
+        "datasets[0].conditioning"
+    ]
+    resolve(tmp_path, {**edit, "datasets": [{**target, "conditioning": ["before"]}, sources]})
+    resolve(tmp_path, {**edit, "datasets": [target, {**sources, "source_dataset_id": "after"}]})
+    resolve(tmp_path, {"model": {"family": "qwen_image", "flavour": "t2i"}, "datasets": [target]})
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "hint"),
+    [
+        ("name=123", "--set name", "--set name='\"123\"'"),
+        ("datasets[1].in_memory.memory_limit_gb=200GB", "--set datasets[1].in_memory.memory_limit_gb", "=200`"),
+        ("training.batch_size=0", "--set training.batch_size", "--set training.batch_size=1"),
+        ("optimizer.betas=[0.9]", "--set optimizer.betas", "[0.5, 0.5]"),
+        (f"name={'[' * 5000}", "--set name", "nest less deeply"),
+        (f"{'.'.join('a' * 2000)}=1", "--set", "shorten"),
+        ("name=\udcff", "--set name", "\\udcff"),
+        ("optimizer.options.a=.nan", "--set optimizer.options.a", "finite"),
+        ("optimizer.options=&a {b: *a}", "--set optimizer.options", "write the alias out"),
+    ],
+)
+def test_overrides_that_cannot_be_used(tmp_path: Path, override: str, key: str, hint: str) -> None:
+    found = problems(tmp_path, overrides=[override])
+    assert list(found) == [key]
+    assert hint in found[key].hint
+
+
+def test_a_peers_name_in_an_override_gets_ours(tmp_path: Path) -> None:
+    peer = {"model_family": "wan", "model_type": "lora", "output_dir": "o", "optimizer": "adamw_bf16",
+            "max_train_steps": 5, "train_batch_size": 4,
+            "datasets": [{"id": "a", "instance_data_dir": "d"}]}  # fmt: skip
+    path = write(tmp_path, peer)
+    for name, ours in {"train_batch_size": "training.batch_size", "learning_rate": "optimizer.lr"}.items():
+        with pytest.raises(ConfigError) as caught:
+            load(path, environment=EMPTY, overrides=[f"{name}=2"])
+        (problem,) = caught.value.problems
+        assert f"--set {ours}=" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "hint"),
+    [
+        ({"training": {"max_steps": 5, "batch_size": "4"}}, "training.batch_size", "write `4`"),
+        ({"training": {"max_steps": 5, "batch_size": 2.0}}, "training.batch_size", "write `2`"),
+        ({"training": {"max_steps": 5, "batch_size": 2.5}}, "training.batch_size", "give `training.batch_size` 1"),
+        ({"name": 123}, "name", 'write `"123"`'),
+        ({"name": True}, "name", 'write `"true"`'),
+        ({"cache": {"persistent_cache": "yes"}}, "cache.persistent_cache", "write `true`"),
+        ({"adapter": {"targets": "to_q"}}, "adapter.targets", "write `[to_q]`"),
+        ({"adapter": {"kind": "lokrr"}}, "adapter.kind", "write `lokr`"),
+        ({"adapter": {"dropout": "some"}}, "adapter.dropout", "0.5"),
+        ({"datasets": [{"id": "a", "path": "p", "in_memory": {"memory_limit_gb": "200GB"}}]},
+         "datasets[0].in_memory.memory_limit_gb", "write `200`"),
+        ({"datasets": [{"id": "a", "path": "p", "in_memory": {"memory_limit_gb": "512MB"}}]},
+         "datasets[0].in_memory.memory_limit_gb", "1, for example"),
+    ],
+)  # fmt: skip
+def test_hints_say_what_to_type(tmp_path: Path, changes: dict[str, Any], key: str, hint: str) -> None:
+    problem = problems(tmp_path, changes)[key]
+    assert hint in problem.hint
+    assert problem.expected not in problem.hint
+
+
+def test_options_hold_what_json_can_hold(tmp_path: Path) -> None:
+    text = yaml.safe_dump(GOOD) + "optimizer:\n  options: {b: .nan, c: !!binary aGk=, d: 2025-01-01, e: [.inf, 1]}\n"
+    path = tmp_path / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=EMPTY)
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["optimizer.options.b", "optimizer.options.c", "optimizer.options.e[0]"]
+    path.write_text(yaml.safe_dump(GOOD) + "optimizer: {options: {d: 2025-01-01}}\n", encoding="utf-8")
+    assert load(path, environment=EMPTY).config.optimizer.options == {"d": "2025-01-01"}
+
+
+def test_the_dialect_of_a_file_too_broken_to_read_on_is_known(tmp_path: Path) -> None:
+    job = {"job": "extension", "config": {"name": "x", "process": []}}
+    for data, dialect in ((job, "ai-toolkit"), ([{"id": "a", "instance_data_dir": "d"}], "simpletuner")):
+        with pytest.raises(UnresolvedError) as caught:
+            load(write(tmp_path, data), environment=EMPTY)
+        assert caught.value.dialect == dialect
+
+
+def test_an_empty_file_is_called_so(tmp_path: Path) -> None:
+    for name in ("a.json", "a.yaml", "a.toml", "a.env"):
+        path = tmp_path / name
+        path.write_text("# nothing\n" if name != "a.json" else "", encoding="utf-8")
+        with pytest.raises(ConfigError) as caught:
+            load(path, environment=EMPTY)
+        assert caught.value.problems[0].found == "an empty file"
+    (tmp_path / "b.env").write_text("A=1\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path / "b.env", environment=EMPTY)
+    assert caught.value.problems[0].found == "an env file of another kind"
+
+
 def test_overrides_reach_into_lists_but_leave_no_holes(tmp_path: Path) -> None:
     resolved = resolve(tmp_path, overrides=["datasets[1].repeats=3", "optimizer.lr=1e-5", "adapter.targets=[a, b]"])
     assert resolved.config.datasets[1].repeats == 3
@@ -182,6 +329,44 @@ def test_what_is_not_on_this_machine(tmp_path: Path) -> None:
     (warning,) = size_warnings(resolved, host_bytes=64 * 10**9)
     assert "200" in warning
     assert size_warnings(resolved, host_bytes=10**12) == []
+
+
+@pytest.mark.parametrize("name", ["~nosuchuser/x", "x" * 300, "nul\0byte", "a/" * 3000])
+def test_paths_that_cannot_be_looked_at_are_problems(tmp_path: Path, name: str) -> None:
+    changes = {
+        "output_dir": name,
+        "model": {"family": "wan", "path": f"/{name}" if not name.startswith("~") else name},
+        "datasets": [{"id": "a", "path": name, "mask": {"path": name}, "captions": {"table": {"path": name}}}],
+        "validation": {"prompts": [{"prompt": "p", "references": [name]}]},
+    }
+    found = {problem.key for problem in path_problems(resolve(tmp_path, changes))}
+    assert found >= {"output_dir", "datasets[0].path", "datasets[0].mask.path", "datasets[0].captions.table.path"}
+    assert "validation.prompts[0].references" in found
+
+
+def test_a_file_is_no_dataset_folder(tmp_path: Path) -> None:
+    file = tmp_path / "clip.mp4"
+    file.write_text("x", encoding="utf-8")
+    (problem,) = path_problems(resolve(tmp_path, {"datasets": [{"id": "a", "path": str(file)}]}))
+    assert "which is a file" in problem.found
+    assert str(tmp_path) in problem.hint
+
+
+def test_captions_in_a_table_below_the_folder_or_beside_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "inside.csv").write_text("x", encoding="utf-8")
+    (tmp_path / "beside.csv").write_text("x", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("inside.csv", 0), ("beside.csv", 0), ("nowhere.csv", 1)):
+        dataset = {"id": "a", "path": "data", "captions": {"table": {"path": name}}}
+        assert len(path_problems(resolve(tmp_path, {"datasets": [dataset]}))) == count
+
+
+def test_without_a_known_size_nothing_is_warned_about(tmp_path: Path) -> None:
+    dataset = {"id": "a", "path": "p", "in_memory": {"memory_limit_gb": 1e9}}
+    assert size_warnings(resolve(tmp_path, {"datasets": [dataset]}), host_bytes=None) == []
 
 
 RAMP = {"enabled": True, "initial_effective_batch_size": 4, "target_effective_batch_size": 8, "batch_rampup_steps": 10}

@@ -59,7 +59,8 @@ def test_a_misspelt_family_hides_nothing(tmp_path: Path) -> None:
 )
 def test_flavours(tmp_path: Path, family: str, theirs: str, ours: str, experts: str) -> None:
     kind = "audio" if family == "stable_audio" else "image"
-    datasets = [{**IMAGES[0], "dataset_type": kind}]
+    sources = {**IMAGES[0], "id": "sources", "dataset_type": "conditioning", "conditioning_type": "reference_strict"}
+    datasets = [{**IMAGES[0], "dataset_type": kind, "conditioning_data": "sources"}, sources]
     model = config(tmp_path, {"model_family": family, "model_flavour": theirs}, datasets=datasets).model
     assert (model.flavour, model.experts) == (ours, experts)
     assert find_flavour(family, ours) is not None

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.errors import Problem
 from gracetune.hardware import gpu_checks, host_checks
 from gracetune.hardware.allocation import AllocationResult, skipped
 from gracetune.hardware.check import Check, Examination, UvmReport
@@ -16,6 +17,9 @@ from gracetune.units import GIB, KIB, MIB
 from unit.hardware.machines import NAMES, load
 
 SKIPPED = skipped(1.5, "not here")
+RATIO = Problem(
+    "PYTORCH_CUDA_ALLOC_CONF", "uvm_oversubscription_ratio:5.0x", "a number", "write uvm_oversubscription_ratio:5.0"
+)
 
 
 def exam(machine: Machine | str, **facts: Any) -> Examination:
@@ -309,7 +313,7 @@ def test_pages_on_superchips(size: int | None, mode: str | None, page: str | Non
     [
         ("gh200-numa", UvmReport(), "ok"),
         ("gh200-numa", UvmReport(enabled=True, oversubscription_ratio=5.0, access_pattern="cpu_first"), "ok"),
-        ("gh200-numa", UvmReport(enabled=True, problems=("PYTORCH_CUDA_ALLOC_CONF: found 5.0x",)), "fail"),
+        ("gh200-numa", UvmReport(enabled=True, problems=(RATIO,)), "fail"),
         ("x86-h200", UvmReport(enabled=True), "warn"),
         ("gb10", UvmReport(enabled=True), "warn"),
         ("cpu-only", UvmReport(enabled=True), "warn"),
@@ -318,6 +322,12 @@ def test_pages_on_superchips(size: int | None, mode: str | None, page: str | Non
 )
 def test_uvm_settings(name: str, uvm: UvmReport, status: str) -> None:
     assert run(host_checks.uvm, exam(name, uvm=uvm)).status == status
+
+
+def test_what_to_type_is_the_remedy() -> None:
+    result = run(host_checks.uvm, exam("gh200-numa", uvm=UvmReport(enabled=True, problems=(RATIO,))))
+    assert result.remedy == RATIO.hint
+    assert "5.0x" in result.finding
 
 
 def test_the_worst_policy_is_named() -> None:
@@ -347,7 +357,7 @@ def test_allocation_results() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_finding_is_readable_everywhere(name: str) -> None:
-    settings = UvmReport(enabled=True, access_pattern="gpu_first", problems=("X: found a, expected b",))
+    settings = UvmReport(enabled=True, access_pattern="gpu_first", problems=(RATIO,))
     for uvm in (None, UvmReport(), settings):
         diagnosis = diagnose(exam(name, uvm=uvm, require_gpu=True))
         names = [check.name for check in diagnosis.checks]

@@ -157,7 +157,7 @@ def test_the_environment_is_reported() -> None:
     assert found.problems == ()
     broken = uvm_report(Environment({"GH200_UVM_OVERSUBSCRIPTION_RATIO": "5.0x"}))
     assert len(broken.problems) == 1
-    assert "GH200_UVM_OVERSUBSCRIPTION_RATIO" in broken.problems[0]
+    assert broken.problems[0].key == "GH200_UVM_OVERSUBSCRIPTION_RATIO"
 
 
 def test_settings_of_this_machine_do_not_count_for_a_recorded_one() -> None:
@@ -214,3 +214,17 @@ def test_a_machine_with_a_driver_runs_the_test_and_reports_it(
     statuses = {check["name"]: check["status"] for check in found["checks"]}
     assert statuses["allocation"] == "ok"
     assert run.returncode == (1 if "fail" in statuses.values() else 0)
+
+
+@pytest.mark.parametrize("place", ["folder", "missing/report.json", "file/report.json", "x" * 300])
+def test_a_report_that_cannot_be_written_is_refused_before_the_examination(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    never = DoctorOptions(output=Path(place), scale=-1)  # the examination itself would complain about the scale
+    with pytest.raises(ConfigError) as caught:
+        run_doctor(never, Environment({}))
+    assert caught.value.problems[0].key == "--output"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]

@@ -180,3 +180,11 @@ def test_damaged_proc_files_become_unknown_and_no_error(tmp_path: Path) -> None:
     machine = load_recording(folder)
     assert machine.host.mem_total is None
     assert machine.profile.value == "superchip"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "~nosuchuser/x", "nul\0byte"])
+def test_paths_that_cannot_be_looked_at_are_errors_of_ours(name: str) -> None:
+    with pytest.raises(MachineError, match="expected a recording"):
+        load_recording(Path(name))
+    with pytest.raises(MachineError, match="--record NEW_DIR"):
+        record(Path(name))

@@ -7,7 +7,7 @@ from typing import Any
 
 from gracetune.config.aitoolkit.dataset_keys import DATASET
 from gracetune.config.aitoolkit.dataset_parts import Cut, Entry, put_controls, put_dataset
-from gracetune.config.aitoolkit.keys import Block, Reading, block_of, check, number, whole
+from gracetune.config.aitoolkit.keys import PEER, Block, Reading, block_of, check, number, whole
 from gracetune.config.aitoolkit.model import Target
 from gracetune.config.aitoolkit.train import Training
 
@@ -25,6 +25,9 @@ def read_datasets(reading: Reading, process: Block, target: Target, training: Tr
     ]
     for index, cut in enumerate(cuts):
         put_dataset(reading, cut, ("datasets", index))
+        if target.edits:  # named so where it is missed
+            key = cut.entry.block.key("control_path")
+            reading.draft.default(("datasets", index, "conditioning"), [], PEER, key)
     # After the datasets themselves, so that these keep the order of the file.
     free = len(cuts)
     for index, cut in enumerate(cuts):

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from gracetune.config.draft import Draft, Origin, Path
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 PEER = "ai-toolkit"
 
@@ -174,12 +174,9 @@ def put_rows(reading: Reading, block: Block, table: Table, root: Path = ()) -> N
 
 def _unknown(reading: Reading, block: Block, name: str, table: Table) -> None:
     section = block.prefix.rpartition(".")[2].partition("[")[0] or "the file"
-    near = nearest(name, table)
     home = next((other for other, keys in reading.tables.items() if name in keys and keys is not table), None)
     if home is not None:
         hint = f"move it to `{home}`"
-    elif near is not None:
-        hint = f"write `{near}`"
     else:
-        hint = "remove it: ai-toolkit ignores a key it does not know, here it is an error"
+        hint = misspelt(name, table, "remove it: ai-toolkit ignores a key it does not know, here it is an error")
     reading.draft.problem(block.key(name), block.get(name), f"a key that ai-toolkit knows in {section}", hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gracetune.config.aitoolkit.keys import (
@@ -17,8 +17,10 @@ from gracetune.config.aitoolkit.keys import (
     put_rows,
     refused_unless,
 )
+from gracetune.config.aitoolkit.quantised import read_base, read_text_encoder
+from gracetune.config.draft import Said
 from gracetune.config.families import Flavour, find_flavour, flavours
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,6 @@ OTHER_ARCHS = (
 )  # fmt: skip
 """Models that ai-toolkit trains and we do not."""
 
-_NO_QUANTISING = "false: the weights are kept in the training dtype, for which there is room in 96 GB"
 _OTHER_LORA = "nothing: a second LoRA under the trained one is not loaded here"
 
 MODEL: Table = {
@@ -89,10 +90,9 @@ MODEL: Table = {
     "ignore_if_contains": Known.BY_HAND,
     "only_if_contains": Known.BY_HAND,
     **dict.fromkeys(SWITCHES, Known.BY_HAND),
+    **dict.fromkeys(("quantize", "quantize_te", "qtype", "qtype_te", "quantize_kwargs"), Known.BY_HAND),
     "vae_path": Put(("model", "vae_path")),
     "te_name_or_path": Put(("model", "text_encoder_path")),
-    "quantize": refused_unless(False, _NO_QUANTISING),
-    "quantize_te": refused_unless(False, _NO_QUANTISING),
     "accuracy_recovery_adapter": refused_unless(None, "nothing: it mends quantised weights, and none are here"),
     "text_encoder_bits": refused_unless(16, "16: text encoders are not quantised here"),
     "lora_path": refused_unless(None, _OTHER_LORA),
@@ -112,8 +112,8 @@ MODEL: Table = {
     "split_model_over_gpus": refused_unless(False, "false: a model is not split over GPUs here"),
     **dict.fromkeys(
         (
-            "dtype", "vae_device", "te_device", "low_vram", "auto_memory", "layer_offloading", "qtype", "qtype_te",
-            "layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent", "quantize_kwargs",
+            "dtype", "vae_device", "te_device", "low_vram", "auto_memory", "layer_offloading",
+            "layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent",
             "latent_space_version", "refiner_start_at", "split_model_other_module_param_count_scale",
             "compile_mode", "compile_fullgraph", "compile_dynamic", "cache_size_limit",
         ),
@@ -137,6 +137,12 @@ class Target:
     flavour: Flavour | None
     match_target_res: bool
     """References take the size of the image they belong to, not a size of their own."""
+    quantised: bool = False
+    """The base weights are held in fp8, whatever the training dtype is."""
+
+    @property
+    def edits(self) -> bool:
+        return self.flavour is not None and self.flavour.edits
 
     @property
     def transformer(self) -> bool:
@@ -161,12 +167,15 @@ def read_model(reading: Reading, value: Any, prefix: str, *, dtype: Any, adapter
     flavour = _weights(reading, block, arch, name)
     reading.put(("model", "family"), arch.family, block.key("arch"))
     _precisions(reading, block, dtype)
+    quantised = read_base(reading, block, adapter=adapter)
+    # upstream's Wan quantises both alike
+    read_text_encoder(reading, block, "qtype" if arch.family == "wan" else "qtype_te")
     _extras(reading, block)
     _compile(reading, block)
     _layers(reading, block, adapter)
     if block.flag(reading, "is_v_pred", False):
         reading.put(("objective", "prediction"), "v_prediction", block.key("is_v_pred"))
-    return _kwargs(reading, block, arch, flavour)
+    return replace(_kwargs(reading, block, arch, flavour), quantised=quantised)
 
 
 def _arch(reading: Reading, block: Block) -> tuple[Arch, str]:
@@ -175,17 +184,18 @@ def _arch(reading: Reading, block: Block) -> tuple[Arch, str]:
     if name is None:
         switch = next((switch for switch in SWITCHES if block.flag(reading, switch, False)), None)
         name, key = (SWITCHES[switch], block.key(switch)) if switch else (None, key)
-        found = f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5"
+        found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
     plain = name.partition(":")[0] if isinstance(name, str) else None
     if plain in ARCHS:
         return ARCHS[plain], str(name)
-    near = nearest(plain, ARCHS) if plain is not None and plain not in OTHER_ARCHS else None
-    hint = f"write `arch: {near}`" if near else "train it with ai-toolkit, or choose one of these models"
+    other = "train it with ai-toolkit, or choose one of these models"
+    hint = other if plain in OTHER_ARCHS else misspelt(plain, ARCHS, other, write="arch: {}")
     reading.draft.problem(key, found, f"one of {', '.join(ARCHS)}", hint)
     return _UNKNOWN_ARCH, ""
 
 
 def _weights(reading: Reading, block: Block, arch: Arch, name: str) -> Flavour | None:
+    """The flavour, from the weights' published name, the arch's tag, or an arch that has only one."""
     path, key = block.get("name_or_path"), block.key("name_or_path")
     guess = TAGS.get(name) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
     if path is None:
@@ -193,21 +203,27 @@ def _weights(reading: Reading, block: Block, arch: Arch, name: str) -> Flavour |
         reading.draft.problem(key, None, "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
         return None
     reading.put(("model", "path"), path, key)
-    if isinstance(path, str) and path.startswith(("http://", "https://")):
-        reading.draft.problem(key, path, "a hub id, a folder or a file", "download the file and name it here")
     published = _published(arch.family, path)
-    if arch.flavours and published is not None and published.name not in arch.flavours:
-        named = [known.weights for known in flavours(arch.family) if known.name in arch.flavours]
-        reading.draft.problem(
-            key, path, f"weights of {name}, such as {' or '.join(named)}", "change arch or the weights"
-        )
+    if _mistaken(reading, key, path, (arch, name), published):
         return None
-    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
-        reading.draft.problem(key, path, "FLUX.1 weights: Flex is another model", "choose another model")
     flavour = published or (find_flavour(arch.family, guess) if guess else None)
     if flavour is not None:
         reading.put(("model", "flavour"), flavour.name, key if published else block.key("arch"))
     return flavour
+
+
+def _mistaken(reading: Reading, key: str, path: Any, wanted: tuple[Arch, str], published: Flavour | None) -> bool:
+    """Report weights that cannot be what the arch needs; whether they are those of another arch."""
+    arch, name = wanted
+    if isinstance(path, str) and path.startswith(("http://", "https://")):
+        reading.draft.problem(key, path, "a hub id, a folder or a file", "download the file and name it here")
+    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
+        reading.draft.problem(key, path, "FLUX.1 weights: Flex is another model", "choose another model")
+    if not arch.flavours or published is None or published.name in arch.flavours:
+        return False
+    named = " or ".join(known.weights for known in flavours(arch.family) if known.name in arch.flavours)
+    reading.draft.problem(key, path, f"weights of {name}, such as {named}", "change arch or the weights")
+    return True
 
 
 def _published(family: str, path: Any) -> Flavour | None:
@@ -269,7 +285,8 @@ def _experts(reading: Reading, kwargs: Block) -> None:
     low = kwargs.flag(reading, "train_low_noise", True)
     if not high and not low:
         key = kwargs.key("train_high_noise")
-        reading.draft.problem(key, "neither expert to train", "at least one of the two", "set one of them to true")
+        found = Said("neither expert to train")
+        reading.draft.problem(key, found, "at least one of the two", "set one of them to true")
     elif high != low:
         name = "train_low_noise" if high else "train_high_noise"
         reading.put(("model", "experts"), "high" if high else "low", kwargs.key(name))

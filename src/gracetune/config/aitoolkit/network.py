@@ -18,7 +18,7 @@ from gracetune.config.aitoolkit.keys import (
     refused_unless,
 )
 from gracetune.config.aitoolkit.model import Target
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "loha", "dora": "dora"}
 OTHER_KINDS = ("lorm", "fullrank")
@@ -81,8 +81,7 @@ def _kind(reading: Reading, block: Block) -> str:
     if isinstance(name, str) and name.lower() in OTHER_KINDS:
         reading.draft.refuse(key, name, f"one of {', '.join(KINDS)}", "without it a plain LoRA is trained")
     else:
-        near = nearest(name, KINDS) if isinstance(name, str) else None
-        hint = f"write `type: {near}`" if near else "choose one of them"
+        hint = misspelt(name, KINDS, "choose one of them", write="type: {}")
         reading.draft.problem(key, name, f"one of {', '.join(KINDS)}", hint)
     return "lora"
 

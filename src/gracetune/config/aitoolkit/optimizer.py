@@ -7,7 +7,7 @@ from typing import Any
 
 from gracetune.config.aitoolkit.keys import Block, Reading, block_of, number, real
 from gracetune.config.draft import Path
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
 _STAGES = ("high_noise", "low_noise")
@@ -86,8 +86,7 @@ def read_optimizer(reading: Reading, block: Block, params: Block) -> None:
 
 def _not_ours(reading: Reading, block: Block, name: Any) -> None:
     key, expected = block.key("optimizer"), f"one of {', '.join(OPTIMIZERS)}"
-    near = nearest(name, OPTIMIZERS) if isinstance(name, str) else None
-    hint = f"write `optimizer: {near}`" if near else "choose one of them"
+    hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
         reading.draft.refuse(key, name, expected, f"{hint}; --allow-unsupported takes adamw")
     else:
@@ -148,9 +147,7 @@ def _unknown_param(reading: Reading, params: Block, name: str, peer: Peer) -> No
         expected, hint = "the automagic optimizer", "write `optimizer: automagic`, or remove it"
     else:
         known = ["weight_decay", "betas", "eps", *peer.options, *(limits if peer.ours == "automagic" else [])]
-        near = nearest(name, known)
-        expected = f"an option of {peer.ours}: {', '.join(known)}"
-        hint = f"write `{near}`" if near else "remove it"
+        expected, hint = f"an option of {peer.ours}: {', '.join(known)}", misspelt(name, known, "remove it")
     reading.draft.problem(params.key(name), params.get(name), expected, hint)
 
 
@@ -171,8 +168,7 @@ def read_schedule(reading: Reading, block: Block) -> None:
     params = block_of(reading, block.get("lr_scheduler_params"), block.key("lr_scheduler_params"))
     for param in params.values:
         if param not in _SCHEDULE_PARAMS:
-            near = nearest(param, _SCHEDULE_PARAMS)
-            hint = f"write `{near}`" if near else "remove it"
+            hint = misspelt(param, _SCHEDULE_PARAMS, "remove it")
             reading.draft.problem(params.key(param), params.get(param), f"one of {', '.join(_SCHEDULE_PARAMS)}", hint)
     reading.harmless += [params.key(param) for param in _SET_BY_UPSTREAM if params.get(param) is not None]
     if name not in _SCHEDULES:
@@ -191,8 +187,7 @@ def read_schedule(reading: Reading, block: Block) -> None:
 
 
 def _no_such_schedule(reading: Reading, block: Block, name: Any) -> None:
-    near = nearest(name, _SCHEDULES) if isinstance(name, str) else None
-    hint = f"write `{near}`" if near else "choose one of them"
+    hint = misspelt(name, _SCHEDULES, "choose one of them")
     if name in ("step", "polynomial", "piecewise_constant"):
         reading.draft.refuse(block.key("lr_scheduler"), name, f"one of {', '.join(_SCHEDULES)}", hint)
     else:

@@ -14,9 +14,9 @@ from gracetune.config.aitoolkit.network import NETWORK, read_network
 from gracetune.config.aitoolkit.samples import SAMPLE, read_samples
 from gracetune.config.aitoolkit.train import read_logging, read_save, read_train
 from gracetune.config.aitoolkit.train_keys import LOGGING, SAVE, TRAIN
-from gracetune.config.draft import Draft
+from gracetune.config.draft import Draft, Said
 from gracetune.config.environment import Environment
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError
 
@@ -27,9 +27,6 @@ OTHER_TRAINERS = (
     "slider", "slider_old", "vae", "lora_hack", "rescale_sd", "esrgan", "reference", "textual_inversion_trainer",
     "concept_slider", "concept_replacer", "ultimate_slider_trainer", "image_reference_slider_trainer",
 )  # fmt: skip
-
-_LONGEST_NUMBER = 1024
-"""In bits: what still fits a float."""
 
 TOP: Table = {"job": Known.BY_HAND, "config": Known.BY_HAND, "meta": Known.HARMLESS}
 _JOB_WIDE = ("training_folder", "training_seed")
@@ -108,8 +105,13 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
 
     text = _VARIABLE.sub(value, document.text)
     for name in missing:
-        draft.problem(f"${{{name}}}", "an unset variable", "its value in the environment", f"export {name}=...")
-    return document.data if text == document.text else document.reparsed(text).data
+        found, expected = Said("an unset variable"), "its value in the environment"
+        draft.problem(f"${{{name}}}", found, expected, f"export {name}=...")
+    if text == document.text:
+        return document.data
+    substituted = document.reparsed(text)
+    draft.problems += substituted.problems
+    return substituted.data
 
 
 def _job(reading: Reading, top: Block) -> None:
@@ -118,8 +120,8 @@ def _job(reading: Reading, top: Block) -> None:
     if job in OTHER_JOBS:
         draft.problem("job", job, f"{' or '.join(JOBS)}: only training is done here", "use ai-toolkit for it")
     elif job not in JOBS:
-        near = nearest(job, JOBS) if isinstance(job, str) else None
-        draft.problem("job", job, " or ".join(JOBS), f"write `job: {near or 'extension'}`")
+        hint = misspelt(job, JOBS, "write `job: extension`", write="job: {}")
+        draft.problem("job", job, " or ".join(JOBS), hint)
     if not isinstance(config, Mapping):
         draft.problem("config", config, "a mapping with `name` and `process`", "start from a file in examples/")
     if job not in JOBS or not isinstance(config, Mapping):
@@ -130,28 +132,15 @@ def _named(reading: Reading, top: Block) -> Block:
     """`config` with `[name]` replaced by the job's name wherever it is written."""
     config = block_of(reading, top.get("config"), "config")
     name = config.get("name")
-    return Block(_replaced(reading, config.values, name if isinstance(name, str) else "[name]", {}), config.prefix)
+    return Block(_replaced(config.values, name if isinstance(name, str) else "[name]"), config.prefix)
 
 
-def _replaced(reading: Reading, value: Any, name: str, done: dict[int, Any]) -> Any:
-    """A copy of plain data. YAML lets a value contain itself and a number have a million digits; neither is plain."""
+def _replaced(value: Any, name: str) -> Any:
     if isinstance(value, str):
         return value.replace("[name]", name)
-    if isinstance(value, int) and value.bit_length() > _LONGEST_NUMBER:
-        reading.draft.problem("(file)", "a number of hundreds of digits", "a number one could mean", "shorten it")
-        raise ConfigError(reading.draft.problems)
-    if not isinstance(value, Mapping | list):
-        return value
-    if id(value) not in done:
-        done[id(value)] = None
-        if isinstance(value, list):
-            done[id(value)] = [_replaced(reading, item, name, done) for item in value]
-        else:
-            done[id(value)] = {key: _replaced(reading, item, name, done) for key, item in value.items()}
-    if done[id(value)] is None:
-        reading.draft.problem("(file)", "a value that contains itself", "plain nesting", "write the alias out")
-        raise ConfigError(reading.draft.problems)
-    return done[id(value)]
+    if isinstance(value, list):
+        return [_replaced(item, name) for item in value]
+    return {key: _replaced(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _process(reading: Reading, config: Block) -> Block:
@@ -163,12 +152,12 @@ def _process(reading: Reading, config: Block) -> Block:
         raise ConfigError(reading.draft.problems)
     if len(processes) > 1:
         hint = "give each a file of its own; the first is the one checked here"
-        reading.draft.problem(key, f"{len(processes)} processes", "one trainer", hint)
+        reading.draft.problem(key, Said(f"{len(processes)} processes"), "one trainer", hint)
     process = block_of(reading, processes[0], f"{key}[0]")
     kind = process.get("type")
     if kind not in TRAINERS:
-        near = nearest(kind, TRAINERS) if isinstance(kind, str) and kind not in OTHER_TRAINERS else None
-        hint = f"write `type: {near}`" if near else "use ai-toolkit for it: we train adapters and whole models"
+        other = "use ai-toolkit for it: we train adapters and whole models"
+        hint = other if kind in OTHER_TRAINERS else misspelt(kind, TRAINERS, other, write="type: {}")
         reading.draft.problem(process.key("type"), kind, f"one of {', '.join(TRAINERS)}", hint)
         raise ConfigError(reading.draft.problems)
     return process

@@ -21,7 +21,7 @@ from gracetune.config.aitoolkit.keys import (
     refused_unless,
 )
 from gracetune.config.draft import Path
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 _ADAPTERS_ONLY = "nothing: adapters that take images are not trained here"
 
@@ -169,8 +169,7 @@ def _with_flags(reading: Reading, item: Block, trigger: Any) -> Block:
         elif flag in _REFUSED_FLAGS:
             reading.draft.refuse(key, content.strip(), _REFUSED_FLAGS[flag], "remove the flag from the prompt")
         else:
-            near = nearest(flag, _FLAGS)
-            hint = f"write `--{near}`" if near else "remove it, or put a space after the dashes"
+            hint = misspelt(flag, _FLAGS, "remove it, or put a space after the dashes", write="--{}")
             reading.draft.problem(key, content.strip(), f"one of --{', --'.join(_FLAGS)}", hint)
     return Block({**item.values, **found, "prompt": text.strip()}, item.prefix, keys)
 
@@ -184,10 +183,10 @@ def _prompt(reading: Reading, item: Block, index: int, block: Block) -> None:
     check(reading, item, ITEM)
     put_rows(reading, item, ITEM, root)
     reading.put((*root, "prompt"), item.get("prompt"), item.key("prompt"))
-    first = item.get("ctrl_img") if item.get("ctrl_img") is not None else item.get("ctrl_img_1")
-    references = [name for name in (first, item.get("ctrl_img_2"), item.get("ctrl_img_3")) if name]
-    if references:
-        reading.put((*root, "references"), references, item.prefix)
+    first = "ctrl_img" if item.get("ctrl_img") is not None else "ctrl_img_1"
+    references = [name for name in (first, "ctrl_img_2", "ctrl_img_3") if item.get(name)]
+    for place, name in enumerate(references):
+        reading.put((*root, "references", place), item.get(name), item.key(name))
     if item.get("fps") is not None and number(item.get("fps")) != reading.draft.get(("validation", "fps")):
         reading.draft.refuse(item.key("fps"), item.get("fps"), "the fps of all samples: set it in `sample`")
     strength = block.get("network_multiplier")

@@ -11,7 +11,8 @@ from gracetune.config.aitoolkit.keys import Block, Reading, block_of, check, num
 from gracetune.config.aitoolkit.model import Target
 from gracetune.config.aitoolkit.optimizer import read_optimizer, read_schedule
 from gracetune.config.aitoolkit.train_keys import EMA, LOGGING, SAVE, TRAIN
-from gracetune.config.spelling import nearest
+from gracetune.config.draft import Said
+from gracetune.config.spelling import misspelt
 
 TIMESTEPS = {
     "sigmoid": "sigmoid", "linear": "uniform", "weighted": "weighted", "one_step": "one_step",
@@ -44,7 +45,7 @@ def read_train(reading: Reading, block: Block, params: Block, target: Target) ->
     _accumulation(reading, block)
     put_rows(reading, block, TRAIN)
     _length(reading, block, target)
-    _precision(reading, block)
+    _precision(reading, block, target)
     read_optimizer(reading, block, params)
     read_schedule(reading, block)
     flow = _scheduler(reading, block, target)
@@ -67,7 +68,8 @@ def _accumulation(reading: Reading, block: Block) -> None:
         reading.draft.refuse(block.key("gradient_accumulation_steps"), older, why)
     elif older not in (None, 1) and newer is not None and newer > 1:
         key = block.key("gradient_accumulation_steps")
-        reading.draft.problem(key, f"{older} next to gradient_accumulation {newer}", "one of the two", "remove it")
+        found = Said(f"{older} next to gradient_accumulation {newer}")
+        reading.draft.problem(key, found, "one of the two", "remove it")
     elif older not in (None, 1):
         key = block.key("gradient_accumulation_steps")
         reading.put(path, older, key)
@@ -95,13 +97,13 @@ def _length(reading: Reading, block: Block, target: Target) -> None:
         reading.harmless.append(key)
 
 
-def _precision(reading: Reading, block: Block) -> None:
-    """Upstream holds the frozen weights in the training dtype; `mixed_precision` is the seeds' key."""
+def _precision(reading: Reading, block: Block, target: Target) -> None:
+    """Upstream holds frozen weights it does not quantise in the training dtype; `mixed_precision` is the seeds' key."""
     dtype, mixed = precision(block.get("dtype")), precision(block.get("mixed_precision"))
     if dtype is None and mixed is None:
         dtype = "fp32"
         reading.default(("training", "mixed_precision"), dtype)
-        reading.default(("model", "base_precision"), dtype)
+        reading.default(("model", "base_precision"), dtype)  # unless the model block says fp8
         reading.draft.note(f"{block.key('dtype')} is not set: ai-toolkit trains in fp32 then, and so do we; write bf16")
         return
     for path, choices in (
@@ -109,7 +111,8 @@ def _precision(reading: Reading, block: Block) -> None:
         (("model", "base_precision"), ((dtype, "dtype"), (mixed, "mixed_precision"))),
     ):
         value, name = next((value, name) for value, name in choices if value is not None)
-        reading.put(path, value, block.key(name))
+        if not (path[0] == "model" and target.quantised):
+            reading.put(path, value, block.key(name))
 
 
 def _scheduler(reading: Reading, block: Block, target: Target) -> bool:
@@ -202,8 +205,7 @@ def _choice(
     elif value in others:
         reading.draft.refuse(block.key(name), value, expected)
     else:
-        near = nearest(value, ours) if isinstance(value, str) else None
-        hint = f"write `{name}: {near}`" if near else "choose one of them"
+        hint = misspelt(value, ours, "choose one of them", write=f"{name}: {{}}")
         reading.draft.problem(block.key(name), value, expected, hint)
 
 

@@ -16,7 +16,7 @@ from gracetune.config.simpletuner.values import (
     is_off,
     read_sidecar,
 )
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
@@ -44,7 +44,7 @@ def read_adapter(options: Options, draft: Draft, family: str) -> None:
         draft.put(("adapter", "kind"), "full_finetune", options.origin("model_type"))
         return
     if kind is None:
-        draft.missing(("adapter", "kind"), "model_type", "lora or full", 'add "model_type": "lora"')
+        draft.missing(("adapter", "kind"), "model_type", "lora or full", f"add {options.line('model_type', 'lora')}")
         return
     if kind != "lora":
         options.problem(draft, "model_type", "lora or full", "write `lora`")
@@ -169,8 +169,7 @@ def _lycoris(document: Document, draft: Draft) -> None:
     lycoris = Options.block(document.data, document.name, "")
     for name in lycoris.values:
         if name not in _LYCORIS_KNOWN:
-            near = nearest(name, _LYCORIS_KNOWN)
-            lycoris.problem(draft, name, "an option of LyCORIS", f"write `{near}`" if near else f"remove `{name}`")
+            lycoris.problem(draft, name, "an option of LyCORIS", misspelt(name, _LYCORIS_KNOWN))
         elif name in _LYCORIS_REFUSED and not is_off(lycoris.get(name)):
             lycoris.refuse(draft, name, _LYCORIS_REFUSED[name])
     for name, (field, convert) in _LYCORIS_ROWS.items():
@@ -222,8 +221,7 @@ def _preset(lycoris: Options, draft: Draft) -> None:
     block = Options.block(preset, lycoris.file, "apply_preset.")
     for name in block.values:
         if name not in _PRESET_KNOWN:
-            near = nearest(name, _PRESET_KNOWN)
-            block.problem(draft, name, "a key of a LyCORIS preset", f"write `{near}`" if near else f"remove `{name}`")
+            block.problem(draft, name, "a key of a LyCORIS preset", misspelt(name, _PRESET_KNOWN))
         elif name in _PRESET_REFUSED and block.get(name):
             block.refuse(draft, name, "options by module name are not implemented; use module_algo_map")
     _targets(block, draft)
@@ -260,8 +258,6 @@ def _by_module(block: Options, draft: Draft) -> None:
     for module, settings in table.items() if isinstance(table, Mapping) else ():
         for name in settings if isinstance(settings, Mapping) else ():
             if name not in _PER_MODULE:
-                near = nearest(str(name), _PER_MODULE)
                 draft.problem(f"{block.key('module_algo_map')}.{module}.{name}", settings[name],
-                              f"one of {', '.join(_PER_MODULE)}", f"write `{near}`" if near else f"remove `{name}`",
-                              block.file)  # fmt: skip
+                              f"one of {', '.join(_PER_MODULE)}", misspelt(name, _PER_MODULE), block.file)  # fmt: skip
     block.put(draft, "module_algo_map", ("adapter", "by_module"))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from gracetune.config.alloc_conf import split_alloc_conf
 from gracetune.config.draft import Draft, Origin
-from gracetune.config.environment import Environment, memory_settings
+from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
 from gracetune.config.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
 from gracetune.config.simpletuner.keys import ALIASES, KNOWN
 from gracetune.config.simpletuner.values import Options, Placeholders
-from gracetune.config.spelling import nearest
-from gracetune.config.syntax import Document
+from gracetune.config.spelling import misspelt, nearest
+from gracetune.config.syntax import Document, parse_env
 from gracetune.errors import ConfigError, Problem
 
 EXTRA_ARGUMENTS = "TRAINER_EXTRA_ARGS"
@@ -39,7 +38,7 @@ def collect(document: Document, draft: Draft, environment: Environment) -> Optio
                           f"keep one of `{written[canonical]}` and `{key}`")  # fmt: skip
         values[canonical] = placeholders.fill(value, draft, key, document.name)
         written[canonical] = key
-    return Options(values, written, document.name)
+    return Options(values, written, document.name, format=document.format)
 
 
 def _pairs(document: Document, draft: Draft, environment: Environment) -> Pairs:
@@ -66,13 +65,12 @@ def unwrapped(data: Any) -> Any:
 
 
 def _report_unknown(draft: Draft, key: str, name: str, value: Any) -> None:
-    near = nearest(name, KNOWN)
-    draft.problem(key, value, "an option SimpleTuner knows", f"write `{near}`" if near else f"remove `{key}`")
+    draft.problem(key, value, "an option SimpleTuner knows", misspelt(name, KNOWN, f"remove `{key}`"))
 
 
 def _from_env_file(document: Document, draft: Draft, environment: Environment) -> Pairs:
-    variables = _assignments(document.text, environment)
-    _memory_options(variables, draft, document.name)
+    variables = parse_env(document.text, document.name, environment.get)
+    taken = _memory_options(variables, draft, document.name)
     pairs: Pairs = []
     left_alone: list[str] = []
     for variable, text in variables.items():
@@ -80,6 +78,8 @@ def _from_env_file(document: Document, draft: Draft, environment: Environment) -
             pairs += _arguments(text, draft)
         elif variable in ENV_NAMES:
             pairs += _setting(variable, text)
+        elif variable in taken:
+            left_alone += [f"{variable} ({taken[variable]})"] if taken[variable] else []
         elif variable.startswith(FOREIGN_VARIABLES):
             left_alone.append(variable)
         else:
@@ -93,7 +93,7 @@ def _env_hint(variable: str, text: str) -> str:
     if variable.lower() in KNOWN:
         return f'write {EXTRA_ARGUMENTS}="--{variable.lower()}={text}"'
     near = nearest(variable.lower(), [name.lower() for name in ENV_NAMES])
-    return f"write `{near.upper()}`" if near else f"remove `{variable}`"
+    return f"write {near.upper()}={text}" if near else f"remove {variable}"
 
 
 def _setting(variable: str, text: str) -> Pairs:
@@ -101,27 +101,6 @@ def _setting(variable: str, text: str) -> Pairs:
     if fixed:  # a switch whose being on means one value of an option
         return [(option, variable, fixed)] if text.strip().lower() == "true" else []
     return [(option, variable, text)]
-
-
-_LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_]\w*)(\+?)=(.*)")
-_REFERENCE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
-
-
-def _assignments(text: str, environment: Environment) -> dict[str, str]:
-    """As a shell would: later lines see earlier ones, so `X="${X} --more"` adds to X."""
-    values: dict[str, str] = {}
-
-    def known(found: re.Match[str]) -> str:
-        name = found[1] or found[2]
-        return values.get(name, environment.get(name) or "")
-
-    for line in text.splitlines():
-        match = None if line.lstrip().startswith("#") else _LINE.fullmatch(line)
-        if match is not None:
-            plain = " ".join(shlex.split(match[3], comments=True))
-            filled = plain if match[3].lstrip().startswith("'") else _REFERENCE.sub(known, plain)
-            values[match[1]] = f"{values.get(match[1], '')}{filled}" if match[2] else filled
-    return values
 
 
 def _arguments(text: str, draft: Draft) -> Pairs:
@@ -147,9 +126,16 @@ def _joined(words: Iterable[str]) -> list[str]:
     return joined
 
 
-def _memory_options(variables: Mapping[str, str], draft: Draft, file: str) -> None:
-    """An env file may export what the GH200 setup script exports; there it belongs to the run."""
+def _memory_options(variables: Mapping[str, str], draft: Draft, file: str) -> dict[str, str]:
+    """An env file may export what the GH200 setup script exports; there it belongs to the run.
+
+    Returns the variables that had something for us, each with what of it is PyTorch's.
+    """
     found = memory_settings(Environment(variables))
     draft.problems += [Problem(p.key, p.found, p.expected, p.hint, file) for p in found.problems]
     for name, setting in found.settings.items():
         draft.put(("memory", name), setting.value, Origin("file", setting.variable, file))
+    ours = [setting.variable for setting in found.settings.values()] + [problem.key for problem in found.problems]
+    rests = {name: split_alloc_conf(variables[name], name) for name in ALLOCATOR_VARIABLES if name in variables}
+    taken = {name: split.rest for name, split in rests.items() if split.options or split.problems}
+    return {**dict.fromkeys(ours, ""), **taken}

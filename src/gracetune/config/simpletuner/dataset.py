@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracetune.config.draft import Draft, Path
+from gracetune.config.families import find_flavour
 from gracetune.config.simpletuner import dataset_keys as keys
 from gracetune.config.simpletuner.gh200 import known_block
 from gracetune.config.simpletuner.model import is_image_to_video
@@ -20,7 +21,7 @@ from gracetune.config.simpletuner.values import (
     is_number,
     is_off,
 )
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 _CAPTION_DROPOUT = 0.1
 _TRAINED = ("image", "video", "audio")
@@ -70,9 +71,8 @@ class DatasetReader:
     def _report(self, entry: Options) -> None:
         for name in entry.values:
             if name not in keys.KNOWN:
-                near = nearest(name, keys.KNOWN)
-                hint = f"write `{near}`" if near else f"remove `{name}`"
-                entry.problem(self.draft, name, "a key of a dataset (SimpleTuner would ignore this one)", hint)
+                expected = "a key of a dataset (SimpleTuner would ignore this one)"
+                entry.problem(self.draft, name, expected, misspelt(name, keys.KNOWN))
             elif name in keys.REFUSED:
                 refuse(entry, self.draft, name, keys.REFUSED)
             elif name in keys.ELSEWHERE or (name in keys.HARMLESS and not is_off(entry.get(name))):
@@ -113,8 +113,7 @@ class DatasetReader:
         storage = said.get("type")
         if storage is None or storage in _STORAGE:
             return True
-        near = nearest(storage, _STORAGE) if isinstance(storage, str) and storage not in _REMOTE else None
-        hint = f"write `{near}`" if near else _REMOTE.get(str(storage), "choose one of them")
+        hint = _REMOTE.get(str(storage)) or misspelt(storage, _STORAGE, "choose one of them")
         said.problem(self.draft, "type", f"storage we read: {', '.join(_STORAGE)}", hint)
         return False
 
@@ -229,6 +228,12 @@ class DatasetReader:
             entry.refuse(self.draft, "conditioning_type", "reference_strict, reference_loose or mask")
         else:
             entry.put(self.draft, "conditioning_type", (*here, "conditioning_type"))
+        if not is_off(entry.get("conditioning")):
+            self.draft.refused.add((*here, "conditioning"))
+        flavour = find_flavour(self.family, str(self.draft.get(("model", "flavour"))))
+        if flavour is not None and flavour.edits:
+            # named so where it is missed
+            self.draft.default((*here, "conditioning"), [], PEER, entry.key("conditioning_data"))
 
     def _video(self, entry: Options, here: Path) -> None:
         path = (*here, "video")

@@ -5,12 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.draft import Path
-from gracetune.config.simpletuner.values import Converter, as_flag, as_number, choice, names, not_zero
-
-
-def _inverse(value: Any) -> Any:
-    flag = as_flag(value)
-    return not flag if isinstance(flag, bool) else value
+from gracetune.config.simpletuner.values import (
+    Converter,
+    as_flag,
+    as_given,
+    as_number,
+    choice,
+    inverse,
+    names,
+    not_zero,
+)
 
 
 def _or_nothing(value: Any) -> Any:
@@ -25,15 +29,11 @@ def _probability(value: Any) -> Any:
     return as_number(value) or 1.0
 
 
-def _given(value: Any) -> Any:
-    return value
-
-
 ROWS: dict[str, tuple[Path, Converter]] = {
-    "id": (("id",), _given),
-    "cache_dir_vae": (("cache_dir",), _given),
+    "id": (("id",), as_given),
+    "cache_dir_vae": (("cache_dir",), as_given),
     "resolution": (("resolution",), as_number),
-    "resolution_type": (("resolution_type",), _given),
+    "resolution_type": (("resolution_type",), as_given),
     "minimum_image_size": (("minimum_size",), _or_nothing),
     "maximum_image_size": (("maximum_size",), not_zero),
     "target_downsample_size": (("downsample_to",), not_zero),
@@ -41,11 +41,11 @@ ROWS: dict[str, tuple[Path, Converter]] = {
     "maximum_aspect_ratio": (("maximum_aspect_ratio",), not_zero),
     "crop": (("crop", "enabled"), as_flag),
     "crop_style": (("crop", "style"), choice({"centre": "center"})),
-    "crop_aspect": (("crop", "aspect"), _given),
+    "crop_aspect": (("crop", "aspect"), as_given),
     "caption_strategy": (("captions", "strategy"), choice({"instance_prompt": "instanceprompt"})),
-    "instance_prompt": (("captions", "instance_prompt"), _given),
+    "instance_prompt": (("captions", "instance_prompt"), as_given),
     "prepend_instance_prompt": (("captions", "prepend_instance_prompt"), as_flag),
-    "disable_multiline_split": (("captions", "split_lines"), _inverse),
+    "disable_multiline_split": (("captions", "split_lines"), inverse),
     "repeats": (("repeats",), _or_nothing),
     "probability": (("probability",), _probability),
     "max_num_samples": (("max_samples",), not_zero),
@@ -58,7 +58,7 @@ ROWS: dict[str, tuple[Path, Converter]] = {
     "is_regularisation_data": (("regularisation",), as_flag),
     "is_regularization_data": (("regularisation",), as_flag),
     "conditioning_data": (("conditioning",), _ids),
-    "source_dataset_id": (("source_dataset_id",), _given),
+    "source_dataset_id": (("source_dataset_id",), as_given),
 }
 """Key -> path inside the dataset, converter."""
 
@@ -124,7 +124,7 @@ VIDEO_ROWS: dict[str, tuple[str, Converter]] = {
     "max_frames": ("max_frames", as_number),
     "fps": ("fps", as_number),
     "is_i2v": ("image_to_video", as_flag),
-    "bucket_strategy": ("bucket_strategy", _given),
+    "bucket_strategy": ("bucket_strategy", as_given),
     "frame_interval": ("frame_interval", as_number),
 }
 AUDIO_ROWS: dict[str, tuple[str, Converter]] = {
@@ -132,7 +132,7 @@ AUDIO_ROWS: dict[str, tuple[str, Converter]] = {
     "channels": ("channels", as_number),
     "duration_interval": ("duration_interval", as_number),
     "max_duration_seconds": ("max_duration_seconds", as_number),
-    "truncation_mode": ("truncation", _given),
+    "truncation_mode": ("truncation", as_given),
 }
 AUDIO_REFUSED: dict[str, tuple[Any, str]] = {
     "min_duration_seconds": (None, "short clips are not left out; take them out of the folder"),
@@ -151,12 +151,12 @@ AUDIO_FROM_OPTIONS = {
     "audio_truncation_mode": "truncation",
 }
 TABLE_ROWS: dict[str, tuple[str, Converter]] = {
-    "path": ("path", _given),
-    "filename_column": ("filename_column", _given),
-    "caption_column": ("caption_column", _given),
-    "fallback_caption_column": ("fallback_caption_column", _given),
-    "width_column": ("width_column", _given),
-    "height_column": ("height_column", _given),
+    "path": ("path", as_given),
+    "filename_column": ("filename_column", as_given),
+    "caption_column": ("caption_column", as_given),
+    "fallback_caption_column": ("fallback_caption_column", as_given),
+    "width_column": ("width_column", as_given),
+    "height_column": ("height_column", as_given),
     "identifier_includes_extension": ("identifier_includes_extension", as_flag),
 }
 TABLE_REFUSED: dict[str, tuple[Any, str]] = {

@@ -11,15 +11,15 @@ from gracetune.config.simpletuner.dataset import DatasetReader
 from gracetune.config.simpletuner.dataset_keys import HARMLESS, IN_MEMORY_KEYS
 from gracetune.config.simpletuner.dataset_keys import KNOWN as ENTRY_KEYS
 from gracetune.config.simpletuner.values import Options, Placeholders, as_number, is_off, read_sidecar
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 _EMBEDS = ("text_embeds", "image_embeds", "conditioning_image_embeds")
 _KINDS = ("image", "video", "audio", "conditioning", "eval", *_EMBEDS)
 _UNSUPPORTED_KINDS = ("caption", "grounding", "distillation_cache")
 
 
-def read_datasets(options: Options, draft: Draft, family: str, environment: Environment) -> list[str]:
-    """Returns the dataset keys that had nothing to say."""
+def read_datasets(options: Options, draft: Draft, family: str, environment: Environment) -> DatasetReader:
+    """Returns the reader, which knows how many datasets there were and which of their keys had nothing to say."""
     before = len(draft.problems)
     backend = _backend(options, draft)
     entries = _entries(options, draft, family, environment, backend)
@@ -33,13 +33,15 @@ def read_datasets(options: Options, draft: Draft, family: str, environment: Envi
         else:
             reader.read(entry)
     _embeds(embeds, draft, reader)
+    _own_ids(embeds, draft)
     _sampling(options, draft)
     if not reader.count:
         if len(draft.problems) == before:
             _ask_for_datasets(options, draft)
         stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if family == "stable_audio" else "image"}
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
-    return list(dict.fromkeys(reader.harmless))
+        draft.unread.add(("datasets", 0))
+    return reader
 
 
 def _ask_for_datasets(options: Options, draft: Draft) -> None:
@@ -47,8 +49,13 @@ def _ask_for_datasets(options: Options, draft: Draft) -> None:
         if name in options:
             options.problem(draft, name, "at least one dataset to train on", "add one, or remove its `disabled`")
             return
+    if "data_backend" in options:
+        key = f"{options.key('data_backend')}.instance_data_dir"
+        draft.missing(("datasets",), key, "the folder of the dataset, or `datasets` beside `data_backend`",
+                      'add "instance_data_dir": "/path/to/images"')  # fmt: skip
+        return
     draft.missing(("datasets",), "data_backend_config", "a file of datasets, or `datasets` in this one",
-                  'add "data_backend_config": "config/multidatabackend.json"')  # fmt: skip
+                  f"add {options.line('data_backend_config', 'config/multidatabackend.json')}")  # fmt: skip
 
 
 def _backend(options: Options, draft: Draft) -> Options | None:
@@ -62,8 +69,7 @@ def _backend(options: Options, draft: Draft) -> Options | None:
     known = ENTRY_KEYS | set(IN_MEMORY_KEYS)
     for name in backend.values:
         if name not in known:
-            near = nearest(name, known)
-            backend.problem(draft, name, "a key of a dataset", f"write `{near}`" if near else f"remove `{name}`")
+            backend.problem(draft, name, "a key of a dataset", misspelt(name, known))
     return backend
 
 
@@ -141,10 +147,7 @@ def _skip(entry: Options, draft: Draft) -> bool:
         entry.refuse(draft, "dataset_type", f"one of {', '.join(_KINDS)}")
         return True
     if kind is not None and kind not in _KINDS:
-        near = nearest(kind, _KINDS) if isinstance(kind, str) else None
-        entry.problem(
-            draft, "dataset_type", f"one of {', '.join(_KINDS)}", f"write `{near}`" if near else "write `image`"
-        )
+        entry.problem(draft, "dataset_type", f"one of {', '.join(_KINDS)}", misspelt(kind, _KINDS, "write `image`"))
         return True
     return False
 
@@ -155,29 +158,46 @@ _EMBED_KEYS = ("cache_dir", "caption_filter_list", "id", "type", "dataset_type",
 def _embeds(entries: list[Options], draft: Draft, reader: DatasetReader) -> None:
     """Entries that only say where embeddings are cached."""
     for entry in entries:
-        for name in entry.values:
-            if name not in _EMBED_KEYS and not name.startswith(("aws", "memory_")):
-                near = nearest(name, _EMBED_KEYS)
-                entry.problem(draft, name, f"a key of a {entry.get('dataset_type')} entry",
-                              f"write `{near}`" if near else f"remove `{name}`")  # fmt: skip
-        if not is_off(entry.get("caption_filter_list")) and entry.get("caption_filter_list") != []:
-            entry.refuse(draft, "caption_filter_list", "captions are not filtered; edit them")
-        if entry.get("type") not in (None, "local", "memory", "in_memory"):
-            entry.refuse(draft, "type", "embeddings are cached on disk or in memory", 'write "local"')
+        _embed_keys(entry, draft)
         reader.harmless += [name for name in entry.values if name in HARMLESS and not is_off(entry.get(name))
                             and name not in ("default", "text_encoder_batch_size")]  # fmt: skip
-    texts = [entry for entry in entries if entry.get("dataset_type") == "text_embeds"]
-    defaults = [entry for entry in texts if entry.switch(draft, "default")]
+    _text_cache([entry for entry in entries if entry.get("dataset_type") == "text_embeds"], draft)
+    for entry in [entry for entry in entries if entry.get("dataset_type") != "text_embeds"][:1]:
+        entry.put(draft, "cache_dir", ("cache", "image_embeds_dir"))
+
+
+def _embed_keys(entry: Options, draft: Draft) -> None:
+    for name in entry.values:
+        if name not in _EMBED_KEYS and not name.startswith(("aws", "memory_")):
+            entry.problem(draft, name, f"a key of a {entry.get('dataset_type')} entry", misspelt(name, _EMBED_KEYS))
+    if not is_off(entry.get("caption_filter_list")) and entry.get("caption_filter_list") != []:
+        entry.refuse(draft, "caption_filter_list", "captions are not filtered; edit them")
+    if entry.get("type") not in (None, "local", "memory", "in_memory"):
+        entry.refuse(draft, "type", "embeddings are cached on disk or in memory", 'write "local"')
+
+
+def _text_cache(entries: list[Options], draft: Draft) -> None:
+    """The default entry decides; where none is marked, the first."""
+    defaults = [entry for entry in entries if entry.switch(draft, "default")]
     for entry in defaults[1:]:
         entry.problem(draft, "default", f"one default: {defaults[0].key('default')} is one already",
                       f'remove it from "{entry.get("id")}"')  # fmt: skip
-    for entry in (defaults or texts)[:1]:
+    for entry in (defaults or entries)[:1]:
         entry.put(draft, "cache_dir", ("cache", "text_cache_dir"))
         entry.put(draft, "text_encoder_batch_size", ("cache", "text_encoder_batch_size"), as_number)
         if entry.get("type") in ("memory", "in_memory"):
             draft.put(("cache", "text_cache_type"), "memory", entry.origin("type"))
-    for entry in [entry for entry in entries if entry.get("dataset_type") != "text_embeds"][:1]:
-        entry.put(draft, "cache_dir", ("cache", "image_embeds_dir"))
+
+
+def _own_ids(embeds: list[Options], draft: Draft) -> None:
+    """Embeddings are no datasets of ours, but SimpleTuner tells them apart by their ids too."""
+    datasets = draft.get(("datasets",))
+    taken = [entry.get("id") for entry in datasets if isinstance(entry, Mapping)] if isinstance(datasets, list) else []
+    for entry in embeds:
+        name = entry.get("id")
+        if isinstance(name, str) and name in taken:
+            entry.problem(draft, "id", "an id of its own: another entry has this one", "rename one of the two")
+        taken.append(name)
 
 
 def _sampling(options: Options, draft: Draft) -> None:
@@ -194,7 +214,7 @@ def _sampling(options: Options, draft: Draft) -> None:
         draft.refuse(options.key("conditioning_multidataset_sampling"),
                      options.get("conditioning_multidataset_sampling") or "random",
                      "combined: a sample is trained with all of its references (SimpleTuner's default draws one)",
-                     'write "conditioning_multidataset_sampling": "combined"')  # fmt: skip
+                     f"write {options.line('conditioning_multidataset_sampling', 'combined')}")  # fmt: skip
 
 
 def _references(entry: Mapping[str, Any], masks: list[Any]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from gracetune.config.alloc_conf import OPTION_NAMES
 from gracetune.config.draft import Draft
 from gracetune.config.simpletuner.values import Converter, Options, as_flag, as_number, is_number
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 GUIDE = "GH200 guide"
 _RAMP_STEPS = 400
@@ -59,8 +59,7 @@ def known_block(options: Options, draft: Draft, name: str, known: tuple[str, ...
     block = Options.block(value, options.file, f"{options.key(name)}.")
     for key in block.values:
         if key not in known:
-            near = nearest(key, known)
-            block.problem(draft, key, f"one of {', '.join(known)}", f"write `{near}`" if near else f"remove `{key}`")
+            block.problem(draft, key, f"one of {', '.join(known)}", misspelt(key, known))
     return block
 
 
@@ -89,7 +88,9 @@ def _ramp(options: Options, gh200: Options | None, draft: Draft) -> None:
         draft.default((*ramp, name), product, GUIDE, name)
     if "batch_rampup_steps" not in options and (gh200 is None or "batch_rampup_steps" not in gh200):
         draft.default((*ramp, "batch_rampup_steps"), _RAMP_STEPS, GUIDE, "batch_rampup_steps")
-        draft.note(f"batch_rampup_steps is not given: the batch grows over the guide's {_RAMP_STEPS} micro-batches")
+        first, last = (draft.get((*ramp, f"{name}_effective_batch_size")) for name in ("initial", "target"))
+        if first != last:
+            draft.note(f"batch_rampup_steps is not given: the batch grows over the guide's {_RAMP_STEPS} micro-batches")
 
 
 def _batch(draft: Draft, name: str) -> int:

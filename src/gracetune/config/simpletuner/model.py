@@ -7,7 +7,7 @@ from typing import Any
 from gracetune.config.draft import Draft
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours
 from gracetune.config.simpletuner.values import PEER, Options, as_flag, choice, names
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 _FLAVOURS: dict[str, dict[str, str]] = {
     "wan": {
@@ -44,20 +44,25 @@ _STAGE_SHIFT = 5.0
 
 
 def read_family(options: Options, draft: Draft) -> str | None:
-    """The family, or None where reading on would only repeat that it is not one of ours."""
+    """The family; "" where it has to be mended first; None for a model that is SimpleTuner's and not ours.
+
+    There everything else in the file is about that model, and reading on would only repeat that we lack it.
+    """
     value = options.get("model_family")
     family = value.strip().lower() if isinstance(value, str) else value
-    if family is None:
-        draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", 'add "model_family"')
-        draft.reported_missing.add(("model",))
-        return ""
-    if family in FAMILIES:
+    if isinstance(family, str) and family in FAMILIES:
         draft.put(("model", "family"), family, options.origin("model_family"))
-        return str(family)
-    near = nearest(family, FAMILIES) if isinstance(family, str) and family not in OTHER_FAMILIES else None
+        return family
+    draft.reported_missing |= {("model",), ("model", "family")}
+    if family is None:
+        hint = f"add {options.line('model_family', FAMILIES[0])}, for example"
+        draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", hint)
+        return ""
+    lacking = isinstance(family, str) and family in OTHER_FAMILIES
+    hint = "train this model with SimpleTuner itself"
     options.problem(draft, "model_family", f"one of the families we train: {', '.join(FAMILIES)}",
-                    f"write `{near}`" if near else "train this model with SimpleTuner itself")  # fmt: skip
-    return "" if near else None
+                    hint if lacking else misspelt(family, FAMILIES, "choose one of them"))  # fmt: skip
+    return None if lacking else ""
 
 
 _LACKING = {
@@ -106,9 +111,8 @@ def _flavour(options: Options, draft: Draft, family: str) -> None:
     found, expert = _find(family, given)
     if found is None:
         ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
-        near = nearest(given, ours) if isinstance(given, str) else None
-        options.problem(draft, "model_flavour", f"one of {', '.join(dict.fromkeys(ours))}",
-                        f"write `{near}`" if near else "choose one of them")  # fmt: skip
+        hint = misspelt(given, ours, "choose one of them")
+        options.problem(draft, "model_flavour", f"one of {', '.join(dict.fromkeys(ours))}", hint)
         return
     draft.put(("model", "flavour"), found.name, options.origin("model_flavour"))
     if expert:
@@ -214,4 +218,4 @@ def _precision(options: Options, draft: Draft) -> None:
     full = options.get("model_type") == "full"
     if full and draft.get(("model", "base_precision")) == "fp8":
         options.problem(draft, "base_model_precision", "no_change: a full fine-tune trains the weights themselves",
-                        'write "no_change", or train an adapter: "model_type": "lora"')  # fmt: skip
+                        f'write "no_change", or train an adapter: {options.line("model_type", "lora")}')  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gracetune.config.draft import Draft
 from gracetune.config.run_config import Optimizer
 from gracetune.config.simpletuner.values import PEER, Options, as_flag, as_number, from_json, names
-from gracetune.config.spelling import nearest
+from gracetune.config.spelling import misspelt
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,8 @@ def read_optimizer(options: Options, draft: Draft) -> None:
     given = options.get("optimizer")
     name = given.strip().lower() if isinstance(given, str) else given
     if name is None:
-        draft.missing(("optimizer", "name"), "optimizer", "an optimizer's name", 'add "optimizer": "adamw_bf16"')
+        hint = f"add {options.line('optimizer', 'adamw_bf16')}"
+        draft.missing(("optimizer", "name"), "optimizer", "an optimizer's name", hint)
         return
     match = MATCHES.get(name) if isinstance(name, str) else None
     if match is None:
@@ -99,10 +100,8 @@ def _unmatched(options: Options, draft: Draft, name: Any) -> None:
     elif isinstance(name, str) and name in OTHERS:
         options.refuse(draft, "optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
     else:
-        known = [*MATCHES, *_OURS, *OTHERS]
-        near = nearest(name, known) if isinstance(name, str) else None
-        options.problem(draft, "optimizer", f"one of {', '.join(MATCHES)}",
-                        f"write `{near}`" if near else 'write "adamw_bf16"')  # fmt: skip
+        hint = misspelt(name, [*MATCHES, *_OURS, *OTHERS], 'write "adamw_bf16"')
+        options.problem(draft, "optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 
 def _defaults(match: Match, draft: Draft) -> None:
@@ -141,7 +140,8 @@ def _settings(options: Options, draft: Draft) -> dict[str, Any]:
     for name, item in settings.items():
         if name not in _PERFORMANCE:
             path = ("optimizer", name) if name in ("weight_decay", "eps", "betas") else ("optimizer", "options", name)
-            draft.put(path, item, options.origin("optimizer_config"))
+            where = options.origin("optimizer_config")
+            draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
     return settings
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -13,6 +13,7 @@ from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
 from gracetune.config.simpletuner.adapter import read_adapter
 from gracetune.config.simpletuner.collect import bare, collect, unwrapped
+from gracetune.config.simpletuner.dataset import DatasetReader
 from gracetune.config.simpletuner.dataset_keys import INHERITED
 from gracetune.config.simpletuner.datasets import read_datasets
 from gracetune.config.simpletuner.env import ENV_NAMES
@@ -36,7 +37,6 @@ from gracetune.config.simpletuner.training import read_training
 from gracetune.config.simpletuner.validation import read_validation
 from gracetune.config.simpletuner.values import Options, as_text, is_off
 from gracetune.config.syntax import Document
-from gracetune.errors import ConfigError, Problem
 
 _MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)
 """Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
@@ -59,14 +59,6 @@ def _are_entries(value: Any) -> bool:
 
 
 def read(document: Document, draft: Draft, environment: Environment) -> None:
-    try:
-        _read(document, draft, environment)
-    except RecursionError:
-        raise ConfigError([Problem("(file)", "nesting deeper than any configuration needs", "options and their values",
-                                   "start from a file in examples/", document.name)]) from None  # fmt: skip
-
-
-def _read(document: Document, draft: Draft, environment: Environment) -> None:
     options = collect(document, draft, environment)
     family = read_family(options, draft)
     if family is None or lacks_flavour(options, draft, family):
@@ -79,9 +71,9 @@ def _read(document: Document, draft: Draft, environment: Environment) -> None:
     read_optimizer(options, draft)
     read_validation(options, draft)
     read_gh200(options, draft)
-    dataset_keys = read_datasets(options, draft, family, environment)
+    datasets = read_datasets(options, draft, family, environment)
     _refusals(options, draft, family)
-    _notes(options, draft, family, dataset_keys)
+    _notes(options, draft, family, datasets)
 
 
 def _nothing_more_to_say(draft: Draft) -> None:
@@ -93,7 +85,8 @@ def _nothing_more_to_say(draft: Draft) -> None:
 
 def _identity(options: Options, draft: Draft) -> None:
     if "output_dir" not in options:
-        draft.missing(("output_dir",), "output_dir", "a folder for the results", 'add "output_dir": "output/my-run"')
+        hint = f"add {options.line('output_dir', 'output/my-run')}"
+        draft.missing(("output_dir",), "output_dir", "a folder for the results", hint)
     options.put(draft, "output_dir", ("output_dir",))
     if "tracker_run_name" in options:
         options.put(draft, "tracker_run_name", ("name",), _file_name)
@@ -117,6 +110,8 @@ def _refusals(options: Options, draft: Draft, family: str) -> None:
 
 def _acts(options: Options, name: str, refusal: Refusal, family: str) -> bool:
     value = options.get(name)
+    if refusal.families and not family:
+        return False  # a family that has to be mended first
     if is_off(value, refusal.default) or (refusal.same_as and value == options.get(refusal.same_as)):
         return False
     if refusal.switch and is_off(options.get(refusal.switch), 0):
@@ -133,14 +128,15 @@ def _is_inert(options: Options, refusal: Refusal, family: str) -> bool:
     return bool(refusal.lora_type) and (options.get("lora_type") or "standard") != refusal.lora_type
 
 
-def _notes(options: Options, draft: Draft, family: str, dataset_keys: Iterable[str]) -> None:
+def _notes(options: Options, draft: Draft, family: str, datasets: DatasetReader) -> None:
     active = [name for name in options.values if not is_off(options.get(name))]
     refused = {problem.key for problem in draft.unsupported}
     behind_refused = {name for switch, gated in GATED.items() if options.key(switch) in refused for name in gated}
     without_effect = [name for name in active if name in INERT or name in GATED_NAMES - behind_refused]
     without_effect += [name for name in active if name in REFUSED and not _at_default(options, name)
                        and _is_inert(options, REFUSED[name], family)]  # fmt: skip
-    without_effect += [name for name in active if name in (READ | PASSED_ON) - options.used - set(INHERITED)]
+    heard = options.used | set(INHERITED) | (set() if datasets.count else PASSED_ON)
+    without_effect += [name for name in active if name in (READ | PASSED_ON) - heard]
     lists = {
         "not used here (speed, storage, publishing, bucketing: gracetune decides)": [
             name for name in active if name in HARMLESS or name in REMOVED_UPSTREAM
@@ -148,13 +144,14 @@ def _notes(options: Options, draft: Draft, family: str, dataset_keys: Iterable[s
         "not used here (only sample images and measurements would differ)": [
             name for name in active if name in SAMPLES_ONLY
         ],
-        "without effect, in SimpleTuner too, next to the other settings": without_effect,
+        # of a family that has to be mended first nobody knows what it would do with them
+        "without effect, in SimpleTuner too, next to the other settings": without_effect if family else [],
     }
     for what, names in lists.items():
         if names:
             draft.note(f"{what}: {', '.join(dict.fromkeys(options.key(name) for name in names))}")
-    if dataset_keys:
-        draft.note(f"in datasets, not needed here: {', '.join(dataset_keys)}")
+    if datasets.harmless:
+        draft.note(f"in datasets, not needed here: {', '.join(dict.fromkeys(datasets.harmless))}")
     if any(options.is_on(name) for name in ("push_to_hub", "push_checkpoints_to_hub")):
         draft.note("nothing is uploaded: push the output folder yourself when the run is done")
 

@@ -11,6 +11,7 @@ from gracetune.config.simpletuner.values import (
     Converter,
     Options,
     as_flag,
+    as_given,
     as_list,
     as_number,
     as_text,
@@ -20,10 +21,6 @@ from gracetune.config.simpletuner.values import (
 )
 
 _UNSET: Any = object()
-
-
-def _given(value: Any) -> Any:
-    return value
 
 
 def _checkpointing(value: Any) -> Any:
@@ -45,7 +42,7 @@ ROWS: dict[str, tuple[Path, Converter, Any]] = {
     "gradient_checkpointing": (("training", "gradient_checkpointing"), _checkpointing, _UNSET),
     "dynamo_backend": (("training", "compile"), _compile, _UNSET),
     "max_grad_norm": (("training", "max_grad_norm"), not_zero, 2.0),
-    "grad_clip_method": (("training", "grad_clip"), _given, "value"),
+    "grad_clip_method": (("training", "grad_clip"), as_given, "value"),
     "use_ema": (("training", "ema", "enabled"), as_flag, _UNSET),
     "ema_decay": (("training", "ema", "decay"), as_number, 0.995),
     "ema_update_interval": (("training", "ema", "update_every"), as_number, _UNSET),
@@ -60,9 +57,9 @@ ROWS: dict[str, tuple[Path, Converter, Any]] = {
     "checkpoint_epoch_interval": (("checkpoints", "every_epochs"), not_zero, _UNSET),
     "checkpoints_total_limit": (("checkpoints", "keep_last"), as_number, _UNSET),
     "resume_from_checkpoint": (("checkpoints", "resume"), _resume, _UNSET),
-    "cache_dir": (("cache", "cache_dir"), _given, _UNSET),
-    "cache_dir_text": (("cache", "text_cache_dir"), _given, _UNSET),
-    "cache_dir_vae": (("cache", "image_embeds_dir"), _given, _UNSET),
+    "cache_dir": (("cache", "cache_dir"), as_given, _UNSET),
+    "cache_dir_text": (("cache", "text_cache_dir"), as_given, _UNSET),
+    "cache_dir_vae": (("cache", "image_embeds_dir"), as_given, _UNSET),
     "vae_batch_size": (("cache", "vae_batch_size"), as_number, _UNSET),
     "text_encoder_batch_size": (("cache", "text_encoder_batch_size"), as_number, _UNSET),
     "tracker_project_name": (("logging", "project"), as_text, _UNSET),
@@ -103,7 +100,7 @@ def _length(options: Options, draft: Draft) -> None:
         draft.default(("training", "epochs"), 1, PEER, "num_train_epochs")
     else:
         draft.problem("max_train_steps", options.get("max_train_steps"), "a number of steps: `num_train_epochs` is 0",
-                      'write "max_train_steps": 2000, for example')  # fmt: skip
+                      f"write {options.line('max_train_steps', '2000')}, for example")  # fmt: skip
         draft.put(("training", "max_steps"), 1, OUR_DEFAULT)  # the length has been asked for once already
 
 
@@ -176,7 +173,7 @@ def _loss(options: Options, draft: Draft) -> None:
     if options.get("loss_type") in ("huber", "smooth_l1") and options.take("huber_schedule") != "constant":
         found = options.get("huber_schedule") or "snr"
         why = "constant; SimpleTuner's default, snr, lets huber_c follow the noise level"
-        draft.refuse(options.key("huber_schedule"), found, why, 'write "huber_schedule": "constant"')
+        draft.refuse(options.key("huber_schedule"), found, why, f"write {options.line('huber_schedule', 'constant')}")
     if "use_soft_min_snr" in options:
         options.put(draft, "use_soft_min_snr", ("objective", "soft_min_snr"), as_flag)
         if options.is_on("use_soft_min_snr"):

@@ -14,17 +14,13 @@ from gracetune.config.simpletuner.values import (
     as_number,
     as_text,
     from_json,
+    inverse,
     is_number,
     is_off,
     not_zero,
     read_sidecar,
 )
-from gracetune.config.spelling import nearest
-
-
-def _inverse(value: Any) -> Any:
-    flag = as_flag(value)
-    return not flag if isinstance(flag, bool) else value
+from gracetune.config.spelling import misspelt
 
 
 def _whole(value: Any) -> Any:
@@ -37,7 +33,7 @@ _ROWS: dict[str, tuple[str, Converter]] = {
     "validation_step_interval": ("every_steps", not_zero),
     "validation_epoch_interval": ("every_epochs", _whole),
     "validation_on_startup": ("at_start", as_flag),
-    "validation_disable": ("enabled", _inverse),
+    "validation_disable": ("enabled", inverse),
     "validation_seed": ("seed", as_number),
     "validation_guidance": ("guidance", as_number),
     "validation_guidance_rescale": ("guidance_rescale", as_number),
@@ -169,9 +165,8 @@ def _library(options: Options, draft: Draft) -> Wanted:
 def _entry(entry: Mapping[Any, Any], key: str, draft: Draft, file: str) -> dict[str, Any]:
     for field, value in entry.items():
         if field not in _ENTRY_KEYS:
-            near = nearest(str(field), _ENTRY_KEYS)
-            draft.problem(f"{key}.{field}", value, f"one of {', '.join(_ENTRY_KEYS)}",
-                          f"write `{near}`" if near else f"remove `{field}`", file)  # fmt: skip
+            hint = misspelt(field, _ENTRY_KEYS)
+            draft.problem(f"{key}.{field}", value, f"one of {', '.join(_ENTRY_KEYS)}", hint, file)
         elif field not in (*_TEXT_KEYS, "adapter_strength") and not is_off(value):
             draft.note(f"{file}: {key}.{field} is not drawn into sample images here")
     found: dict[str, Any] = {"prompt": next(entry[text] for text in _TEXT_KEYS if text in entry)}
@@ -195,6 +190,10 @@ def _inputs(options: Options, draft: Draft) -> Wanted:
         for field in entry:
             if field not in ("path", "prompt"):
                 draft.problem(f"{key}.{field}", entry[field], "path or prompt", f"remove `{field}`", options.file)
+        if not all(isinstance(entry.get(field), str) for field in ("path", "prompt")):
+            draft.problem(key, entry, "a mapping with the texts `path` and `prompt`",
+                          'write {"path": "start.png", "prompt": "…"}', options.file)  # fmt: skip
+            continue
         origin = Origin("file", key, options.file)
-        wanted.append(({"prompt": entry.get("prompt"), "references": [entry.get("path")]}, origin))
+        wanted.append(({"prompt": entry["prompt"], "references": [entry["path"]]}, origin))
     return wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from typing import Any
 
 from gracetune.config.draft import Draft, Origin, Path
 from gracetune.config.environment import Environment
+from gracetune.config.plain import plain
+from gracetune.config.simpletuner.env import ENV_NAMES
 from gracetune.config.syntax import Document, read_document
 from gracetune.errors import ConfigError
 
@@ -35,6 +38,8 @@ class Options:
     """What stands before each key when it is named, such as `datasets[0].`"""
     used: set[str] = field(default_factory=set, compare=False)
     """Options that had a say; the others are named in a note, so that none is dropped in silence."""
+    format: str = "JSON"
+    """The file's syntax, in which hints say what to add."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.values
@@ -76,6 +81,14 @@ class Options:
     def problem(self, draft: Draft, name: str, expected: str, hint: str) -> None:
         draft.problem(self.key(name), self.take(name), expected, hint, self.file)
 
+    def line(self, name: str, value: str) -> str:
+        """An option and its value, as they would be written into this file."""
+        if self.format == "env":
+            variable = next((known for known, option in ENV_NAMES.items() if option == name), None)
+            return f"{variable}={value}" if variable else f'TRAINER_EXTRA_ARGS+=" --{name}={value}"'
+        shown = value if value.isdecimal() else f'"{value}"'
+        return {"TOML": f"{name} = {shown}", "YAML": f"{name}: {shown}"}.get(self.format, f'"{name}": {shown}')
+
     @classmethod
     def block(cls, value: Mapping[Any, Any], file: str, prefix: str) -> Options:
         """A nested mapping, read in the same way."""
@@ -96,15 +109,25 @@ def as_flag(value: Any) -> Any:
 
 
 def as_number(value: Any) -> Any:
-    """`"4"` and `"1e-4"` are numbers on a command line; what does not convert stays what it was."""
+    """`"4"` and `"1e-4"` are numbers on a command line; what does not convert to a finite one stays what it was."""
     if not isinstance(value, str):
         return value
     for convert in (int, float):
         try:
-            return convert(value)
-        except ValueError:
+            number = convert(value)
+            return number if math.isfinite(number) else value
+        except (ValueError, OverflowError):
             continue
     return value
+
+
+def as_given(value: Any) -> Any:
+    return value
+
+
+def inverse(value: Any) -> Any:
+    flag = as_flag(value)
+    return not flag if isinstance(flag, bool) else value
 
 
 def as_text(value: Any) -> Any:
@@ -136,9 +159,10 @@ def from_json(value: Any) -> Any:
     """JSON written inside a string, as the options that take structures allow it."""
     if isinstance(value, str) and value.strip()[:1] in ("{", "["):
         try:
-            return json.loads(value)
-        except ValueError:
+            parsed, oddities = plain(json.loads(value))
+        except (ValueError, RecursionError):
             return value
+        return value if oddities else parsed
     return value
 
 
@@ -195,10 +219,12 @@ def read_sidecar(draft: Draft, options: Options, name: str, what: str) -> Docume
                         "check the spelling, or run from the folder the path starts in")  # fmt: skip
         return None
     try:
-        return read_document(place)
+        document = read_document(place)
     except ConfigError as error:
         draft.problems += error.problems
         return None
+    draft.problems += document.problems
+    return document
 
 
 def find_sidecar(value: str, config: FilePath) -> FilePath | None:

@@ -1,0 +1,197 @@
+"""`gracetune data show`: what a run will be trained on, before it is."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
+from gracetune.cli.console import out, print_json, session
+from gracetune.config import Resolved, load
+from gracetune.config.run_config import Validation
+from gracetune.config.this_machine import path_problems
+from gracetune.errors import ConfigError, Problem
+
+if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that needs them, not by every `--help`
+    from gracetune.data.build import OnDataset
+    from gracetune.data.index import DataIndex
+    from gracetune.data.sampler import Group, Order
+
+app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+
+SHEET_SAMPLES = 12
+ALL_SAMPLES = 300
+"""Thumbnails of all sheets together: with many buckets each sheet shows fewer."""
+
+
+@app.callback()
+def data() -> None:
+    """Look at the data of a run."""
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    config_file: Annotated[
+        Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Where contact sheets go; unset means data_show in output_dir.")
+    ] = None,
+    no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Draw no contact sheets.")] = False,
+    overrides: Overrides = None,
+    allow_unsupported: AllowUnsupported = False,
+    json_output: AsJson = False,
+) -> None:
+    """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
+    from PIL import Image
+
+    from gracetune.cli.data_view import Shown, as_json, print_data
+    from gracetune.data.build import build_index, scan_folder
+    from gracetune.models.registry import geometry_of
+
+    # Pictures that are too large are in the report, with their names.
+    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+    resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
+                    allow_unsupported=allow_unsupported)  # fmt: skip
+    config = resolved.config
+    _check_folders(resolved)
+    geometry, assumption = geometry_of(config.model)
+    with _progress(quiet=json_output) as on_scanned:
+        index = build_index(config, geometry, memory=scan_folder(config), on_scanned=on_scanned)
+    order = index.order(config.training.batch_size)
+    folder = output or Path(config.output_dir).expanduser() / "data_show"
+    sheets, damaged = ({}, []) if no_sheets else draw_sheets(index, order, folder)
+    notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *damaged]
+    if not order.whole_epoch(0, order.batch_size, 0, 1).batches:
+        periods = "; ".join(source.period for source in order.sources)
+        notes.append(f"no dataset is active when the run begins, and it would stop at once: {periods}")
+    if sheets:
+        notes.append(f"{len(sheets)} contact sheets are in {folder}")
+    shown = Shown(index, order, config.training.gradient_accumulation_steps, sheets, tuple(notes))
+    if json_output:
+        print_json(as_json(shown))
+    else:
+        print_data(shown, out())
+
+
+def _check_folders(resolved: Resolved) -> None:
+    """Every missing folder at once. Weights and prompts are not looked at here."""
+    config = resolved.config
+    nothing = {"path": None, "vae_path": None, "text_encoder_path": None}
+    data_only = config.model_copy(
+        update={
+            "model": config.model.model_copy(update=nothing),
+            "adapter": config.adapter.model_copy(update={"init_from": None}),
+            "validation": Validation(),
+        }
+    )
+    problems = path_problems(replace(resolved, config=data_only))
+    if problems:
+        raise ConfigError(dict.fromkeys(_with_our_hint(problem) for problem in problems))
+
+
+def _with_our_hint(problem: Problem) -> Problem:
+    """`config check` can leave folders out; here they are what it is about."""
+    hint = problem.hint.removesuffix("; or check without folders: --no-paths")
+    return replace(problem, hint=f"{hint}; or name another folder: --set 'datasets[0].path=FOLDER'")
+
+
+@contextmanager
+def _progress(*, quiet: bool) -> Iterator[OnDataset]:
+    """A bar on stderr while files are looked at; none where nobody would see it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("looking at {task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        tasks = {}
+
+        def show_files(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bar.add_task(name, total=total)
+            bar.update(tasks[name], completed=done, total=total)
+
+        yield show_files
+
+
+def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
+    """The sheet of every group, and a sentence for every file that could not be decoded for one."""
+    from gracetune.data.backends.local import LocalBackend
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem("--output", f"{folder}: {error.strerror}", "a folder that can be made and written to",
+                          "choose another one with --output, or say --no-sheets")  # fmt: skip
+        raise ConfigError([problem]) from error
+    store = LocalBackend(folder)
+    each = max(3, min(SHEET_SAMPLES, ALL_SAMPLES // max(1, len(order.groups))))
+    sheets: dict[tuple[int, str], str] = {}
+    damaged: list[str] = []
+
+    def draw(group: Group) -> tuple[bytes, list[str]]:
+        return sheet_of(index, order, group, each)
+
+    # Pillow works without the interpreter's lock, so threads draw side by side.
+    with ThreadPoolExecutor(4, thread_name_prefix="sheets") as pool:
+        for group, (png, found) in zip(order.groups, pool.map(draw, order.groups), strict=True):
+            name = sheet_name(index, group)
+            store.write(name, png)
+            sheets[group.source, group.name] = str(folder / name)
+            damaged += found
+    return sheets, damaged
+
+
+def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[bytes, list[str]]:
+    """PNG of the samples spread over a group, and what could not be decoded."""
+    import io
+
+    from gracetune.cli.data_view import rate_of, shape_label
+    from gracetune.data.captions import caption_ref
+    from gracetune.data.contact_sheet import contact_sheet
+    from gracetune.data.pairs import counted
+
+    found = index.datasets[group.source]
+    count = min(most, len(group.samples))
+    chosen = [group.samples[number * len(group.samples) // count] for number in range(count)]
+    items = [found.items[number] for number in chosen]
+    refs = [
+        index.describe(found, item, index.turn(found, item, 0, 0), caption_ref(item.captions, 0.0, index.seed, number))
+        for number, item in zip(chosen, items, strict=True)
+    ]
+    title = f"{found.id} · {shape_label(group.shape, rate_of(index, found))}"
+    every = counted(len(group.samples), "sample")
+    some_of = f"{count} of {every}" if count < len(group.samples) else every
+    size = order.size(group.source, order.batch_size)
+    dark = "; what is dark counts less (mask)" if any(ref.mask is not None for ref in refs) else ""
+    subtitle = f"{some_of}; {counted(group.total, 'visit')} an epoch, in batches of {size}{dark}"
+    sheet = contact_sheet(index, refs, title, subtitle)
+    buffer = io.BytesIO()
+    sheet.image.save(buffer, "PNG")
+    damaged = [f"dataset {found.id}: {one.path} cannot be decoded: {one.reason}" for one in sheet.damaged]
+    return buffer.getvalue(), damaged
+
+
+def sheet_name(index: DataIndex, group: Group) -> str:
+    """`photos_1024x768.png`: readable, and another for every group."""
+    own, *others = group.shape
+    shape = f"{own.audio_samples}x{own.audio_channels}" if own.audio_samples else f"{own.width}x{own.height}"
+    frames = f"x{own.frames}" if own.frames > 1 else ""
+    references = "".join(f"+{bucket.width}x{bucket.height}" for bucket in others)
+    safe = re.sub(r"[^\w.-]+", "_", index.datasets[group.source].id)
+    return f"{group.source + 1:02}_{safe}_{shape}{frames}{references}.png"

@@ -1,0 +1,134 @@
+"""The gate behind every parser: what comes out is plain data, the kind JSON can hold, of a size a person could write.
+
+YAML lets a value contain itself, be repeated a billion times by a few aliases, or be a date, a set or bytes; JSON lets
+text hold half a character; each of them lets a number have ten thousand digits. Nothing behind this gate meets them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date, datetime, time
+from typing import Any
+
+from gracetune.config.draft import Path, describe
+
+DEEPEST = 50
+MOST_VALUES = 50_000
+"""Aliases are counted as often as they are used."""
+_LONGEST_NUMBER = 1024
+"""In bits: what still fits a float."""
+_LONGEST_KEY = 1000
+"""As YAML writes it: a longer one could not be read back from what `config show` prints."""
+
+
+class NotPlainError(ValueError):
+    """Data whose very shape is wrong: nothing in it can be used."""
+
+    def __init__(self, found: str, expected: str, hint: str) -> None:
+        super().__init__(f"{found}; expected {expected}")
+        self.found, self.expected, self.hint = found, expected, hint
+
+
+def too_deep() -> NotPlainError:
+    return NotPlainError("nesting deeper than any configuration needs", f"at most {DEEPEST} levels", "nest less deeply")
+
+
+@dataclass(frozen=True)
+class Oddity:
+    """One value that is not plain; it has been taken out, and the rest can be used."""
+
+    path: Path
+    found: str
+    expected: str
+    hint: str
+
+
+def plain(data: Any) -> tuple[Any, list[Oddity]]:
+    """A copy with nothing shared in it, in which odd values are None, and what was odd about each.
+
+    Dates become their text (2025-01-01). Raises `NotPlainError` where the shape itself is wrong.
+    """
+    gate = _Gate()
+    return gate.copy(data, ()), gate.oddities
+
+
+@dataclass
+class _Gate:
+    oddities: list[Oddity] = field(default_factory=list)
+    seen: int = 0
+    around: list[int] = field(default_factory=list)
+    """Ids of the containers that the present value stands in."""
+
+    def copy(self, value: Any, path: Path) -> Any:
+        self.seen += 1
+        if self.seen > MOST_VALUES:
+            raise NotPlainError(f"more than {MOST_VALUES:,} values", "fewer", "write out what the aliases repeat")
+        if isinstance(value, Mapping | list | tuple):
+            return self._container(value, path)
+        if isinstance(value, date | datetime | time):
+            return value.isoformat()
+        odd = _odd(value)
+        if odd is None:
+            return value
+        self.oddities.append(Oddity(path, *odd))
+        return None
+
+    def _container(self, value: Any, path: Path) -> Any:
+        if id(value) in self.around:
+            raise NotPlainError("a value that contains itself", "plain nesting", "write the alias out")
+        if len(path) >= DEEPEST:
+            raise too_deep()
+        self.around.append(id(value))
+        if isinstance(value, Mapping):
+            copied: Any = self._mapping(value, path)
+        else:
+            copied = [self.copy(item, (*path, index)) for index, item in enumerate(value)]
+        self.around.pop()
+        return copied
+
+    def _mapping(self, value: Mapping[Any, Any], path: Path) -> dict[str, Any]:
+        copied: dict[str, Any] = {}
+        for key, item in value.items():
+            # A whole number is as good a name as any; what YAML reads for `yes`, `null` or 1.0 is not what was written.
+            name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
+            odd = _odd_key(name) or (_TWICE if name in copied else None)
+            if odd is not None:
+                self.oddities.append(Oddity((*path, str(name)), *odd))
+            else:
+                copied[name] = self.copy(item, (*path, name))
+        return copied
+
+
+_TWICE = ("the key twice", "each key once", "keep one of the two")
+
+
+def _odd_key(key: Any) -> tuple[str, str, str] | None:
+    if not isinstance(key, str):
+        return f"a key that is {describe(key)} to YAML", "text as a key", "put the key in quotes"
+    if len(json.dumps(key)) > _LONGEST_KEY:
+        return f"a key of {len(key)} characters", "a name", "shorten it"
+    return _odd(key)
+
+
+def _odd(value: Any) -> tuple[str, str, str] | None:
+    """What is odd about a single value: found, expected, what to do; None where nothing is."""
+    if value is None or isinstance(value, bool):
+        return None
+    if isinstance(value, str):
+        half = next((character for character in value if "\ud800" <= character <= "\udfff"), None)
+        if half is None:
+            return None
+        return f"half a character (\\u{ord(half):04x})", "text", f"take \\u{ord(half):04x} out, or write both halves"
+    if isinstance(value, int):
+        if value.bit_length() <= _LONGEST_NUMBER:
+            return None
+        return "a number of hundreds of digits", "a number one could mean", "shorten it"
+    if isinstance(value, float):
+        if math.isfinite(value):
+            return None
+        return str(value), "a finite number", "write a finite number, or put it in quotes if it is text"
+    kind = {"bytes": "binary data (!!binary)", "set": "a set (!!set)"}.get(type(value).__name__, "no plain value")
+    return kind, "text, a number, true or false, a list or a mapping", "write it as text"

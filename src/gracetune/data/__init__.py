@@ -1,0 +1,1 @@
+"""Datasets: staged in memory, bucketed, resumable; images, video, audio and edit pairs."""

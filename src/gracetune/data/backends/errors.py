@@ -1,0 +1,45 @@
+"""What goes wrong with storage and staging. Each message says what was found, what was expected and what to type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.errors import DataError
+from gracetune.errors import Problem
+
+SHOWN = 20
+"""So many files of a long list are printed; all of them are in the error's `files`."""
+
+
+class StorageError(DataError):
+    """A folder or URL cannot be opened, listed or written to."""
+
+
+class StagingError(DataError):
+    """Staged data cannot be made, or another process's cannot be reached."""
+
+
+class MemoryLimitError(DataError):
+    """The files do not fit: into `memory_limit_gb`, the control group or main memory. Nothing stays behind."""
+
+
+class UnreadableFilesError(DataError):
+    """More files than `corrupt_threshold` allows could not be read."""
+
+    def __init__(self, dataset: str, files: Iterable[LeftOut], *, total: int, threshold: float) -> None:
+        self.files = tuple(files)
+        shown = "".join(f"\n    {file.path}: {file.reason}" for file in self.files[:SHOWN])
+        more = f"\n    ... and {len(self.files) - SHOWN} more" if len(self.files) > SHOWN else ""
+        problem = Problem(
+            key=f"dataset {dataset}: unreadable files",
+            found=f"{len(self.files)} of {total}",
+            expected=f"at most {threshold:.3g} of them (corrupt_threshold)",
+            hint="repair or remove the files below, or raise corrupt_threshold to leave them out",
+        )
+        super().__init__(f"{problem}{shown}{more}")
+
+
+def told(key: str, *, found: str, expected: str, hint: str) -> str:
+    """The text of an error in the form every message of ours has."""
+    return str(Problem(key, found, expected, hint))

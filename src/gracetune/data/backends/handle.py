@@ -1,0 +1,85 @@
+"""What one process tells another so that it can open the same backend: plain data, JSON on the wire, never a pickle."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gracetune.data.backends.errors import StagingError
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class SourceHandle(_Message):
+    """A folder or URL that anybody can open afresh."""
+
+    kind: Literal["local", "url"]
+    root: str
+    """Absolute for a folder: the other process may have another working directory."""
+
+
+class SegmentHandle(_Message):
+    """One sealed piece of staged memory, as a descriptor of the process that holds it."""
+
+    descriptor: int
+    inode: int
+    size: int
+    identity: str
+
+
+class StagedHandle(_Message):
+    """Staged data of a running process. Good for as long as that process keeps it open."""
+
+    kind: Literal["in_memory"] = "in_memory"
+    format: Literal[1] = 1
+    pid: int
+    started: int
+    """Clock ticks after boot: a pid alone may belong to somebody else by now."""
+    root: str
+    source: SourceHandle | None
+    """Where writes go; None where the source cannot be opened from elsewhere."""
+    segments: tuple[SegmentHandle, ...]
+    """Later ones win."""
+    written: tuple[str, ...] = ()
+    """Changed since they were staged: to be read from the source."""
+    removed: tuple[str, ...] = ()
+
+
+BackendHandle: TypeAlias = SourceHandle | StagedHandle
+_ADAPTER: TypeAdapter[BackendHandle] = TypeAdapter(Annotated[BackendHandle, Field(discriminator="kind")])
+
+
+def to_json(handle: BackendHandle) -> str:
+    return handle.model_dump_json()
+
+
+def from_json(text: str) -> BackendHandle:
+    try:
+        return _ADAPTER.validate_json(text)
+    except ValidationError as error:
+        raise StagingError(
+            f"this is no handle of a backend that we understand: {error.errors()[0]['msg']}\n"
+            "  try  run the same gracetune in all processes of a run"
+        ) from error
+
+
+def process_start(pid: int) -> int | None:
+    """When a process began, in clock ticks after boot; None where there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the program's name in parentheses, which may contain anything, parentheses too.
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def own_start() -> int:
+    started = process_start(os.getpid())
+    if started is None:
+        raise StagingError("/proc is not mounted, and without it no other process can reach staged data")
+    return started

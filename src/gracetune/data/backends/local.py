@@ -1,0 +1,281 @@
+"""A folder on this machine.
+
+The root may be absolute, relative, a link or have any name; it is resolved once, so that neither a changed working
+directory nor a moved link changes what is read. A link below the root is followed as long as it stays inside. That
+guards against what datasets contain (a link in a downloaded archive), not against a process that swaps folders for
+links while we look: such a process has the user's rights already.
+
+Hidden files are listed like all others: a store that hid them would not list what was just written to it. What is
+training data is decided by those who know extensions. Links to folders are not walked into: what lies inside the root
+is listed under its own name anyway, so nothing is lost, nothing counts twice and no loop is ever entered.
+
+`read` copies the file instead of mapping it. A mapped file that somebody truncates kills the reading process with
+SIGBUS; a copy is a valid picture or an error that names the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat as modes
+from collections.abc import Iterator, MutableSequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final
+
+from gracetune.data.backend import FileStat
+from gracetune.data.backends.errors import StorageError, told
+from gracetune.data.backends.handle import SourceHandle
+from gracetune.data.backends.listing import LeftOut, Listing
+from gracetune.data.backends.paths import checked, is_unfinished, printable, refusal, unfinished_name
+from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
+
+# NONBLOCK: a named pipe must not hang us before we can see that it is none of the files we read.
+_READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+_CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+
+
+class LocalBackend:
+    """See `gracetune.data.backend.Backend` for the contract."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._given = os.fspath(root)
+        # Not Path.expanduser: that raises a RuntimeError where there is no such user.
+        self._folder = _resolved(os.path.expanduser(self._given.replace("\0", "")))  # noqa: PTH111
+        if "\0" in self._given or not Path(self._folder).is_dir():
+            found = "a file" if Path(self._folder).is_file() else "nothing there"
+            raise StorageError(
+                told(self._given, found=found, expected="a folder", hint="check the spelling of the dataset's path")
+            )
+
+    @property
+    def root(self) -> str:
+        return self._given
+
+    def handle(self) -> SourceHandle:
+        """What another process of this machine needs to open the same folder."""
+        return SourceHandle(kind="local", root=self._folder)
+
+    def list(self) -> tuple[str, ...]:
+        return tuple(self.survey().files)
+
+    def survey(self) -> Listing:
+        """Every regular file, and what is there besides."""
+        files: dict[str, FileStat] = {}
+        left_out: list[LeftOut] = []
+        pending = [""]
+        while pending:
+            for found, entry in self._entries(pending.pop(), left_out):
+                outcome = self._judge(found, entry)
+                if isinstance(outcome, FileStat):
+                    files[found] = outcome
+                elif outcome is None:
+                    pending.append(f"{found}/")
+                else:
+                    left_out.append(LeftOut(printable(found), outcome))
+        return Listing(dict(sorted(files.items())), tuple(sorted(left_out, key=lambda item: item.path)))
+
+    def _entries(self, folder: str, left_out: MutableSequence[LeftOut]) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        try:
+            with os.scandir(f"{self._folder}/{folder}") as entries:
+                yield from ((f"{folder}{entry.name}", entry) for entry in entries)
+        except OSError as error:
+            if not folder:
+                raise StorageError(f"{self._given} cannot be listed: {error.strerror}") from error
+            left_out.append(LeftOut(printable(folder), f"the folder cannot be listed: {error.strerror}"))
+
+    def _judge(self, path: str, entry: os.DirEntry[str]) -> FileStat | str | None:
+        """A file's facts, a reason to leave it out, or None for a folder to go into."""
+        reason = refusal(path)
+        if reason is not None:
+            return f"it cannot be used: {reason}"
+        try:
+            if entry.is_symlink():
+                return self._judge_link(entry)
+            if entry.is_dir(follow_symlinks=False):
+                return None
+            if not entry.is_file(follow_symlinks=False):
+                return "neither a file nor a folder"
+            if is_unfinished(path):
+                return "a write of ours that never finished; it can be deleted"
+            return _facts(entry.stat(follow_symlinks=False))
+        except OSError as error:
+            return f"it cannot be looked at: {error.strerror}"
+
+    def _judge_link(self, entry: os.DirEntry[str]) -> FileStat | str:
+        target = _resolved(entry.path)
+        if not self._contains(target):
+            return "a link that leads out of the folder"
+        if entry.is_dir():
+            return "a link to a folder; what is in it is listed under its own name"
+        if not entry.is_file():
+            return "a link to nothing that can be read"
+        return _facts(entry.stat())
+
+    def stat(self, path: str) -> FileStat:
+        try:
+            found = os.stat(self._inside(path), follow_symlinks=False)  # noqa: PTH116 - Path would join it again
+        except OSError as error:
+            raise self._unread(path, error) from error
+        if not modes.S_ISREG(found.st_mode):
+            raise MissingFileError(f"{path} in {self._given} is no file")
+        return _facts(found)
+
+    def exists(self, path: str) -> bool:
+        try:
+            self.stat(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def read(self, path: str) -> memoryview:
+        with self._opened(path) as file:
+            try:
+                return memoryview(file.readall())
+            except OSError as error:
+                raise self._unread(path, error) from error
+
+    def open(self, path: str) -> BinaryIO:
+        return io.BufferedReader(self._opened(path))
+
+    def _opened(self, path: str) -> io.FileIO:
+        target = self._inside(path)
+        try:
+            descriptor = os.open(target, _READ_FLAGS)
+        except OSError as error:
+            raise self._unread(path, error) from error
+        mode = os.fstat(descriptor).st_mode
+        if modes.S_ISREG(mode):
+            return io.FileIO(descriptor)
+        os.close(descriptor)
+        if modes.S_ISDIR(mode):
+            raise MissingFileError(f"{path} in {self._given} is a folder, not a file")
+        raise UnreadableMediaError(path, "neither a file nor a folder")
+
+    def _unread(self, path: str, error: OSError) -> MissingFileError | UnreadableMediaError:
+        if error.errno in _ABSENT:
+            return MissingFileError(f"{path} does not exist in {self._given}")
+        if error.errno == errno.ELOOP:
+            return UnreadableMediaError(path, "a link that leads back to itself")
+        return UnreadableMediaError(path, f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})")
+
+    def write(self, path: str, data: bytes) -> None:
+        folder, name = self._place(path)
+        try:
+            self._make_folders(folder)
+            with _unfinished(folder) as (file, temporary):
+                _write_all(file, data)
+                os.fsync(file.fileno())
+                os.replace(temporary, f"{folder}/{name}")  # noqa: PTH105 - plain strings all the way
+            _sync_folder(folder)
+        except OSError as error:
+            raise StorageError(
+                told(
+                    f"{path} in {self._given}",
+                    found=f"it cannot be written: {error.strerror}",
+                    expected="a folder with room for it that we may write to",
+                    hint=f"look at `df -h` and `ls -ld` of {folder}; what was there before is unchanged",
+                )
+            ) from error
+
+    def delete(self, path: str) -> None:
+        """Takes the name away; of a link, the link and never what it leads to."""
+        folder, name = self._place(path)
+        try:
+            os.unlink(f"{folder}/{name}")  # noqa: PTH108 - plain strings all the way
+            _sync_folder(folder)
+        except OSError as error:
+            if error.errno in (*_ABSENT, errno.EISDIR):
+                raise MissingFileError(f"{path} is no file in {self._given}") from error
+            raise StorageError(f"{path} in {self._given} cannot be deleted: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
+
+    def __enter__(self) -> LocalBackend:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _inside(self, path: str) -> str:
+        """Where a path really leads, links followed; never outside the root."""
+        target = self._folder
+        for part in checked(path, self._given).split("/"):
+            target = f"{target}/{part}"
+            if _is_link(target):
+                break
+        else:
+            return target  # the usual case, at a fraction of what resolving every folder above costs
+        target = _resolved(f"{self._folder}/{path}")
+        if not self._contains(target):
+            raise OutsideRootError(f"{path} leads out of {self._given} through a link\n  try  copy the file into it")
+        return target
+
+    def _place(self, path: str) -> tuple[str, str]:
+        """The real folder and the name of something to be written or deleted. The name itself is not followed."""
+        above, _, name = checked(path, self._given).rpartition("/")
+        if is_unfinished(name):
+            raise StorageError(f"{path}: names of this form are kept for files that are being written")
+        return (self._inside(above) if above else self._folder), name
+
+    def _contains(self, target: str) -> bool:
+        return target == self._folder or target.startswith(self._folder.rstrip("/") + "/")
+
+    def _make_folders(self, folder: str) -> None:
+        missing = []
+        while not Path(folder).exists():
+            missing.append(folder)
+            folder = folder.rpartition("/")[0]
+        for new in reversed(missing):
+            Path(new).mkdir(exist_ok=True)  # another thread may be making the same ones
+            _sync_folder(new.rpartition("/")[0])
+
+
+def _is_link(path: str) -> bool:
+    try:
+        return modes.S_ISLNK(os.lstat(path).st_mode)
+    except OSError:
+        return False  # whoever opens it is told why
+
+
+def _resolved(path: str) -> str:
+    # Not Path.resolve: that raises a RuntimeError where a link leads back to itself.
+    return os.path.realpath(path)
+
+
+def _facts(found: os.stat_result) -> FileStat:
+    return FileStat(size=found.st_size, modified_ns=found.st_mtime_ns)
+
+
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+@contextmanager
+def _unfinished(folder: str) -> Iterator[tuple[io.FileIO, str]]:
+    """A new file under a name of its own, which is gone again unless it was renamed."""
+    temporary = f"{folder}/{unfinished_name()}"
+    # Not tempfile: its files are for their owner alone, and dataset files obey the user's umask.
+    with io.FileIO(os.open(temporary, _CREATE_FLAGS, 0o666), "w") as file:
+        try:
+            yield file, temporary
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+
+def _sync_folder(folder: str) -> None:
+    """A rename is on disk only when the folder is."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)

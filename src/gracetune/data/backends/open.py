@@ -1,0 +1,143 @@
+"""From a dataset's configuration, or another process's handle, to a backend."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, cast
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.backend import Backend
+from gracetune.data.backends.compression import CODECS, Compression
+from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
+from gracetune.data.backends.in_memory import InMemoryBackend, attach
+from gracetune.data.backends.listing import Listing
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.progress import OnProgress, unwatched
+from gracetune.data.backends.selection import MEDIA, select, selection_for
+from gracetune.data.backends.share import LocalRanks, fetch
+from gracetune.data.backends.stager import Stager, limit_for, threads_for
+from gracetune.data.backends.staging import StagingOptions
+from gracetune.data.backends.url import UrlBackend
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine, probe
+
+
+class OpenedBackend(Backend, Protocol):
+    """What `open_backend` returns: the contract, and an end."""
+
+    def survey(self) -> Listing:
+        """`list` and `stat` of everything at once, and what was left out and why."""
+        ...
+
+    def handle(self) -> BackendHandle:
+        """Plain data from which `attach_backend` opens the same in another process of this machine."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def open_backend(
+    dataset: Dataset,
+    *,
+    machine: Machine | None = None,
+    ranks: LocalRanks | None = None,
+    on_progress: OnProgress = unwatched,
+) -> OpenedBackend:
+    """Where a dataset's files are, staged if it says so. The caller closes it.
+
+    `ranks` lets the processes of one launch share what the first of them stages.
+    """
+    if dataset.type == "local":
+        return LocalBackend(dataset.path)
+    if dataset.type == "url":
+        return UrlBackend(dataset.path)
+    if ranks is not None and ranks.rank > 0:
+        handle, files = fetch(ranks, dataset.id)
+        return attach(handle, open_source, files)
+    machine = machine or probe()
+    options = dataset.in_memory
+    stager = Stager(
+        source=_source(dataset.path),
+        selection=selection_for(dataset),
+        options=StagingOptions(
+            dataset=dataset.id,
+            compression=options.compression,
+            threads=threads_for(machine, options.num_workers),
+            corrupt_threshold=dataset.corrupt_threshold,
+        ),
+        machine=machine,
+        limit=limit_for(options.memory_limit_gb),
+        on_progress=on_progress,
+    )
+    return stager.open() if ranks is None or ranks.count == 1 else stager.open_for(ranks, dataset.id)
+
+
+def attach_backend(handle: BackendHandle) -> OpenedBackend:
+    """What `handle` of another process's backend describes: the same pages where that is staged."""
+    return attach(handle, open_source) if isinstance(handle, StagedHandle) else open_source(handle)
+
+
+def open_source(handle: SourceHandle) -> LocalBackend | UrlBackend:
+    return LocalBackend(handle.root) if handle.kind == "local" else UrlBackend(handle.root)
+
+
+def _source(root: str) -> LocalBackend | UrlBackend:
+    return UrlBackend(root) if "://" in root else LocalBackend(root)
+
+
+class GH200InMemoryBackend(InMemoryBackend):
+    """A folder staged in memory without a configuration: the name and options the GH200 guides promise.
+
+    with GH200InMemoryBackend("photos", compression="lz4", memory_limit_gb=200) as files:
+        picture = files.read(files.list()[0])
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        compression: str | None = None,
+        num_workers: int | None = None,
+        memory_limit_gb: float | None = None,
+        file_extensions: Iterable[str] | None = None,
+        corrupt_threshold: float = 0.01,
+        machine: Machine | None = None,
+        on_progress: OnProgress = unwatched,
+    ) -> None:
+        codec = _checked_options(compression, num_workers, memory_limit_gb)
+        machine = machine or probe()
+        source = _source(os.fspath(root))
+        stager = Stager(
+            source=source,
+            selection=select(MEDIA, extensions=file_extensions),
+            options=StagingOptions(
+                dataset=Path(os.fspath(root)).name or os.fspath(root),
+                compression=codec,
+                threads=threads_for(machine, num_workers),
+                corrupt_threshold=corrupt_threshold,
+            ),
+            machine=machine,
+            limit=limit_for(memory_limit_gb),
+            on_progress=on_progress,
+        )
+        segments, report = stager.stage(stager.survey())
+        super().__init__(segments, root=source.root, source=source, report=report, restager=stager)
+
+
+def _checked_options(compression: str | None, num_workers: int | None, memory_limit_gb: float | None) -> Compression:
+    """A configuration is checked when it is read; these arrive as they were typed."""
+    known = ("none", *CODECS)
+    codec = (compression or "none").strip().lower()
+    problems = []
+    if codec not in known:
+        problems.append(Problem("compression", repr(compression), f"one of {', '.join(known)}", "compression='lz4'"))
+    if num_workers is not None and num_workers < 1:
+        problems.append(Problem("num_workers", str(num_workers), "1 or more", "leave it out: one for each CPU"))
+    if memory_limit_gb is not None and not (math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
+        problems.append(Problem("memory_limit_gb", str(memory_limit_gb), "more than 0", "memory_limit_gb=200"))
+    if problems:
+        raise ConfigError(problems)
+    return cast("Compression", codec)

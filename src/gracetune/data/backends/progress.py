@@ -1,0 +1,69 @@
+"""How far staging is, as a value; and a bar that shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from gracetune.units import format_duration
+
+
+@dataclass(frozen=True)
+class StagingProgress:
+    files: int
+    files_total: int
+    read: int
+    """Bytes read from the source so far."""
+    total: int
+    stored: int
+    seconds: float
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes per second; None before there is anything to go by."""
+        return self.read / self.seconds if self.read and self.seconds > 0 else None
+
+    @property
+    def remaining_seconds(self) -> float | None:
+        if self.files == self.files_total:
+            return 0.0
+        return None if self.rate is None else max(0, self.total - self.read) / self.rate
+
+    def __str__(self) -> str:
+        rate = "-" if self.rate is None else f"{self.rate / 1e9:.2f}"
+        left = self.remaining_seconds
+        ending = "unknown" if left is None else format_duration(left)
+        return (
+            f"{self.files}/{self.files_total} files  {self.read / 1e9:.2f}/{self.total / 1e9:.2f} GB  "
+            f"{rate} GB/s  ETA {ending}"
+        )
+
+
+OnProgress: TypeAlias = Callable[[StagingProgress], None]
+
+
+def unwatched(progress: StagingProgress) -> None:
+    """Nobody looks."""
+
+
+@contextmanager
+def staging_bar(console: Console, dataset: str) -> Iterator[OnProgress]:
+    """A bar on `console` while the block runs: files, GB, GB/s, ETA."""
+    with Progress(
+        TextColumn("staging {task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[told]}", markup=False),
+        console=console,
+    ) as bar:
+        task = bar.add_task(dataset, total=None, told="")
+
+        def show(now: StagingProgress) -> None:
+            # Files weigh too: a folder of captions has next to no bytes and still takes a while.
+            bar.update(task, total=now.total + now.files_total, completed=now.read + now.files, told=str(now))
+
+        yield show

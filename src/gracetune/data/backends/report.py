@@ -1,0 +1,49 @@
+"""What staging did, for people and for the run's report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gracetune.data.backends.estimate import Estimate
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backends.selection import reasons
+from gracetune.memory.hint import Hint
+from gracetune.units import format_bytes, format_duration
+
+
+@dataclass(frozen=True)
+class StagingReport:
+    dataset: str
+    files: int
+    raw: int
+    stored: int
+    compression: str
+    compressed_files: int
+    """The others did not shrink enough and lie as they are, readable without a copy."""
+    threads: int
+    seconds: float
+    estimate: Estimate
+    unreadable: tuple[LeftOut, ...]
+    left_out: tuple[LeftOut, ...]
+    numa: Hint
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes of the source per second."""
+        return self.raw / self.seconds if self.seconds > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """For a terminal: one line of result, then whatever the user should know."""
+        kept = f" as {format_bytes(self.stored)} ({self.compression}, {self.compressed_files} files shrank)"
+        estimated = [f"estimated beforehand: {self.estimate}"] if self.compression != "none" else []
+        told = [
+            f"{self.dataset}: {self.files} files, {format_bytes(self.raw)}{kept if self.compression != 'none' else ''} "
+            f"staged in {format_duration(self.seconds)} ({self.rate / 1e9:.2f} GB/s, {self.threads} threads)",
+            f"memory: {self.numa.reason}",
+            *estimated,
+            *self.notes,
+        ]
+        told += [f"left out, unreadable: {item.path}: {item.reason}" for item in self.unreadable]
+        told += [f"left out, {count} files: {reason}" for reason, count in reasons(self.left_out)]
+        return told

@@ -1,0 +1,88 @@
+"""Which files of a folder a dataset needs in memory: its media, and whatever may describe them.
+
+Captions, tables and other sidecars are taken by extension, whether or not a medium of the same name is among the
+chosen ones: they are small, and what belongs to what is decided later, by those who read captions. Hidden files are not
+data: macOS writes a `._photo.jpg` beside every photo it copies. What is not staged is counted in the staging report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.backends.listing import LeftOut, Listing
+from gracetune.data.backends.paths import is_hidden, suffix_of
+from gracetune.data.media import EXTENSIONS, Kind
+
+
+def dotted(extension: str) -> str:
+    """`JPG`, `.jpg` and `*.jpg` all mean `.jpg`."""
+    return "." + extension.strip().lower().lstrip("*").lstrip(".")
+
+
+MEDIA: Final = {kind: frozenset(map(dotted, names)) for kind, names in EXTENSIONS.items()}
+SIDECARS: Final = frozenset([
+    ".txt", ".caption", ".cap", ".tags", ".srt", ".vtt",
+    ".json", ".jsonl", ".csv", ".tsv", ".parquet", ".yaml", ".yml", ".toml", ".xml",
+])  # fmt: skip
+
+_OF_DATASET: Final[dict[str, tuple[Kind, ...]]] = {
+    "image": ("image",),
+    "eval": ("image", "video", "audio"),
+    "video": ("video", "image", "audio"),  # first frames, masks and soundtracks lie beside the clips
+    "audio": ("audio",),
+    "conditioning": ("image", "video", "audio"),
+}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The extensions to stage, in lower case with their dot."""
+
+    media: frozenset[str]
+    sidecars: frozenset[str] = SIDECARS
+
+    def apply(self, listing: Listing) -> Listing:
+        """The chosen files; the others join what the listing had already left out."""
+        left_out = [*listing.left_out]
+        chosen = {}
+        for path, facts in listing.files.items():
+            reason = self._refusal(path)
+            if reason is None:
+                chosen[path] = facts
+            else:
+                left_out.append(LeftOut(path, reason))
+        return Listing(chosen, tuple(left_out))
+
+    def _refusal(self, path: str) -> str | None:
+        if is_hidden(path):
+            return "hidden: a name that starts with a dot"
+        suffix = suffix_of(path)
+        if suffix in self.media or suffix in self.sidecars:
+            return None
+        return f"not staged: {suffix or 'no extension'} is neither a chosen medium nor a sidecar"
+
+
+def select(media: Iterable[Kind], *, extensions: Iterable[str] | None = None, also: Iterable[str] = ()) -> Selection:
+    """`extensions` replaces the media's own; captions and sidecars are always taken, and so is `also`."""
+    if extensions is None:
+        chosen = frozenset[str]().union(*(MEDIA[kind] for kind in media))
+    else:
+        chosen = frozenset(map(dotted, extensions))
+    return Selection(chosen, SIDECARS | frozenset(map(dotted, also)))
+
+
+def selection_for(dataset: Dataset) -> Selection:
+    captions = dataset.captions
+    also = [captions.extension]
+    if captions.table is not None and suffix_of(captions.table.path):
+        also.append(suffix_of(captions.table.path))
+    return select(_OF_DATASET[dataset.dataset_type], extensions=dataset.in_memory.file_extensions, also=also)
+
+
+def reasons(left_out: Iterable[LeftOut]) -> list[tuple[str, int]]:
+    """Each reason once with its count, the most frequent first."""
+    return Counter(item.reason for item in left_out).most_common()

@@ -1,0 +1,88 @@
+"""Everything that decides how one dataset is staged, kept together so that a refresh does it the same way again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from gracetune.data.backend import Backend
+from gracetune.data.backends.guard import MemoryGuard
+from gracetune.data.backends.in_memory import InMemoryBackend
+from gracetune.data.backends.listing import Listing, survey
+from gracetune.data.backends.numa import choose_nodes
+from gracetune.data.backends.progress import OnProgress, unwatched
+from gracetune.data.backends.report import StagingReport
+from gracetune.data.backends.segment import Segment
+from gracetune.data.backends.selection import Selection
+from gracetune.data.backends.share import LocalRanks, Offer
+from gracetune.data.backends.staging import StagingOptions, default_threads, stage
+from gracetune.hardware import Machine
+from gracetune.hardware.allocation import host_reserve
+from gracetune.memory.sensors import HostSensor
+
+
+@dataclass(frozen=True)
+class Stager:
+    source: Backend
+    selection: Selection
+    options: StagingOptions
+    machine: Machine
+    limit: int | None = None
+    """Bytes the staged files may take; main memory and the control group set their own limits besides."""
+    on_progress: OnProgress = unwatched
+
+    def survey(self) -> Listing:
+        """What should be staged, as the source has it now."""
+        return self.selection.apply(survey(self.source))
+
+    def stage(
+        self, listing: Listing, *, removed: tuple[str, ...] = (), already: int = 0, of_files: int | None = None
+    ) -> tuple[list[Segment], StagingReport]:
+        sensor = HostSensor(self.machine.gpus)
+        guard = MemoryGuard(
+            self.options.dataset,
+            limit=self.limit,
+            headroom=lambda: sensor.read().headroom,
+            reserve=host_reserve(self.machine),
+            already=already,
+        )
+        return stage(
+            self.source,
+            listing,
+            self.options,
+            guard=guard,
+            choice=choose_nodes(self.machine),
+            removed=removed,
+            of_files=of_files,
+            on_progress=self.on_progress,
+        )
+
+    def open(self) -> InMemoryBackend:
+        segments, report = self.stage(self.survey())
+        return InMemoryBackend(segments, root=self.source.root, source=self.source, report=report, restager=self)
+
+    def open_for(self, ranks: LocalRanks, name: str) -> InMemoryBackend:
+        """Stage as local rank 0, and hand the same pages to the other ranks as they ask for them."""
+        offer = Offer(ranks, name)
+        try:
+            backend = self.open()
+        except BaseException as error:
+            # The other ranks wait for an answer; the offer gives it to them for as long as this process lives.
+            offer.refuse(str(error) or type(error).__name__)
+            raise
+        backend.keep(offer)
+        try:
+            offer.publish(backend.handle(), backend.descriptors())
+        except BaseException:
+            backend.close()
+            raise
+        return backend
+
+
+def threads_for(machine: Machine, asked: int | None) -> int:
+    return asked or default_threads(machine.host.cpu_count or os.cpu_count())
+
+
+def limit_for(gigabytes: float | None) -> int | None:
+    """`memory_limit_gb` is decimal, as everywhere in the configuration."""
+    return None if gigabytes is None else int(gigabytes * 1e9)

@@ -1,0 +1,322 @@
+"""Any URL that fsspec opens: s3://, gs://, https://, memory://, archives ... The libraries for them are optional.
+
+Object stores put a file in one piece or not at all. Elsewhere it is written under another name and renamed.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from importlib import import_module
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
+from urllib.parse import quote, unquote
+
+from gracetune.data.backend import FileStat
+from gracetune.data.backends.errors import StorageError, told
+from gracetune.data.backends.handle import SourceHandle
+from gracetune.data.backends.listing import LeftOut, Listing
+from gracetune.data.backends.paths import checked, is_unfinished, printable, refusal, unfinished_name
+from gracetune.data.backends.stream import stream_over
+from gracetune.data.errors import MissingFileError, UnreadableMediaError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+PACKAGES: Final = {
+    "s3": "s3fs", "s3a": "s3fs",
+    "gs": "gcsfs", "gcs": "gcsfs",
+    "http": "aiohttp", "https": "aiohttp",
+    "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "oss": "ossfs", "oci": "ocifs",
+    "hf": "huggingface_hub",
+    "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
+}  # fmt: skip
+_WHOLE_OBJECTS: Final = frozenset(["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory", "hf"])
+_WEB: Final = frozenset(["http", "https"])
+_LOCAL: Final = frozenset(["file", "local"])
+_ARCHIVES: Final = frozenset(["zip", "tar", "libarchive"])
+_READ_ONLY: Final = _WEB | _ARCHIVES
+# What the libraries raise besides OSError; a library that is not installed cannot raise.
+_LIBRARY_ERRORS: Final = (("aiohttp", "ClientError"), ("gcsfs.retry", "HttpError"), ("zipfile", "BadZipFile"))
+_MODIFIED: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "date_time", "created")
+
+
+class UrlBackend:
+    """See `gracetune.data.backend.Backend` for the contract. Credentials are the library's business."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        protocols = [part.partition("://")[0] for part in url.split("::")]
+        self._protocol = protocols[0]
+        _refuse_local(url, protocols)
+        self._errors = _error_types()
+        self._refusals: tuple[type[Exception], ...] = (*self._errors, NotImplementedError)
+        self._fs, self._base = self._connect(protocols)
+
+    def _connect(self, protocols: Sequence[str]) -> tuple[Any, str]:
+        import fsspec  # type: ignore[import-untyped]
+
+        try:
+            fs, base = fsspec.core.url_to_fs(self._url)
+        except ImportError as error:
+            package = next((PACKAGES[protocol] for protocol in protocols if protocol in PACKAGES), None)
+            hint = f"pip install {package}" if package else str(error)
+            found = f"the library for {'::'.join(protocols)}:// is not installed"
+            raise StorageError(told(self._url, found=found, expected=package or "it", hint=hint)) from error
+        except ValueError as error:
+            raise StorageError(
+                told(
+                    self._url,
+                    found=str(error),
+                    expected="a URL such as s3://bucket/folder, gs://bucket/folder or https://host/folder",
+                    hint="check the spelling; a folder of this machine is `type: local`",
+                )
+            ) from error
+        except self._errors as error:
+            raise StorageError(f"{self._url} cannot be opened: {_words(error)}") from error
+        return fs, str(base).rstrip("/")
+
+    @property
+    def root(self) -> str:
+        return self._url
+
+    def handle(self) -> SourceHandle:
+        return SourceHandle(kind="url", root=self._url)
+
+    def list(self) -> tuple[str, ...]:
+        return tuple(self.survey().files)
+
+    def survey(self) -> Listing:
+        """Every file below the URL, by one listing of the storage."""
+        try:
+            self._fs.invalidate_cache()
+            if self._protocol in _WEB:  # `find` takes a server that does not answer for an empty folder
+                self._fs.ls(self._base, detail=False)
+            found = self._fs.find(self._base, detail=True)
+        except self._errors as error:
+            raise StorageError(f"{self._url} cannot be listed: {_words(error)}") from error
+        files: dict[str, FileStat] = {}
+        left_out: list[LeftOut] = []
+        for name, info in found.items():
+            path = self._relative(name)
+            reason = refusal(path) if path is not None else "it lies outside of the URL"
+            if path is not None and is_unfinished(path):
+                reason = "a write of ours that never finished; it can be deleted"
+            if path is None or reason is not None:
+                left_out.append(LeftOut(printable(path or name), f"it cannot be used: {reason}"))
+            else:
+                files[path] = self._facts(path, info)
+        return Listing(dict(sorted(files.items())), tuple(left_out))
+
+    def stat(self, path: str) -> FileStat:
+        with self._reading(path):
+            return self._facts(path, self._info(path))
+
+    def _info(self, path: str) -> dict[str, Any]:
+        info: dict[str, Any] = self._fs.info(self._full(path))
+        if info.get("type") != "file":
+            raise MissingFileError(f"{path} in {self._url} is no file")
+        return info
+
+    def exists(self, path: str) -> bool:
+        try:
+            self.stat(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def read(self, path: str) -> memoryview:
+        with self._reading(path):
+            return memoryview(self._fs.cat_file(self._full(path)))
+
+    def open(self, path: str) -> BinaryIO:
+        if self._protocol in _WEB:  # many web servers cannot begin in the middle, or do not say how long a file is
+            return stream_over(self.read(path))
+        with self._reading(path):
+            file = self._fs.open(self._full(path), "rb")
+        return io.BufferedReader(_Remote(file, self._errors))
+
+    def write(self, path: str, data: bytes) -> None:
+        full = self._full(path)
+        self._refuse_read_only(path)
+        if is_unfinished(path):
+            raise StorageError(f"{path}: names of this form are kept for files that are being written")
+        try:
+            self._put(full, bytes(data))
+        except self._refusals as error:
+            raise StorageError(
+                told(
+                    f"{path} in {self._url}",
+                    found=f"it cannot be written: {_words(error)}",
+                    expected=f"{self._protocol}:// storage that takes files from us",
+                    hint="check the credentials, or keep what changes in a folder of this machine",
+                )
+            ) from error
+        finally:
+            self._fs.invalidate_cache()
+
+    def _refuse_read_only(self, path: str) -> None:
+        if self._protocol in _READ_ONLY:
+            raise StorageError(
+                told(
+                    f"{path} in {self._url}",
+                    found=f"a change to something that is only read: {self._protocol}://",
+                    expected="storage that takes files from us, such as s3://",
+                    hint="copy the dataset into a folder of this machine",
+                )
+            )
+
+    def _put(self, full: str, data: bytes) -> None:
+        if self._protocol in _WHOLE_OBJECTS:
+            self._fs.pipe_file(full, data)
+            return
+        folder = full.rpartition("/")[0]
+        temporary = f"{folder}/{unfinished_name()}" if folder else unfinished_name()
+        if folder:
+            self._fs.makedirs(folder, exist_ok=True)
+        try:
+            self._fs.pipe_file(temporary, data)
+            self._fs.mv(temporary, full)
+        except BaseException:
+            if self._fs.exists(temporary):
+                self._fs.rm_file(temporary)
+            raise
+
+    def delete(self, path: str) -> None:
+        full = self._full(path)
+        self._refuse_read_only(path)
+        try:
+            with self._reading(path):
+                self._info(path)
+            self._fs.rm_file(full)
+        except FileNotFoundError as error:
+            raise MissingFileError(f"{path} does not exist in {self._url}") from error
+        except self._refusals as error:
+            raise StorageError(f"{path} in {self._url} cannot be deleted: {_words(error)}") from error
+        finally:
+            self._fs.invalidate_cache()
+
+    def close(self) -> None:
+        """Connections belong to fsspec, which shares them."""
+
+    def __enter__(self) -> UrlBackend:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, KeyError) as error:  # KeyError: archives
+            if isinstance(error.__cause__, self._errors) and not _says_missing(error.__cause__):
+                # fsspec also calls a file missing when its server does not answer.
+                raise UnreadableMediaError(path, _words(error.__cause__)) from error
+            raise MissingFileError(f"{path} does not exist in {self._url}") from error
+        except self._errors as error:
+            raise UnreadableMediaError(path, _words(error)) from error
+
+    def _full(self, path: str) -> str:
+        name = checked(path, self._url)
+        # On the web a `?`, `#` or `%` in a file's name would mean something else.
+        name = quote(name) if self._protocol in _WEB else name
+        return f"{self._base}/{name}" if self._base else name
+
+    def _relative(self, name: str) -> str | None:
+        base = f"{self._base}/" if self._base else ""
+        if not name.startswith(base):
+            return None
+        path = name[len(base) :]
+        return unquote(path) if self._protocol in _WEB else path
+
+    def _facts(self, path: str, info: dict[str, Any]) -> FileStat:
+        size = info.get("size")
+        if size is None:  # some web servers do not say
+            size = len(self._fs.cat_file(self._full(path)))
+        return FileStat(size=int(size), modified_ns=_modified_ns(info))
+
+
+class _Remote(io.RawIOBase):
+    """A file of fsspec whose failures are OSErrors, as those of any other stream."""
+
+    def __init__(self, file: Any, errors: tuple[type[Exception], ...]) -> None:
+        self._file, self._errors = file, errors
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        target = memoryview(buffer).cast("B")
+        try:
+            data = self._file.read(len(target))
+        except self._errors as error:
+            raise OSError(_words(error)) from error
+        target[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        return int(self._file.tell())
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _refuse_local(url: str, protocols: Sequence[str]) -> None:
+    """Plain files of this machine go through `LocalBackend`, which knows about links; archives hold none."""
+    if "://" not in url:
+        raise StorageError(
+            told(url, found="no URL", expected="one such as s3://bucket/folder", hint="type: local, for a folder")
+        )
+    if _LOCAL.intersection(protocols) and protocols[0] not in _ARCHIVES:
+        raise StorageError(
+            told(url, found="a folder of this machine", expected="storage elsewhere", hint="type: local, with its path")
+        )
+    if protocols[0] in _WEB and ("?" in url or "#" in url):
+        raise StorageError(
+            told(url, found="a web address with ? or #", expected="a folder's address", hint="leave out the rest")
+        )
+
+
+def _error_types() -> tuple[type[Exception], ...]:
+    found: list[type[Exception]] = [OSError]
+    for module, name in _LIBRARY_ERRORS:
+        try:
+            found.append(vars(import_module(module))[name])
+        except ImportError:
+            continue
+    return tuple(found)
+
+
+def _modified_ns(info: dict[str, Any]) -> int:
+    """Storage has many words for it; 0 where it has none."""
+    for key in _MODIFIED:
+        value = info.get(key)
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value)
+            except ValueError:
+                continue
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, int | float) and value > 0:
+            return int(value * 1e9)
+    return 0
+
+
+def _says_missing(error: Exception) -> bool:
+    return isinstance(error, FileNotFoundError) or getattr(error, "status", None) in (404, 410)  # those of the web
+
+
+def _words(error: Exception) -> str:
+    return f"{error}" or type(error).__name__

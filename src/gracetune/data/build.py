@@ -1,0 +1,268 @@
+"""From a config to a `DataIndex`: every folder is looked at once, and everything the user should know is said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.data.backend import Backend
+from gracetune.data.backends.errors import told
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.url import UrlBackend
+from gracetune.data.captions import KohyaFolder, open_captions
+from gracetune.data.errors import DataError, UnreadableMediaError
+from gracetune.data.geometry import Geometry
+from gracetune.data.index import DataIndex, check_unreadable, masks_id
+from gracetune.data.items import DatasetIndex, Dropped, Item, kohya_folders, limited, sort_into_buckets
+from gracetune.data.media import EXTENSIONS, Kind, kind_of
+from gracetune.data.media.augment import read_transforms
+from gracetune.data.notes import notes_on
+from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
+from gracetune.data.scan import MediaFile, Scan, ScanMemory, scan
+from gracetune.errors import ConfigError, Problem
+
+OpenBackend = Callable[[Dataset], Backend]
+OnDataset = Callable[[str, int, int], None]
+"""Told the folder's dataset, how many files are done, and of how many."""
+
+
+def plain_backend(dataset: Dataset) -> Backend:
+    """Where a dataset lies, read from there: nothing is staged."""
+    return UrlBackend(dataset.path) if "://" in dataset.path else LocalBackend(dataset.path)
+
+
+def scan_folder(config: RunConfig) -> Path:
+    """Where scans are remembered: below the run's caches."""
+    caches = config.cache.cache_dir or str(Path(config.output_dir) / "cache")
+    return Path(caches).expanduser() / "scan"
+
+
+def build_index(
+    config: RunConfig,
+    geometry: Geometry,
+    *,
+    open_backend: OpenBackend = plain_backend,
+    memory: Path | None = None,
+    workers: int = 8,
+    on_scanned: OnDataset = lambda name, done, total: None,
+) -> DataIndex:
+    """Look at all enabled datasets. `memory` is the folder scans are remembered in; None remembers nothing."""
+    refuse_unsupported(config)
+    return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
+
+
+def refuse_unsupported(config: RunConfig) -> None:
+    """What a config may say and the data cannot do, all at once."""
+    problems = list(_unsupported(config))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _unsupported(config: RunConfig) -> Iterator[Problem]:
+    enabled = {dataset.id: dataset for dataset in config.datasets if not dataset.disabled}
+    for position, dataset in enumerate(config.datasets):
+        where = f"datasets[{position}]"
+        if dataset.disabled:
+            continue
+        if dataset.crop.enabled and dataset.crop.style == "face":
+            yield Problem(f"{where}.crop.style", "face", "random, center or corner: faces are not looked for here",
+                          "write center, or crop the pictures beforehand")  # fmt: skip
+        for name in dataset.conditioning:
+            if name not in enabled:
+                yield Problem(f"{where}.conditioning", f"{name}, which is disabled", "an enabled dataset",
+                              f"enable {name}, or remove it here")  # fmt: skip
+        if dataset.mask.path is not None and dataset.mask.from_alpha:
+            yield Problem(f"{where}.mask", "path and from_alpha", "one of the two", "remove one of them")
+
+
+@dataclass
+class _Builder:
+    config: RunConfig
+    geometry: Geometry
+    open_backend: OpenBackend
+    memory: Path | None
+    workers: int
+    on_scanned: OnDataset
+
+    def __post_init__(self) -> None:
+        self.enabled = {dataset.id: dataset for dataset in self.config.datasets if not dataset.disabled}
+        self.seed = self.config.training.seed
+        self.backends: dict[str, Backend] = {}
+        self.scans: dict[tuple[str, Kind, tuple[str, ...] | None], Scan] = {}
+
+    def build(self) -> DataIndex:
+        trained: list[DatasetIndex] = []
+        held_out: list[DatasetIndex] = []
+        for position, dataset in enumerate(self.config.datasets):
+            if dataset.disabled or dataset.dataset_type == "conditioning":
+                continue
+            (held_out if dataset.dataset_type == "eval" else trained).append(self.index(position, dataset))
+        notes = [
+            f"dataset {name} is conditioning data of no dataset and was not read"
+            for name, dataset in self.enabled.items()
+            if dataset.dataset_type == "conditioning" and name not in self.backends
+        ]
+        forgotten = sorted({found.forgotten for found in self.scans.values() if found.forgotten is not None})
+        notes += [f"the next start looks at all files again: {reason}" for reason in forgotten]
+        return DataIndex(self.seed, self.geometry, tuple(trained), tuple(held_out), self.backends, tuple(notes))
+
+    def index(self, position: int, dataset: Dataset) -> DatasetIndex:
+        where = f"datasets[{position}]"
+        transforms = read_transforms(dataset.augmentation.transforms, f"{where}.augmentation.transforms")
+        found = self.scan(dataset, self.kind(dataset))
+        items, dropped = sort_into_buckets(found.files, dataset, self.geometry, self.seed)
+        folders = kohya_folders([file.path for file in found.files])
+        items, skipped = _folder_visits(items, dataset, folders)
+        paired = self.pair(dataset, items)
+        items, beyond = limited(paired.items, dataset)
+        items, uncaptioned = self.caption(dataset, where, items, folders)
+        unreadable = (*found.unreadable, *uncaptioned)
+        check_unreadable(dataset, unreadable, found.total)
+        dropped = [*dropped, *skipped, *paired.dropped, *beyond]
+        if not items:
+            raise _nothing_left(dataset, where, dropped, unreadable)
+        index = DatasetIndex(
+            position, dataset, tuple(items), transforms, tuple(dropped), unreadable, found.left_out, found.others
+        )
+        return replace(index, notes=(*paired.notes, *notes_on(index, folders, self.geometry)))
+
+    def kind(self, dataset: Dataset) -> Kind:
+        if dataset.dataset_type in ("image", "video", "audio"):
+            return dataset.dataset_type
+        if dataset.dataset_type == "conditioning" or self.geometry.makes == "image":
+            return "image"
+        # A video model's held-out set may be of clips or of stills, as its training data may.
+        found = {kind_of(path) for path in self.backend(dataset).list()}
+        return self.geometry.makes if self.geometry.makes in found else "image"
+
+    def backend(self, dataset: Dataset) -> Backend:
+        if dataset.id not in self.backends:
+            self.backends[dataset.id] = self.open_backend(dataset)
+        return self.backends[dataset.id]
+
+    def scan(self, dataset: Dataset, kind: Kind) -> Scan:
+        """One look at a folder, however many datasets share it."""
+        extensions = dataset.in_memory.file_extensions if dataset.type == "in_memory" else None
+        key = (dataset.path, kind, extensions)
+        backend = self.backend(dataset)
+        if key not in self.scans:
+            self.scans[key] = scan(
+                backend,
+                kind,
+                memory=None if self.memory is None else ScanMemory(self.memory, backend.root, kind),
+                extensions=extensions,
+                workers=self.workers,
+                on_scanned=lambda done, total: self.on_scanned(dataset.id, done, total),
+            )
+        if not self.scans[key].total:
+            raise _empty(dataset, kind, self.scans[key])
+        return self.scans[key]
+
+    def pair(self, dataset: Dataset, items: list[Item]) -> Paired:
+        """References and masks of all items."""
+        partners = linked(dataset, self.enabled)
+        masks = [partner for partner in partners if partner.conditioning_type == "mask"]
+        references = [partner for partner in partners if partner not in masks]
+        paired = Paired(items, [], [])
+        if references:
+            files = [(partner, self.readable(partner)) for partner in references]
+            paired = with_references(paired.items, dataset, files, self.geometry, self.seed)
+        for partner in masks:
+            paired = _joined(paired, with_masks(paired.items, partner.mask, partner.id, self.readable(partner)))
+        if dataset.mask.path is not None:
+            folder = _mask_folder(dataset, dataset.mask.path)
+            paired = _joined(paired, with_masks(paired.items, dataset.mask, folder.id, self.readable(folder)))
+        elif dataset.mask.from_alpha:
+            paired = _joined(paired, with_alpha_masks(paired.items, dataset.mask, dataset.id))
+        return paired
+
+    def readable(self, partner: Dataset) -> tuple[MediaFile, ...]:
+        found = self.scan(partner, "image")
+        check_unreadable(partner, found.unreadable, found.total)
+        return found.files
+
+    def caption(
+        self, dataset: Dataset, where: str, items: list[Item], folders: dict[str, KohyaFolder]
+    ) -> tuple[list[Item], list[LeftOut]]:
+        """Each item with its captions. A caption that cannot be read counts as an unreadable file."""
+        book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions")
+
+        def find(item: Item) -> Item | LeftOut:
+            folder = folders.get(PurePosixPath(item.path).parts[0])
+            try:
+                found = book.find(item.path, None if folder is None else folder.name)
+            except UnreadableMediaError as error:
+                return LeftOut(error.path, error.reason)
+            return replace(item, captions=book.variants(found, self.seed), caption_origin=found.origin)
+
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="captions") as pool:
+            results = list(pool.map(find, items))
+        return (
+            [result for result in results if isinstance(result, Item)],
+            [result for result in results if isinstance(result, LeftOut)],
+        )
+
+
+def _mask_folder(dataset: Dataset, path: str) -> Dataset:
+    """A dataset's masks as a dataset: kept the same way, whatever extensions its pictures are narrowed to."""
+    staging = dataset.in_memory.model_copy(update={"file_extensions": None})
+    return dataset.model_copy(
+        update={"id": masks_id(dataset.id), "path": path, "dataset_type": "image", "in_memory": staging}
+    )
+
+
+def _joined(before: Paired, after: Paired) -> Paired:
+    return Paired(after.items, [*before.dropped, *after.dropped], [*before.notes, *after.notes])
+
+
+def _folder_visits(
+    items: list[Item], dataset: Dataset, folders: dict[str, KohyaFolder]
+) -> tuple[list[Item], list[Dropped]]:
+    """kohya's numbers count, unless the config has a number of its own."""
+    if not folders or dataset.repeats:
+        return items, []
+    kept: list[Item] = []
+    dropped: list[Dropped] = []
+    for item in items:
+        folder = folders[PurePosixPath(item.path).parts[0]]
+        if folder.visits:
+            kept.append(replace(item, visits=folder.visits))
+        else:
+            dropped.append(Dropped(item.path, "in a folder whose number is 0", folder.name))
+    return kept, dropped
+
+
+def _empty(dataset: Dataset, kind: Kind, found: Scan) -> DataError:
+    others = ", ".join(f"{count} x {name}" for name, count in list(found.others.items())[:5])
+    there = f"no {kind} in {dataset.path}" + (f" (there is {others})" if others else ": the folder is empty")
+    readable = ", ".join(sorted(EXTENSIONS[kind]))
+    return DataError(
+        told(
+            f"dataset {dataset.id}",
+            found=there,
+            expected=f"at least one {kind} file ({readable})",
+            hint="check the dataset's path and its dataset_type",
+        )
+    )
+
+
+def _nothing_left(dataset: Dataset, where: str, dropped: list[Dropped], unreadable: tuple[LeftOut, ...]) -> DataError:
+    reasons = Counter(one.reason for one in dropped)
+    reasons.update("unreadable" for _ in unreadable)
+    lines = "".join(f"\n    {count} x {reason}" for reason, count in reasons.most_common())
+    first = f", for example {dropped[0].path}: {dropped[0].detail}" if dropped else ""
+    return DataError(
+        told(
+            f"dataset {dataset.id} ({where})",
+            found=f"no file of {dataset.path} is left to train on{first}",
+            expected="at least one",
+            hint="change the settings that leave them out:",
+        )
+        + lines
+    )

@@ -1,0 +1,215 @@
+"""Captions kept in one file: CSV, JSONL, JSON or Parquet, one row per picture or several.
+
+Rows name their file by its path below the dataset's root, by its full path, or by its name alone; backslashes and `./`
+do not matter. Several rows of one file, or a list in the caption column, are several captions of it.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+from gracetune.config.dataset_config import CaptionTable
+from gracetune.config.spelling import nearest
+from gracetune.data.backend import Backend
+from gracetune.data.errors import DataError
+
+TableKind = Literal["parquet", "csv", "jsonl", "json"]
+Row = tuple[str, Mapping[str, Any]]
+"""Where it is, for messages, and its values."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a table says about one file."""
+
+    captions: tuple[str, ...]
+    size: tuple[int, int] | None = None
+    """Width and height, where the table has columns for them."""
+
+
+class Table:
+    """The entries of one table, found by a file's path below the dataset's root."""
+
+    def __init__(self, entries: Mapping[str, Entry], options: CaptionTable) -> None:
+        self._entries, self._options = entries, options
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, path: str) -> Entry | None:
+        """By the whole path first; by the name alone only where the table itself names no folder."""
+        whole = path if self._options.identifier_includes_extension else str(PurePosixPath(path).with_suffix(""))
+        return self._entries.get(whole) or self._entries.get(PurePosixPath(whole).name)
+
+
+def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:
+    """From the dataset's folder, or from anywhere on this machine if the path is not one below it."""
+    return read_table(_bytes(options.path, backend), kind, options, backend.root)
+
+
+def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable, root: str) -> Table:
+    roots = _spellings(root)
+    captions: dict[str, list[str]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
+    for where, row in _ROWS[kind](data, options):
+        name = _cell(row, options.filename_column, where)
+        if not isinstance(name, str) or not name.strip():
+            raise DataError(f"{where}: `{options.filename_column}` is {name!r}, expected the name of a file")
+        key = _below(name, roots)
+        own = _captions(_cell(row, options.caption_column, where), where)
+        if not own and options.fallback_caption_column is not None:
+            own = _captions(_cell(row, options.fallback_caption_column, where), where)
+        captions.setdefault(key, []).extend(own)
+        size = _size(row, options, where)
+        if size is not None:
+            sizes[key] = size
+    if not captions:
+        raise DataError(f"{options.path}: a table without rows; correct captions.table.path")
+    return Table({key: Entry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
+
+
+def _bytes(path: str, backend: Backend) -> bytes | memoryview:
+    inside = PurePosixPath(_below(path, _spellings(backend.root)))
+    if not inside.is_absolute() and ".." not in inside.parts and backend.exists(str(inside)):
+        return backend.read(str(inside))
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path}: no such table, neither in {backend.root} nor on this machine ({error.strerror}); "
+            "correct captions.table.path"
+        ) from error
+
+
+def _spellings(root: str) -> tuple[str, ...]:
+    """The root as given, as a full path, and without symbolic links: rows may use any of them."""
+    here = Path(root)
+    return (root,) if "://" in root else (root, str(here.absolute()), str(here.resolve()))
+
+
+def _below(name: str, roots: tuple[str, ...]) -> str:
+    """A file, as a path below the root; as it is where it lies elsewhere."""
+    name = name.strip().replace("\\", "/")
+    for root in roots:
+        prefix = root.replace("\\", "/").rstrip("/") + "/"
+        if name.startswith(prefix):
+            name = name[len(prefix) :]
+            break
+    return str(PurePosixPath(name))
+
+
+def _captions(value: Any, where: str) -> list[str]:
+    if value is None or (isinstance(value, float) and value != value):  # Parquet writes a missing text as nan
+        return []
+    if isinstance(value, str):
+        if any("\ud800" <= letter <= "\udfff" for letter in value):  # JSON can spell half a character
+            raise DataError(f"{where}: the caption {value!r} holds half a character; correct its \\u escapes")
+        return [value.strip()] if value.strip() else []
+    if isinstance(value, list | tuple):
+        return [text for item in value for text in _captions(item, where)]
+    raise DataError(f"{where}: the caption is {value!r}, expected text or a list of texts")
+
+
+def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[int, int] | None:
+    if options.width_column is None or options.height_column is None:
+        return None
+    columns = (options.width_column, options.height_column)
+    sides = [_cell(row, column, where) for column in columns]
+    try:
+        width, height = (int(side) for side in sides)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where}: the size is {sides[0]!r} x {sides[1]!r}, expected whole numbers") from error
+    return width, height
+
+
+def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
+    if column in row:
+        return row[column]
+    near = nearest(column, [str(name) for name in row])
+    hint = f"write `{near}`" if near else "name one of them in captions.table"
+    raise DataError(f"{where}: no column `{column}`; it has {', '.join(map(str, row))}. {hint}")
+
+
+def _text(data: bytes | memoryview, path: str) -> str:
+    try:
+        return bytes(data).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = bytes(data[: error.start]).count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: not UTF-8; save it as UTF-8") from error
+
+
+def _csv_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
+    separator = "\t" if options.path.lower().endswith(".tsv") else ","
+    reader = csv.DictReader(io.StringIO(_text(data, options.path), newline=""), delimiter=separator, strict=True)
+    try:
+        for row in reader:
+            where = f"{options.path}, line {reader.line_num}"
+            if None in row:
+                raise DataError(f"{where}: more cells than columns; put captions with commas into quotes")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"{options.path}, after line {reader.line_num}: {error}") from error
+
+
+def _jsonl_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
+    # Only \n ends a line: text may hold the other characters that splitlines() cuts at.
+    for number, line in enumerate(_text(data, options.path).split("\n"), start=1):
+        if line.strip():
+            where = f"{options.path}, line {number}"
+            yield where, _object(_parsed(line, where), where)
+
+
+def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
+    """A list of rows, or captions by file: `{"a.jpg": "a cat"}` or `{"a.jpg": {"caption": "a cat"}}`."""
+    content = _parsed(_text(data, options.path), options.path)
+    if isinstance(content, list):
+        for number, row in enumerate(content):
+            where = f"{options.path}, entry {number}"
+            yield where, _object(row, where)
+        return
+    for name, value in _object(content, options.path).items():
+        row = value if isinstance(value, dict) else {options.caption_column: value}
+        yield f"{options.path}, {name}", {**row, options.filename_column: name}
+
+
+def _parquet_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
+    try:
+        parquet = importlib.import_module("pyarrow.parquet")
+        arrow = importlib.import_module("pyarrow")
+    except ImportError as error:
+        raise DataError(
+            f"{options.path}: reading Parquet needs pyarrow, which is not installed; type: pip install pyarrow"
+        ) from error
+    wanted = (options.filename_column, options.caption_column, options.fallback_caption_column,
+              options.width_column, options.height_column)  # fmt: skip
+    try:
+        file = parquet.ParquetFile(arrow.BufferReader(arrow.py_buffer(data)))
+        columns = [name for name in file.schema_arrow.names if name in wanted]
+        rows: Iterable[Mapping[str, Any]] = file.read(columns=columns or None).to_pylist()
+    except arrow.ArrowException as error:
+        raise DataError(f"{options.path}: damaged Parquet file: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{options.path}, row {number}", row
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error}") from error
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{where}: {type(value).__name__}, expected an object with columns as its keys")
+    return value
+
+
+_ROWS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _json_rows, "parquet": _parquet_rows}

@@ -1,0 +1,216 @@
+"""Captions: found where the dataset says they are, then made into the variants a sample is trained with.
+
+What is done to one caption, in this order: its tags are shuffled, the instance prompt is put in front, the trigger word
+is filled in. Nothing here holds state: shuffling is a function of (seed, caption), the choice of a variant and dropout
+are functions of (seed, global sample index).
+
+A text file that is not UTF-8 is an UnreadableMediaError: the sample is counted and left out like a damaged picture,
+since a caption guessed from wrong bytes would be learnt as it is. Missing captions are no error; `Found.origin` says so
+for the count.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal
+
+from gracetune.config.dataset_config import Captions
+from gracetune.data.backend import Backend
+from gracetune.data.caption_tables import Table, load_table
+from gracetune.data.draws import below, shuffled, uniform
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.refs import CaptionRef
+from gracetune.errors import ConfigError, Problem
+
+PLACEHOLDER = "[trigger]"
+Origin = Literal["own", "empty", "default", "folder", "missing"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The caption or captions of one file, as written."""
+
+    texts: tuple[str, ...]
+    """At least one; empty where there is none."""
+    origin: Origin
+    """`own` text, an `empty` file, the dataset's `default`, a kohya `folder` name, or `missing`: train on nothing."""
+
+
+@dataclass(frozen=True)
+class KohyaFolder:
+    """`10_sks dog`: ten visits an epoch, and a caption for files without one."""
+
+    visits: int
+    """0 leaves the folder out, as in kohya's own scripts. Our `repeats` is one less."""
+    name: str
+
+
+class CaptionBook:
+    """Finds the captions of one dataset. A table is read once, when the book is opened."""
+
+    def __init__(self, options: Captions, backend: Backend, table: Table | None = None) -> None:
+        self.options, self._backend, self.table = options, backend, table
+
+    def find(self, path: str, folder_name: str | None = None) -> Found:
+        """`folder_name` stands in for a missing caption, after the dataset's own default."""
+        if self.options.strategy == "instanceprompt":
+            return Found((self.options.instance_prompt or "",), "own")
+        own = self._own(path)
+        if own is not None:
+            return Found(own, "own") if any(own) else Found(("",), "empty")
+        if self.options.default is not None:
+            return Found((self.options.default,), "default")
+        return Found(("",), "missing") if folder_name is None else Found((folder_name,), "folder")
+
+    def variants(self, found: Found, seed: int) -> tuple[str, ...]:
+        """Every caption the file can be trained with, each once; the first is the caption as written."""
+        texts = found.texts
+        if self.options.shuffle_tags and self.options.strategy != "instanceprompt":
+            texts = tuple(variant for text in texts for variant in shuffles(text, self.options, seed))
+        return tuple(dict.fromkeys(self._finished(text) for text in texts))
+
+    def _finished(self, text: str) -> str:
+        options = self.options
+        if options.prepend_instance_prompt and options.instance_prompt and options.strategy != "instanceprompt":
+            text = f"{options.instance_prompt} {text}".strip()
+        return with_trigger(text, options.trigger_word)
+
+    def _own(self, path: str) -> tuple[str, ...] | None:
+        """None where the file has no caption of its own."""
+        if self.options.strategy == "filename":
+            return (from_filename(path),)
+        if self.options.strategy == "textfile":
+            return self._text_file(path)
+        entry = self.table.find(path) if self.table is not None else None
+        return entry.captions or None if entry is not None else None
+
+    def _text_file(self, path: str) -> tuple[str, ...] | None:
+        extension = self.options.extension
+        names = [caption_path(path, spelling) for spelling in (extension, extension.lower(), extension.upper())]
+        name = next(filter(self._backend.exists, names), None)
+        if name is None:
+            return None
+        return lines(decoded(bytes(self._backend.read(name)), name), self.options.split_lines)
+
+
+def open_captions(options: Captions, backend: Backend, where: str) -> CaptionBook:
+    """`where` names the section in messages: `datasets[0].captions`."""
+    problems = list(_problems(options, where))
+    if problems:
+        raise ConfigError(problems)
+    if options.strategy in ("parquet", "csv", "jsonl", "json") and options.table is not None:
+        return CaptionBook(options, backend, load_table(options.strategy, options.table, backend))
+    return CaptionBook(options, backend)
+
+
+def caption_ref(variants: tuple[str, ...], dropout: float, seed: int, index: int) -> CaptionRef:
+    """What the sample with this global index is trained with."""
+    if is_dropped(dropout, seed, index):
+        return CaptionRef("", dropped=True)
+    variant = below(len(variants), seed, "caption variant", index)
+    return CaptionRef(variants[variant], variant)
+
+
+def is_dropped(rate: float, seed: int, index: int) -> bool:
+    return uniform(seed, "caption dropout", index) < rate
+
+
+def caption_path(path: str, extension: str) -> str:
+    """The text file next to a picture."""
+    return path.removesuffix(PurePosixPath(path).suffix) + "." + extension.lstrip(".")
+
+
+def from_filename(path: str) -> str:
+    return PurePosixPath(path).stem.replace("_", " ").strip()
+
+
+def lines(text: str, split: bool) -> tuple[str, ...]:
+    """Each line with something in it, or all of it as one caption."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    found = tuple(line.strip() for line in text.split("\n") if line.strip()) if split else (text.strip(),)
+    return found or ("",)
+
+
+def decoded(data: bytes, path: str) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UnreadableMediaError(path, "a caption in UTF-16; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        wrong = f"byte {data[error.start]:#04x} at position {error.start}"
+        raise UnreadableMediaError(path, f"a caption that is not UTF-8 ({wrong}); save it as UTF-8") from error
+
+
+def shuffles(text: str, options: Captions, seed: int) -> tuple[str, ...]:
+    """The caption as written, then up to `shuffle_variants` others; fewer where its tags have fewer orders."""
+    separator = options.tag_separator
+    tags = [tag.strip() for tag in text.split(separator) if tag.strip()]
+    kept, free = tags[: options.keep_tags], tags[options.keep_tags :]
+    glue = separator if separator.isspace() else f"{separator} "
+    written = glue.join(tags)
+    others: dict[str, None] = {}
+    wanted = min(options.shuffle_variants, _orders(free) - 1)
+    attempt = 0
+    while len(others) < wanted:
+        order = shuffled(len(free), seed, "tags", text, attempt)
+        variant = glue.join([*kept, *(free[position] for position in order)])
+        if variant != written:
+            others[variant] = None
+        attempt += 1
+    return (text, *others)
+
+
+def with_trigger(text: str, trigger: str | None) -> str:
+    """Every `[trigger]` becomes the word; it is put in front where it would otherwise not be there at all.
+
+    Without a trigger word the placeholder goes, and the comma or space it leaves behind.
+    """
+    trigger = (trigger or "").strip()
+    if not trigger:
+        return _without_placeholder(text)
+    text = text.replace(PLACEHOLDER, trigger)
+    # As a word of its own: `sks` is not in `asks`.
+    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
+        return text
+    return f"{trigger} {text}".strip()
+
+
+def kohya_folder(name: str) -> KohyaFolder | None:
+    """What a folder's name says if it is one of kohya's: a number, an underscore, a name."""
+    match = re.fullmatch(r"([0-9]{1,6})_(.*\S.*)", name)
+    return KohyaFolder(int(match[1]), match[2].strip()) if match else None
+
+
+def _without_placeholder(text: str) -> str:
+    if PLACEHOLDER not in text:
+        return text
+    text = text.replace(PLACEHOLDER, "")
+    text = re.sub(r"\s*,(\s*,)+", ",", text)
+    return re.sub(r"[ \t]{2,}", " ", text).strip(" \t\n,")
+
+
+def _orders(tags: list[str]) -> int:
+    """In how many ways the tags can be written down; equal ones make no difference."""
+    count = math.factorial(len(tags))
+    for tag in set(tags):
+        count //= math.factorial(tags.count(tag))
+    return count
+
+
+def _problems(options: Captions, where: str) -> Iterator[Problem]:
+    strategy = options.strategy
+    if strategy == "instanceprompt" and options.instance_prompt is None:
+        yield Problem(f"{where}.instance_prompt", "nothing", "the prompt of every sample: strategy is instanceprompt",
+                      'set instance_prompt, for example "a photo of sks dog"')  # fmt: skip
+    if options.prepend_instance_prompt and not options.instance_prompt:
+        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt: prepend_instance_prompt puts it in front",
+                      "set instance_prompt, or remove prepend_instance_prompt")  # fmt: skip
+    if strategy in ("parquet", "csv", "jsonl", "json") and options.table is None:
+        yield Problem(f"{where}.table", "nothing", f"where the captions are: strategy is {strategy}",
+                      f'add table: {{path: "captions.{strategy}"}}')  # fmt: skip
+    if options.shuffle_tags and not options.tag_separator:
+        yield Problem(f"{where}.tag_separator", '""', "what stands between two tags", 'write ","')

@@ -1,0 +1,219 @@
+"""A picture of some samples of one bucket as the model will see them: scaled, cut, turned, masked; with their captions.
+
+Of a video the first frame of its clip is shown, of a sound its waveform, of an edit pair the target and its references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.index import DataIndex
+from gracetune.data.media.audio import Sound, decode_audio
+from gracetune.data.media.augment import augmented, augmented_mask
+from gracetune.data.media.image import decode_image
+from gracetune.data.media.mask import decode_mask, weights
+from gracetune.data.media.video import decode_video
+from gracetune.data.refs import Clip, Fit, SampleRef
+
+HEIGHT = 192
+"""Of a thumbnail."""
+WIDEST = 400
+SHEET_WIDTH = 1300
+_GAP, _MARGIN, _HEADER, _NARROWEST = 20, 24, 84, 640
+_CAPTION_LINES = 3
+_PAPER, _INK, _FAINT, _LINE, _WAVE, _BAD = "#fbfbf9", "#1d1d1b", "#6f6f6a", "#d9d9d4", "#2f6f8f", "#b3261e"
+_STRIP = (360, 120)
+
+Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One sample: its pictures side by side, and what is written below them."""
+
+    pictures: tuple[Image.Image, ...]
+    name: str
+    caption: str
+
+    @property
+    def width(self) -> int:
+        return sum(picture.width for picture in self.pictures) + 4 * (len(self.pictures) - 1)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    image: Image.Image
+    damaged: tuple[LeftOut, ...]
+    """Files that turned out not to be readable when they were decoded for it."""
+
+
+def contact_sheet(index: DataIndex, refs: Sequence[SampleRef], title: str, subtitle: str) -> Sheet:
+    cells: list[Cell] = []
+    damaged: list[LeftOut] = []
+    for ref in refs:
+        try:
+            pictures = thumbnails(index, ref)
+        except UnreadableMediaError as error:
+            damaged.append(LeftOut(error.path, error.reason))
+            pictures = (_placard(error.reason),)
+        cells.append(Cell(pictures, ref.path, _caption(ref)))
+    return Sheet(_draw(cells, title, subtitle), tuple(damaged))
+
+
+def _caption(ref: SampleRef) -> str:
+    if ref.caption.dropped:
+        return "(caption dropped)"
+    return ref.caption.text or "(no caption)"
+
+
+def thumbnails(index: DataIndex, ref: SampleRef) -> tuple[Image.Image, ...]:
+    """The sample, then its references."""
+    if ref.fit is None:
+        return (_waveform(index, ref),)
+    picture = _picture(index, ref, ref.fit)
+    if ref.mask is not None:
+        mask = decode_mask(index.backend_of(ref.mask.dataset).read(ref.mask.path), ref.mask, ref.fit, ref.bucket)
+        picture = _masked(picture, weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
+    others = (thumbnails(index, other)[0] for other in ref.conditioning)
+    return _small(picture), *others
+
+
+def _picture(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
+    backend = index.backend_of(ref.dataset)
+    if ref.clip is None:
+        own_colours = ref.mask is not None and ref.mask.from_alpha
+        pictures = [decode_image(backend.read(ref.path), ref.path, fit, ref.bucket, own_colours=own_colours)]
+    else:
+        with backend.open(ref.path) as stream:
+            pictures = decode_video(stream, ref.path, _first(ref.clip, ref.bucket.frames), fit,
+                                    replace(ref.bucket, frames=1))  # fmt: skip
+    return augmented(pictures, ref.augmentation, ref.digest)[0]
+
+
+def _first(clip: Clip, frames: int) -> Clip:
+    """A clip of the one frame that is on screen when this one begins."""
+    return replace(clip, duration=clip.duration / frames, fps=None if clip.spread else frames / clip.duration)
+
+
+def _masked(picture: Image.Image, share: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> Image.Image:
+    """What counts less is darker, down to a fifth."""
+    light = Image.fromarray(np.asarray(255 * (0.2 + 0.8 * share), np.uint8))
+    return Image.composite(picture, Image.new("RGB", picture.size), light)
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    scale = min(HEIGHT / picture.height, WIDEST / picture.width)
+    size = max(1, round(picture.width * scale)), max(1, round(picture.height * scale))
+    return picture.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
+
+
+def _waveform(index: DataIndex, ref: SampleRef) -> Image.Image:
+    if ref.clip is None:
+        raise UnreadableMediaError(ref.path, "a sound without a clip")
+    with index.backend_of(ref.dataset).open(ref.path) as stream:
+        sound = decode_audio(stream, ref.path, ref.clip, ref.bucket)
+    return draw_waveform(sound)
+
+
+def draw_waveform(sound: Sound) -> Image.Image:
+    """The extremes of every column's samples, one band for each channel."""
+    width, height = _STRIP
+    strip = Image.new("RGB", _STRIP, "white")
+    pen = ImageDraw.Draw(strip)
+    band = height / sound.shape[0]
+    edges = np.linspace(0, sound.shape[1], width + 1).astype(int)
+    for number, channel in enumerate(sound):
+        middle, reach = band * (number + 0.5), band * 0.46
+        pen.line((0, middle, width, middle), fill=_LINE)
+        for column in range(width):
+            piece = channel[edges[column] : max(edges[column] + 1, edges[column + 1])]
+            top, bottom = middle - reach * float(piece.max()), middle - reach * float(piece.min())
+            pen.line((column, top, column, bottom), fill=_WAVE)
+    return strip
+
+
+def _placard(reason: str) -> Image.Image:
+    """Stands where a picture could not be read."""
+    placard = Image.new("RGB", (300, HEIGHT), "white")
+    pen = ImageDraw.Draw(placard)
+    pen.rectangle((0, 0, placard.width - 1, placard.height - 1), outline=_BAD, width=2)
+    for number, line in enumerate(wrapped(f"cannot be read: {reason}", _font(14), placard.width - 24, 8)):
+        pen.text((12, 12 + 18 * number), line, fill=_BAD, font=_font(14))
+    return placard
+
+
+def _draw(cells: Sequence[Cell], title: str, subtitle: str) -> Image.Image:
+    column = max([cell.width for cell in cells], default=WIDEST)
+    columns = max(1, min(len(cells), (SHEET_WIDTH - 2 * _MARGIN + _GAP) // (column + _GAP)))
+    rows = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    heights = [_row_height(row, column) for row in rows]
+    width = max(2 * _MARGIN + columns * (column + _GAP) - _GAP, _NARROWEST)
+    sheet = Image.new("RGB", (width, _HEADER + sum(heights) + _MARGIN - _GAP), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    room = width - 2 * _MARGIN
+    pen.text((_MARGIN, 18), wrapped(title, _font(24), room, 1)[0], fill=_INK, font=_font(24))
+    pen.text((_MARGIN, 50), wrapped(subtitle, _font(13), room, 1)[0], fill=_FAINT, font=_font(13))
+    top = _HEADER
+    for row, height in zip(rows, heights, strict=True):
+        for number, cell in enumerate(row):
+            place = _MARGIN + number * (column + _GAP), top
+            _draw_cell(sheet, pen, cell, place, (column, _tallest(row)))
+        top += height
+    return sheet
+
+
+def _row_height(row: Sequence[Cell], column: int) -> int:
+    lines = max(len(wrapped(cell.caption, _font(12), column, _CAPTION_LINES)) for cell in row)
+    return _tallest(row) + 10 + 18 * (1 + lines) + _GAP
+
+
+def _tallest(row: Sequence[Cell]) -> int:
+    return max(picture.height for cell in row for picture in cell.pictures)
+
+
+def _draw_cell(
+    sheet: Image.Image, pen: ImageDraw.ImageDraw, cell: Cell, place: tuple[int, int], room: tuple[int, int]
+) -> None:
+    left, top = place
+    for picture in cell.pictures:
+        sheet.paste(picture, (left, top + room[1] - picture.height))
+        left += picture.width + 4
+    text = top + room[1] + 10
+    name = wrapped(cell.name, _font(13), room[0], 1)[0]
+    pen.text((place[0], text), name, fill=_INK, font=_font(13))
+    for number, line in enumerate(wrapped(cell.caption, _font(12), room[0], _CAPTION_LINES), start=1):
+        pen.text((place[0], text + 18 * number), line, fill=_FAINT, font=_font(12))
+
+
+def _font(size: int) -> Font:
+    return ImageFont.load_default(size=size)
+
+
+def wrapped(text: str, font: Font, width: float, most: int) -> list[str]:
+    """At least one line and at most `most`; a word too long for a line is cut, and so is the text after the last."""
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+        elif len(lines) == most:
+            lines[-1] = _cut(longer, font, width)
+            break
+        else:
+            lines += [word] if lines[-1] else []
+            lines[-1] = _cut(word, font, width)
+    return lines
+
+
+def _cut(text: str, font: Font, width: float) -> str:
+    if font.getlength(text) <= width:
+        return text
+    while text and font.getlength(f"{text}…") > width:
+        text = text[:-1]
+    return f"{text}…"

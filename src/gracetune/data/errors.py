@@ -1,0 +1,25 @@
+"""What goes wrong with data. Each names the dataset and the file."""
+
+from __future__ import annotations
+
+from gracetune.errors import GracetuneError
+
+
+class DataError(GracetuneError):
+    """A dataset cannot be used as it is; the message says which file and what to do."""
+
+
+class MissingFileError(DataError):
+    """A backend has no such file."""
+
+
+class OutsideRootError(DataError):
+    """A path leads out of the dataset's folder."""
+
+
+class UnreadableMediaError(DataError):
+    """One file cannot be decoded. Counted and left out up to the dataset's `corrupt_threshold`."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(f"{path}: {reason}")
+        self.path, self.reason = path, reason

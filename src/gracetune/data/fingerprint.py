@@ -1,0 +1,107 @@
+"""What data a run uses, in a few short digests: a resumed run compares them and says what changed.
+
+Format version 1: for each trained dataset the number of `items` and xxh3-128 digests of its `files` (path and content
+of every item, its references and its mask), of their `shapes` (buckets, and visits per epoch), of its `captions` (every
+variant of every item) and of its `settings` (those that decide what a sample looks like and when it comes). Where the
+data lies and how it is staged is not part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import xxhash
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.errors import DataError
+from gracetune.data.items import DatasetIndex, Item
+
+FINGERPRINT_VERSION = 1
+
+_ELSEWHERE = frozenset(
+    ("path", "type", "disabled", "in_memory", "cache_dir", "corrupt_threshold", "captions", "conditioning", "mask")
+)
+"""Settings that change no sample, or whose effect is in the items themselves."""
+
+
+@dataclass(frozen=True)
+class DatasetPrint:
+    items: int
+    files: str
+    shapes: str
+    captions: str
+    settings: str
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    datasets: Mapping[str, DatasetPrint]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "version": FINGERPRINT_VERSION,
+            "datasets": {name: asdict(found) for name, found in self.datasets.items()},
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Fingerprint:
+        if value.get("version") != FINGERPRINT_VERSION:
+            raise DataError(
+                f"a fingerprint of version {value.get('version')}; this release reads version {FINGERPRINT_VERSION}"
+            )
+        return cls({name: DatasetPrint(**found) for name, found in value["datasets"].items()})
+
+
+def fingerprint(datasets: Iterable[DatasetIndex]) -> Fingerprint:
+    return Fingerprint({index.id: _of_dataset(index) for index in datasets})
+
+
+def differences(before: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
+    """What changed, one line for each dataset that did; empty where nothing did."""
+    lines = [f"dataset {name} is gone" for name in before.datasets if name not in now.datasets]
+    lines += [f"dataset {name} is new" for name in now.datasets if name not in before.datasets]
+    for name, old in before.datasets.items():
+        new = now.datasets.get(name)
+        if new is None or new == old:
+            continue
+        lines.append(f"dataset {name}: {', '.join(_changes(old, new))}")
+    return tuple(lines)
+
+
+def _changes(old: DatasetPrint, new: DatasetPrint) -> list[str]:
+    settings = ["other settings"] if new.settings != old.settings else []
+    if new.items != old.items:
+        return [f"{old.items} samples then, {new.items} now", *settings]
+    what = ["other files"] if new.files != old.files else []
+    what += ["other buckets or visits"] if new.shapes != old.shapes else []
+    what += ["other captions"] if new.captions != old.captions else []
+    return [*what, *settings]
+
+
+def _of_dataset(index: DatasetIndex) -> DatasetPrint:
+    return DatasetPrint(
+        items=len(index.items),
+        files=_digest([_files(item) for item in index.items]),
+        shapes=_digest([[item.visits, *map(asdict, item.shape)] for item in index.items]),
+        captions=_digest([[item.path, *item.captions] for item in index.items]),
+        settings=_digest(_settings(index.dataset)),
+    )
+
+
+def _files(item: Item) -> list[Any]:
+    references = [[one.dataset.id, one.file.path, one.file.digest] for one in item.references]
+    return [item.path, item.file.digest, references, None if item.mask is None else asdict(item.mask)]
+
+
+def _settings(dataset: Dataset) -> dict[str, Any]:
+    values = dataset.model_dump(mode="json", exclude=set(_ELSEWHERE))
+    # Of the captions section only what is decided while training: everything else is in the captions.
+    return {**values, "caption_dropout": dataset.captions.dropout}
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return xxhash.xxh3_128_hexdigest(text.encode())

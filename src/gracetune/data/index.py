@@ -1,0 +1,261 @@
+"""Everything a run can train on, and how a sample is described when its turn comes.
+
+What varies between two visits of a sample, and when:
+
+- Flips, and the clips of `video.clip: uniform`, are taken in turn, visit after visit; each is cached on its own.
+- Whatever is random (the place of a crop or clip, `transforms`) is drawn from the seed, the file's content and a
+  variant number. Where latents are cached the number is 0 for good, so that a cached latent stays right; with
+  `cache_mode: refresh_each_epoch` it is the epoch; without a cache it is new for every visit.
+- The caption's variant and its dropout are drawn for every global sample index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from typing import Literal
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.backend import Backend
+from gracetune.data.backends.errors import UnreadableFilesError
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.buckets import fit_picture
+from gracetune.data.captions import caption_ref
+from gracetune.data.clips import audio_clip, pieces, video_clip
+from gracetune.data.draws import below
+from gracetune.data.fingerprint import Fingerprint, fingerprint
+from gracetune.data.geometry import Geometry
+from gracetune.data.items import DatasetIndex, Item, Reference, audio_rate, size_of
+from gracetune.data.media.load import DecodeLimits, Sample, load
+from gracetune.data.media.probe import AudioFacts, VideoFacts
+from gracetune.data.refs import Augmentation, CaptionRef, Clip, Fit, SampleRef
+from gracetune.data.sampler import Drawn, Group, Order, Source
+
+Freshness = Literal["once", "epoch", "visit"]
+"""How long a random crop, clip or transform stays as it was drawn."""
+
+NO_CAPTION = CaptionRef("")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Which of its variants a sample shows."""
+
+    variant: int
+    """Draws what is random."""
+    count: int
+    """Counts through flips and clips."""
+
+
+@dataclass(frozen=True)
+class DataIndex:
+    """The datasets of a run, in the order of its config."""
+
+    seed: int
+    geometry: Geometry
+    datasets: tuple[DatasetIndex, ...]
+    """Those that are trained on."""
+    held_out: tuple[DatasetIndex, ...]
+    """Of type `eval`."""
+    backends: Mapping[str, Backend]
+    """By dataset id; the masks of a dataset under `masks_id`."""
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return fingerprint(self.datasets)
+
+    def order(self, batch_size: int) -> Order:
+        """The order of the samples of the trained datasets."""
+        groups: list[Group] = []
+        for position, index in enumerate(self.datasets):
+            shapes: dict[tuple[object, ...], list[int]] = {}
+            for number, item in enumerate(index.items):
+                shapes.setdefault(item.shape, []).append(number)
+            groups += [
+                Group(position, index.items[members[0]].shape, tuple(members),
+                      tuple(index.items[member].visits for member in members))
+                for members in shapes.values()
+            ]  # fmt: skip
+        groups.sort(key=lambda group: (group.source, group.shape))
+        return Order([_source(index.dataset) for index in self.datasets], groups, seed=self.seed, batch_size=batch_size)
+
+    def ref(self, drawn: Drawn, number: int, epoch: int) -> SampleRef:
+        """One sample of a drawn batch."""
+        index = self.datasets[drawn.source]
+        visit = drawn.visits[number]
+        item = index.items[visit.sample]
+        turn = self.turn(index, item, epoch, visit.round)
+        caption = caption_ref(item.captions, index.dataset.captions.dropout, self.seed, drawn.first_index + number)
+        return self.describe(index, item, turn, caption)
+
+    def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int) -> Turn:
+        visit = epoch * item.visits + turn
+        variant = {"once": 0, "epoch": epoch, "visit": visit}[freshness(index.dataset)]
+        # Every file begins with another flip, so that an epoch has all of them.
+        first = below(self.appearances(index, item), self.seed, "turn", item.file.digest)
+        return Turn(variant, visit + first)
+
+    def appearances(self, index: DatasetIndex, item: Item) -> int:
+        """In how many ways a sample is shown in turn: flips x clips."""
+        return len(flips(index.dataset)) * self._pieces(index, item)
+
+    def cacheable(self, epoch: int = 0) -> Iterator[SampleRef]:
+        """Everything the latent cache has to hold for an epoch, each once; captions are left empty."""
+        for index in (*self.datasets, *self.held_out):
+            kept = freshness(index.dataset)
+            if kept == "visit":
+                continue
+            variant = epoch if kept == "epoch" else 0
+            for item in index.items:
+                for count in range(self.appearances(index, item)):
+                    yield self.describe(index, item, Turn(variant, count), NO_CAPTION)
+
+    def captions(self) -> Iterator[str]:
+        """Every text a sample can be trained with, each once; the empty one where captions are dropped."""
+        seen: dict[str, None] = {}
+        for index in (*self.datasets, *self.held_out):
+            if index.dataset.captions.dropout > 0:
+                seen[""] = None
+            for item in index.items:
+                seen.update(dict.fromkeys(item.captions))
+        return iter(seen)
+
+    def describe(self, index: DatasetIndex, item: Item, turn: Turn, caption: CaptionRef) -> SampleRef:
+        dataset, file = index.dataset, item.file
+        flip_x, flip_y = flips(dataset)[turn.count % len(flips(dataset))]
+        augmentation = Augmentation(
+            flip_x,
+            flip_y,
+            self.seed if index.transforms else None,
+            turn.variant if index.transforms else 0,
+            index.transforms,
+        )
+        fit = None
+        if not isinstance(file.facts, AudioFacts):
+            fit = fit_picture(item.size, item.bucket, dataset, seed=self.seed, digest=file.digest, variant=turn.variant)
+        shared = replace(augmentation, of=file.digest)
+        return SampleRef(
+            dataset=dataset.id,
+            path=file.path,
+            digest=file.digest,
+            bucket=item.bucket,
+            fit=fit,
+            caption=caption,
+            clip=self._clip(index, item, turn),
+            augmentation=augmentation,
+            conditioning=tuple(self._reference(one, fit, shared, turn) for one in item.references),
+            mask=item.mask,
+            loss_weight=dataset.loss_weight,
+        )
+
+    def _pieces(self, index: DatasetIndex, item: Item) -> int:
+        facts = item.file.facts
+        return pieces(facts, index.dataset.video, item.bucket.frames) if isinstance(facts, VideoFacts) else 1
+
+    def _clip(self, index: DatasetIndex, item: Item, turn: Turn) -> Clip | None:
+        dataset, facts, digest = index.dataset, item.file.facts, item.file.digest
+        if isinstance(facts, VideoFacts):
+            piece = turn.count // len(flips(dataset)) % self._pieces(index, item)
+            return video_clip(
+                facts, dataset.video, item.bucket.frames, piece=piece, seed=self.seed, digest=digest,
+                variant=turn.variant,
+            )  # fmt: skip
+        if isinstance(facts, AudioFacts):
+            rate = audio_rate(dataset, self.geometry, facts)
+            return audio_clip(
+                facts, dataset.audio, item.bucket.audio_samples, rate, seed=self.seed, digest=digest,
+                variant=turn.variant,
+            )  # fmt: skip
+        return None
+
+    def _reference(self, one: Reference, target: Fit | None, augmentation: Augmentation, turn: Turn) -> SampleRef:
+        size = size_of(one.file)
+        if one.strict and target is not None:
+            fit = Fit(size, target.resized, target.left, target.top)
+        else:
+            fit = fit_picture(
+                size, one.bucket, one.dataset, seed=self.seed, digest=one.file.digest, variant=turn.variant
+            )
+        return SampleRef(
+            one.dataset.id, one.file.path, one.file.digest, one.bucket, fit, NO_CAPTION, augmentation=augmentation
+        )
+
+    def backend_of(self, dataset_id: str) -> Backend:
+        return self.backends[dataset_id]
+
+    def load(self, ref: SampleRef, limits: DecodeLimits | None = None) -> Sample:
+        """Decode one sample."""
+        return load(ref, self.backend_of, limits)
+
+    def without(self, dataset_id: str, unreadable: Mapping[str, str]) -> DataIndex:
+        """The same index without files that turned out to be damaged when they were decoded: path -> reason.
+
+        Raises UnreadableFilesError where these and the ones known before are more than `corrupt_threshold` allows.
+        """
+        return replace(
+            self,
+            datasets=tuple(_without(index, dataset_id, unreadable) for index in self.datasets),
+            held_out=tuple(_without(index, dataset_id, unreadable) for index in self.held_out),
+        )
+
+
+def _without(index: DatasetIndex, dataset_id: str, unreadable: Mapping[str, str]) -> DatasetIndex:
+    """A reference or mask that cannot be read takes its target with it."""
+
+    def damaged(item: Item) -> str | None:
+        parts = [(index.id, item.path), *((one.dataset.id, one.file.path) for one in item.references)]
+        if item.mask is not None:
+            parts.append((item.mask.dataset, item.mask.path))
+        return next((unreadable[path] for owner, path in parts if owner == dataset_id and path in unreadable), None)
+
+    found = tuple(LeftOut(item.path, reason) for item in index.items if (reason := damaged(item)) is not None)
+    if not found:
+        return index
+    gone = {one.path for one in found}
+    kept = tuple(item for item in index.items if item.path not in gone)
+    changed = replace(index, items=kept, unreadable=(*index.unreadable, *found))
+    check_unreadable(changed.dataset, changed.unreadable, len(kept) + len(changed.unreadable) + len(index.dropped))
+    return changed
+
+
+def check_unreadable(dataset: Dataset, unreadable: tuple[LeftOut, ...], total: int) -> None:
+    if len(unreadable) > dataset.corrupt_threshold * total:
+        raise UnreadableFilesError(dataset.id, unreadable, total=total, threshold=dataset.corrupt_threshold)
+
+
+def freshness(dataset: Dataset) -> Freshness:
+    """How long what is random about a dataset's samples stays the same: as long as their latents are cached."""
+    augmentation = dataset.augmentation
+    uncached = dataset.cache_latents == "none"
+    if uncached or (augmentation.transforms and augmentation.cache_mode == "disable_cache"):
+        return "visit"
+    return "epoch" if augmentation.cache_mode == "refresh_each_epoch" else "once"
+
+
+def flips(dataset: Dataset) -> list[tuple[bool, bool]]:
+    """The ways a sample is turned, in the order they are taken: x and y."""
+    if dataset.dataset_type == "audio":
+        return [(False, False)]
+    augmentation = dataset.augmentation
+    ways = {True: (False, True), False: (False,)}
+    return list(product(ways[augmentation.flip_x], ways[augmentation.flip_y]))
+
+
+def masks_id(dataset_id: str) -> str:
+    """Under which the folder of a dataset's masks is found among the backends."""
+    return f"{dataset_id}:masks"
+
+
+def _source(dataset: Dataset) -> Source:
+    return Source(
+        dataset.id,
+        dataset.probability,
+        dataset.batch_size,
+        dataset.start_epoch,
+        dataset.end_epoch,
+        dataset.start_step,
+        dataset.end_step,
+    )

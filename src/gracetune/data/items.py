@@ -1,0 +1,196 @@
+"""The files of one dataset that are trained on, and those that are not, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.buckets import (
+    Size,
+    Unfit,
+    audio_length,
+    bucket_size,
+    clip_frames,
+    trained_aspect,
+    unfit_picture,
+)
+from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
+from gracetune.data.clips import available_frames
+from gracetune.data.draws import draw
+from gracetune.data.geometry import Geometry
+from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
+from gracetune.data.refs import Bucket, MaskRef, Transform
+from gracetune.data.scan import MediaFile
+
+MOST_FOLDER_VISITS = 500
+"""A larger number in front of a folder's name is a year or a date, not kohya's count of visits."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An edit source or reference picture of an item."""
+
+    dataset: Dataset
+    file: MediaFile
+    bucket: Bucket
+    strict: bool
+    """Scaled and cut exactly as its target is; else it keeps its own shape."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A file that is trained on."""
+
+    file: MediaFile
+    bucket: Bucket
+    visits: int = 1
+    """In one epoch."""
+    captions: tuple[str, ...] = ("",)
+    """Every variant it can be trained with."""
+    caption_origin: Origin = "missing"
+    references: tuple[Reference, ...] = ()
+    mask: MaskRef | None = None
+
+    @property
+    def path(self) -> str:
+        return self.file.path
+
+    @property
+    def shape(self) -> tuple[Bucket, ...]:
+        """What samples of one batch have in common."""
+        return (self.bucket, *(reference.bucket for reference in self.references))
+
+    @property
+    def size(self) -> Size:
+        """Of a picture or video as it is shown."""
+        return size_of(self.file)
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A readable file that is not trained on."""
+
+    path: str
+    reason: str
+    """The same words for all files dropped for it, so that they can be counted."""
+    detail: str
+
+
+@dataclass(frozen=True)
+class DatasetIndex:
+    """One dataset after its files were looked at."""
+
+    position: int
+    """In the config's list."""
+    dataset: Dataset
+    items: tuple[Item, ...]
+    transforms: tuple[Transform, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    unreadable: tuple[LeftOut, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    others: Mapping[str, int] | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should know, in words."""
+
+    @property
+    def id(self) -> str:
+        return self.dataset.id
+
+
+def size_of(file: MediaFile) -> Size:
+    facts = file.facts
+    if isinstance(facts, AudioFacts):
+        raise TypeError(f"{file.path}: sound has no width")
+    return facts.width, facts.height
+
+
+def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) -> Bucket | Unfit:
+    """The shape a file is trained in. A function of its content and the settings alone: caches rely on it."""
+    facts = file.facts
+    if isinstance(facts, AudioFacts):
+        return _audio_bucket(facts, dataset, geometry)
+    size = size_of(file)
+    unfit = unfit_picture(size, dataset)
+    if unfit is not None:
+        return unfit
+    aspect = trained_aspect(size, dataset, seed=seed, digest=file.digest)
+    width, height = bucket_size(aspect, dataset, geometry.side_multiple)
+    if isinstance(facts, ImageFacts):
+        return Bucket(width, height)
+    frames = _frames(facts, dataset, geometry)
+    return frames if isinstance(frames, Unfit) else Bucket(width, height, frames)
+
+
+def _frames(facts: VideoFacts, dataset: Dataset, geometry: Geometry) -> int | Unfit:
+    return clip_frames(available_frames(facts, dataset.video), dataset.video, geometry)
+
+
+def audio_rate(dataset: Dataset, geometry: Geometry, facts: AudioFacts) -> int:
+    """What the config says, else what the model was made for, else the file's own."""
+    return dataset.audio.sample_rate or geometry.sample_rate or facts.sample_rate
+
+
+def _audio_bucket(facts: AudioFacts, dataset: Dataset, geometry: Geometry) -> Bucket | Unfit:
+    rate = audio_rate(dataset, geometry, facts)
+    samples = audio_length(facts.duration, dataset.audio, geometry, rate)
+    if isinstance(samples, Unfit):
+        return samples
+    channels = dataset.audio.channels or geometry.channels or facts.channels
+    return Bucket(audio_samples=samples, audio_channels=channels)
+
+
+def sort_into_buckets(
+    files: Iterable[MediaFile], dataset: Dataset, geometry: Geometry, seed: int
+) -> tuple[list[Item], list[Dropped]]:
+    items: list[Item] = []
+    dropped: list[Dropped] = []
+    for file in files:
+        bucket = bucket_of(file, dataset, geometry, seed)
+        if isinstance(bucket, Unfit):
+            dropped.append(Dropped(file.path, bucket.reason, bucket.detail))
+        else:
+            items.append(Item(file, bucket, visits=1 + dataset.repeats))
+    return items, dropped
+
+
+def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
+    """At most `max_samples`: the same ones in every run, and mostly the same when files are added."""
+    most = dataset.max_samples
+    if most is None or len(items) <= most:
+        return items, []
+    chosen = sorted(items, key=lambda item: (draw(0, dataset.id, item.file.digest), item.path))[:most]
+    kept = {item.path for item in chosen}
+    dropped = [
+        Dropped(item.path, f"beyond max_samples {most}", "not among the files drawn")
+        for item in items
+        if item.path not in kept
+    ]
+    return [item for item in items if item.path in kept], dropped
+
+
+def kohya_folders(paths: Sequence[str]) -> dict[str, KohyaFolder]:
+    """The top folders of a dataset laid out for kohya's scripts, by name: every file is in one, and all have numbers.
+
+    Anything less is not taken for it: a folder `2023_holiday` must not be visited 2,023 times.
+    """
+    tops = {PurePosixPath(path).parts[0] if len(PurePosixPath(path).parts) > 1 else "" for path in paths}
+    found = {name: kohya_folder(name) for name in tops}
+    folders = {name: folder for name, folder in found.items() if folder is not None}
+    numbered = len(folders) == len(found) and all(folder.visits <= MOST_FOLDER_VISITS for folder in folders.values())
+    return folders if numbered else {}
+
+
+def same_stem(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Paths that differ in nothing but their extension, by what they share."""
+    stems: dict[str, list[str]] = {}
+    for path in paths:
+        stems.setdefault(stem_of(path), []).append(path)
+    return {stem: sorted(group) for stem, group in stems.items() if len(group) > 1}
+
+
+def stem_of(path: str) -> str:
+    """The path without its extension."""
+    return str(PurePosixPath(path).with_suffix(""))

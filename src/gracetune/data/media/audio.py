@@ -1,0 +1,248 @@
+"""Sound: a window of a file at the rate and with the channels a model wants.
+
+libsndfile reads wav, flac, ogg and mp3; what it does not know (m4a, opus in webm, the sound of a video) goes through
+FFmpeg. Resampling is libswresample's (over 100 dB clean), with some of the sound around the window, so that a window is
+exactly a piece of the whole file resampled.
+
+Padding is explicit: sound that ends before its window does is an error, unless the clip says `pad`. Only one frame of a
+codec (`SLACK`) is always filled with silence: containers round their lengths to that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from typing import Any, BinaryIO, Protocol
+
+import av
+import numpy as np
+import soundfile
+from av.audio.frame import AudioFrame
+from av.audio.resampler import AudioResampler
+from av.container import InputContainer
+from numpy.typing import NDArray
+
+from gracetune.data.errors import DataError, UnreadableMediaError
+from gracetune.data.media.video import container_of
+from gracetune.data.refs import Bucket, Clip
+from gracetune.errors import GracetuneError
+
+Sound = NDArray[np.float32]
+"""[channels, samples]"""
+
+SLACK = 0.05
+"""Seconds of silence a file's end may lack: more than a frame of AAC (1024 samples) or mp3 (1152) at 32 kHz."""
+_PREROLL = 0.2
+"""Seconds decoded before a window: lossy codecs overlap their frames."""
+_JITTER = 0.002
+"""Matroska writes whole milliseconds: frames that lie this close to the end of the one before follow it directly."""
+_MARGIN = 64
+"""Samples at the lower rate that the resampling filter looks to either side, generously."""
+_LAYOUTS = {1: "mono", 2: "stereo", 3: "2.1", 4: "quad", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
+
+
+def decode_audio(stream: BinaryIO, path: str, clip: Clip, bucket: Bucket) -> Sound:
+    """[bucket.audio_channels, bucket.audio_samples] in [-1, 1], from `clip.start` on."""
+    if clip.sample_rate is None:
+        raise DataError(f"{path}: its clip names no sample rate")
+    with opened_sound(stream, path) as source:
+        window = _window(source, round(clip.start * clip.sample_rate), bucket.audio_samples, clip.sample_rate)
+        total = source.length / source.rate
+    if not np.isfinite(window).all():
+        raise UnreadableMediaError(path, "some of its samples are no numbers")
+    missing = bucket.audio_samples - window.shape[1]
+    if window.shape[1] == 0 or (missing > SLACK * clip.sample_rate and not clip.pad):
+        piece = f"{clip.start:.2f} to {clip.start + bucket.audio_samples / clip.sample_rate:.2f} s"
+        raise UnreadableMediaError(path, f"ends after {total:.2f} s, and the clip needs {piece}")
+    full = np.pad(_mixed(window, bucket.audio_channels, path), ((0, 0), (0, missing)))
+    return np.clip(full, -1.0, 1.0)
+
+
+class SoundSource(Protocol):
+    """An open file. Lengths and positions are in samples of its own rate."""
+
+    rate: int
+    channels: int
+    length: int
+
+    def read(self, start: int, count: int) -> Sound:
+        """Fewer samples than asked for only at the end of the file."""
+        ...
+
+
+@contextmanager
+def opened_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
+    stream.seek(0)
+    callbacks = _Callbacks(stream)
+    try:
+        file = soundfile.SoundFile(callbacks)
+    except soundfile.LibsndfileError:
+        callbacks.check()
+        with container_of(stream, path) as container:
+            yield _ContainerSound(container, path)
+        return
+    with file:
+        callbacks.check()
+        try:
+            yield _FileSound(file, path, callbacks)
+        except soundfile.LibsndfileError as error:
+            callbacks.check()
+            raise UnreadableMediaError(path, f"cannot be decoded: {error.error_string}") from error
+
+
+class _Callbacks:
+    """A stream as libsndfile uses it. What a callback raises would be printed and lost, so it is kept for `check`."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._error: Exception | None = None
+
+    def seek(self, offset: int, whence: int = 0) -> None:
+        try:
+            self._stream.seek(offset, whence)
+        except ValueError:
+            pass  # a damaged file points before its beginning; libsndfile sees that nothing moved
+        except (OSError, GracetuneError) as error:
+            self._error = error
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._stream.read(len(buffer))
+        except (OSError, GracetuneError) as error:
+            self._error = error
+            return 0
+        buffer[: len(data)] = data
+        return len(data)
+
+    def check(self) -> None:
+        """Raise what reading the stream itself raised: that is no fault of the file's content."""
+        if self._error is not None:
+            raise self._error
+
+
+class _FileSound:
+    def __init__(self, file: Any, path: str, callbacks: _Callbacks) -> None:
+        self._file, self._path, self._callbacks = file, path, callbacks
+        self.rate: int = file.samplerate
+        self.channels: int = file.channels
+        self.length: int = file.frames
+
+    def read(self, start: int, count: int) -> Sound:
+        # mp3 is silent for a moment after seeking; for the others the detour costs next to nothing.
+        begin = max(0, min(start, self.length) - round(_PREROLL * self.rate))
+        expected = max(0, min(start + count, self.length) - begin)
+        self._file.seek(begin)
+        found: Sound = self._file.read(expected, dtype="float32", always_2d=True).T
+        self._callbacks.check()
+        if expected - found.shape[1] > SLACK * self.rate:
+            got = (begin + found.shape[1]) / self.rate
+            raise UnreadableMediaError(self._path, f"breaks off after {got:.2f} of {self.length / self.rate:.2f} s")
+        return found[:, start - begin :]
+
+
+class _ContainerSound:
+    def __init__(self, container: InputContainer, path: str) -> None:
+        if not container.streams.audio:
+            raise UnreadableMediaError(path, "there is no sound in it")
+        stream = container.streams.audio[0]
+        if stream.codec_context is None or not stream.rate or not stream.channels:
+            raise UnreadableMediaError(path, "its sound is of a kind FFmpeg cannot decode, or damaged")
+        self._container, self._stream, self._path = container, stream, path
+        self.rate = stream.rate
+        self.channels = stream.channels
+        self._tick = stream.time_base or Fraction(1, av.time_base)
+        self._origin = (stream.start_time or 0) * self._tick
+        self.length = self._measured()
+
+    def read(self, start: int, count: int) -> Sound:
+        sound = np.zeros((self.channels, count), np.float32)
+        end = 0
+        following: int | None = None
+        self._seek(max(0.0, start / self.rate - _PREROLL))
+        for frame in self._container.decode(self._stream):
+            at = self._position(frame) - start
+            if following is not None and abs(at - following) < _JITTER * self.rate:
+                at = following
+            if at >= count:
+                break
+            values = self._values(frame)
+            following = at + values.shape[1]
+            skipped, kept = max(0, -at), min(values.shape[1], count - at)
+            if kept > skipped:
+                sound[:, at + skipped : at + kept] = values[:, skipped:kept]
+                end = at + kept
+        return sound[:, :end]
+
+    def _measured(self) -> int:
+        if self._stream.duration:
+            return round(self._stream.duration * self._tick * self.rate)
+        packets = [packet for packet in self._container.demux(self._stream) if packet.pts is not None]
+        end = max((packet.pts + (packet.duration or 0) for packet in packets if packet.pts is not None), default=0)
+        return round((end * self._tick - self._origin) * self.rate)
+
+    def _seek(self, time: float) -> None:
+        self._container.seek(round((Fraction(time) + self._origin) / self._tick), stream=self._stream)
+
+    def _position(self, frame: AudioFrame) -> int:
+        pts = frame.pts or 0
+        return round((pts * (frame.time_base or self._tick) - self._origin) * self.rate)
+
+    def _values(self, frame: AudioFrame) -> Sound:
+        if frame.sample_rate != self.rate or frame.layout.nb_channels != self.channels:
+            raise UnreadableMediaError(self._path, "its rate or its channels change on the way; convert it to wav")
+        return _joined(AudioResampler(format="fltp").resample(frame), self.channels)
+
+
+def _window(source: SoundSource, first: int, count: int, rate: int) -> Sound:
+    """Samples first .. first + count at another rate, or as many of them as there are."""
+    if source.rate == rate:
+        return source.read(first, count)
+    common = math.gcd(source.rate, rate)
+    # Whole blocks of the source are whole blocks of the result: cutting there keeps the filter's phase.
+    block, block_out = source.rate // common, rate // common
+    margin = _MARGIN * math.ceil(max(1, source.rate / rate))
+    skipped_blocks = max(0, first * block // block_out - margin) // block
+    offset = first - skipped_blocks * block_out
+    needed = math.ceil((offset + count) * block / block_out) + margin
+    sound = source.read(skipped_blocks * block, needed)
+    available = math.ceil(sound.shape[1] * block_out / block)
+    return resampled(sound, source.rate, rate)[:, offset : min(offset + count, available)]
+
+
+def resampled(sound: Sound, rate: int, target: int) -> Sound:
+    if sound.shape[1] == 0:
+        return sound
+    return np.stack([_converted(channel[None], rate, "mono", target, "mono")[0] for channel in sound])
+
+
+def _mixed(sound: Sound, channels: int, path: str) -> Sound:
+    """One channel is copied to all; many become one by their mean, or two by FFmpeg's table for surround sound."""
+    found = sound.shape[0]
+    if found == channels:
+        return sound
+    if channels == 1:
+        return np.asarray(sound.mean(axis=0, keepdims=True), np.float32)
+    if found == 1:
+        return np.repeat(sound, channels, axis=0)
+    if channels == 2 and found in _LAYOUTS:
+        # Any rate: it stays the same.
+        return _converted(sound, 48_000, _LAYOUTS[found], 48_000, "stereo")
+    raise UnreadableMediaError(path, f"{found} channels cannot become {channels}; mix it down to {channels}, 2 or 1")
+
+
+def _converted(sound: Sound, rate: int, layout: str, target: int, target_layout: str) -> Sound:
+    frame = AudioFrame.from_ndarray(np.ascontiguousarray(sound), format="fltp", layout=layout)
+    frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
+    resampler = AudioResampler(format="fltp", layout=target_layout, rate=target)
+    pieces = [*resampler.resample(frame), *resampler.resample(None)]
+    return _joined(pieces, 1 if target_layout == "mono" else 2)
+
+
+def _joined(pieces: list[AudioFrame], channels: int) -> Sound:
+    nothing = np.zeros((channels, 0), np.float32)
+    return np.concatenate([nothing, *(np.asarray(piece.to_ndarray(), np.float32) for piece in pieces)], axis=1)

@@ -1,0 +1,261 @@
+"""Flips, and the `transforms` of a dataset: the small set of albumentations' methods that makes sense for fine-tuning.
+
+Entries are written as in ai-toolkit (`{"method": "ColorJitter", "params": {"hue": 0.1, "p": 0.5}}`) or flat
+(`{"method": "ColorJitter", "hue": 0.1, "p": 0.5}`), with albumentations' option names, meanings and defaults. What is
+drawn depends on the sample's `Augmentation` and digest alone; all frames of a video get the same draw, and a mask is
+turned with its picture. On pictures that are not square, `RandomRotate90` makes half turns only: the bucket stays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from PIL import Image, ImageEnhance, ImageFilter
+
+from gracetune.config.spelling import nearest
+from gracetune.data.draws import uniform
+from gracetune.data.refs import Augmentation, Transform
+from gracetune.errors import ConfigError, Problem
+
+Range = tuple[float, float]
+Values = Mapping[str, float]
+Effect = Callable[[Image.Image, Values], Image.Image]
+
+
+@dataclass(frozen=True)
+class _Option:
+    default: Range
+    widen: Callable[[float], Range] | None
+    """The range a single number stands for; None where a pair has to be written."""
+    limits: Range
+
+
+@dataclass(frozen=True)
+class _Method:
+    effect: Effect
+    options: Mapping[str, _Option] = field(default_factory=dict)
+    moves: bool = False
+    """It moves pixels, so masks have to follow."""
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A transform that takes place, with its values."""
+
+    method: str
+    values: Values
+
+
+def read_transforms(entries: Sequence[Mapping[str, Any]], where: str) -> tuple[Transform, ...]:
+    """Check what a config says and fill in what it leaves out; `where` names the list in the messages."""
+    problems: list[Problem] = []
+    transforms = [_read(entry, f"{where}[{number}]", problems) for number, entry in enumerate(entries)]
+    if problems:
+        raise ConfigError(problems)
+    return tuple(transform for transform in transforms if transform is not None)
+
+
+def augmented(pictures: Sequence[Image.Image], augmentation: Augmentation, digest: str) -> list[Image.Image]:
+    """The pictures of one sample: one image, or the frames of a video."""
+    happenings = list(happening(augmentation, digest))
+    return [_changed(picture, augmentation, happenings) for picture in pictures]
+
+
+def augmented_mask(mask: Image.Image, augmentation: Augmentation, digest: str) -> Image.Image:
+    return _changed(
+        mask, augmentation, [found for found in happening(augmentation, digest) if METHODS[found.method].moves]
+    )
+
+
+def happening(augmentation: Augmentation, digest: str) -> Iterator[Happening]:
+    """Which transforms take place in this variant of the sample."""
+    if augmentation.seed is None:
+        return
+    subject = augmentation.of if augmentation.of is not None else digest
+    for number, transform in enumerate(augmentation.transforms):
+        key = (augmentation.seed, "transform", augmentation.epoch, subject, number)
+        if uniform(*key, "p") < transform.p:
+            values = {name: low + (high - low) * uniform(*key, name) for name, (low, high) in transform.options}
+            yield Happening(transform.method, {**values, "turn": uniform(*key, "turn")})
+
+
+def _changed(picture: Image.Image, augmentation: Augmentation, happenings: Sequence[Happening]) -> Image.Image:
+    if augmentation.flip_x:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if augmentation.flip_y:
+        picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    for found in happenings:
+        picture = METHODS[found.method].effect(picture, found.values)
+    return picture
+
+
+def _flip_x(picture: Image.Image, values: Values) -> Image.Image:
+    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+
+
+def _flip_y(picture: Image.Image, values: Values) -> Image.Image:
+    return picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+
+
+def _rotate90(picture: Image.Image, values: Values) -> Image.Image:
+    turns = (None, Image.Transpose.ROTATE_90, Image.Transpose.ROTATE_180, Image.Transpose.ROTATE_270)
+    quarters = int(values["turn"] * 4)
+    turn = turns[quarters if picture.width == picture.height else quarters // 2 * 2]
+    return picture if turn is None else picture.transpose(turn)
+
+
+def _brightness_contrast(picture: Image.Image, values: Values) -> Image.Image:
+    contrast, brightness = 1 + values["contrast_limit"], 255 * values["brightness_limit"]
+    return _by_table(picture, lambda level: level * contrast + brightness)
+
+
+def _gamma(picture: Image.Image, values: Values) -> Image.Image:
+    return _by_table(picture, lambda level: 255 * (level / 255) ** (values["gamma_limit"] / 100))
+
+
+def _jitter(picture: Image.Image, values: Values) -> Image.Image:
+    picture = ImageEnhance.Brightness(picture).enhance(values["brightness"])
+    picture = ImageEnhance.Contrast(picture).enhance(values["contrast"])
+    picture = ImageEnhance.Color(picture).enhance(values["saturation"])
+    return _shifted(picture, round(values["hue"] * 256), 0, 0)
+
+
+def _hue_saturation_value(picture: Image.Image, values: Values) -> Image.Image:
+    hue = round(values["hue_shift_limit"] / 180 * 256)
+    return _shifted(picture, hue, round(values["sat_shift_limit"]), round(values["val_shift_limit"]))
+
+
+def _grey(picture: Image.Image, values: Values) -> Image.Image:
+    return picture.convert("L").convert("RGB")
+
+
+def _blur(picture: Image.Image, values: Values) -> Image.Image:
+    return picture.filter(ImageFilter.BoxBlur((_odd(values["blur_limit"]) - 1) / 2))
+
+
+def _gaussian_blur(picture: Image.Image, values: Values) -> Image.Image:
+    # OpenCV's rule for a kernel whose sigma is not given.
+    of_kernel = 0.3 * ((_odd(values["blur_limit"]) - 1) * 0.5 - 1) + 0.8
+    return picture.filter(ImageFilter.GaussianBlur(values["sigma_limit"] or of_kernel))
+
+
+def _by_table(picture: Image.Image, level: Callable[[int], float]) -> Image.Image:
+    return picture.point([min(255, max(0, round(level(value)))) for value in range(256)] * 3)
+
+
+def _shifted(picture: Image.Image, hue: int, saturation: int, value: int) -> Image.Image:
+    """Hue goes round in a circle of 256, the others stop at black and white."""
+    if not (hue or saturation or value):
+        return picture
+    table = [(level + hue) % 256 for level in range(256)]
+    for shift in (saturation, value):
+        table += [min(255, max(0, level + shift)) for level in range(256)]
+    return picture.convert("HSV").point(table).convert("RGB")
+
+
+def _odd(size: float) -> int:
+    return 2 * round((size - 1) / 2) + 1
+
+
+def _either_way(size: float) -> Range:
+    return -size, size
+
+
+def _around_one(size: float) -> Range:
+    return max(0.0, 1 - size), 1 + size
+
+
+_SHIFT = _Option((-0.2, 0.2), _either_way, (-1, 1))
+_FACTOR = _Option((0.8, 1.2), _around_one, (0, math.inf))
+_KERNEL = _Option((3, 7), lambda size: (min(3.0, size), size), (1, 255))
+
+METHODS: Mapping[str, _Method] = {
+    "HorizontalFlip": _Method(_flip_x, moves=True),
+    "VerticalFlip": _Method(_flip_y, moves=True),
+    "RandomRotate90": _Method(_rotate90, moves=True),
+    "RandomBrightnessContrast": _Method(_brightness_contrast, {"brightness_limit": _SHIFT, "contrast_limit": _SHIFT}),
+    "ColorJitter": _Method(
+        _jitter,
+        {
+            "brightness": _FACTOR,
+            "contrast": _FACTOR,
+            "saturation": _FACTOR,
+            "hue": _Option((-0.5, 0.5), _either_way, (-0.5, 0.5)),
+        },
+    ),
+    "HueSaturationValue": _Method(
+        _hue_saturation_value,
+        {
+            "hue_shift_limit": _Option((-20, 20), _either_way, (-180, 180)),
+            "sat_shift_limit": _Option((-30, 30), _either_way, (-255, 255)),
+            "val_shift_limit": _Option((-20, 20), _either_way, (-255, 255)),
+        },
+    ),
+    "RandomGamma": _Method(_gamma, {"gamma_limit": _Option((80, 120), None, (1, math.inf))}),
+    "ToGray": _Method(_grey),
+    "Blur": _Method(_blur, {"blur_limit": _KERNEL}),
+    "GaussianBlur": _Method(
+        _gaussian_blur,
+        {"blur_limit": _KERNEL, "sigma_limit": _Option((0, 0), lambda sigma: (0.0, sigma), (0, 100))},
+    ),
+}
+_CHANCE = 0.5
+
+
+def _read(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Transform | None:
+    said = {key: value for key, value in entry.items() if key not in ("method", "params")}
+    params = entry.get("params", {})
+    if isinstance(params, Mapping):
+        said |= params
+    else:
+        problems.append(Problem(f"{where}.params", repr(params), "the method's options", "write {p: 0.5}"))
+    name = entry.get("method")
+    if not isinstance(name, str) or name not in METHODS:
+        near = nearest(name, METHODS) if isinstance(name, str) else None
+        hint = f"write `{near}`" if near else "choose one of them, or remove the entry"
+        problems.append(Problem(f"{where}.method", repr(name), f"one of {', '.join(METHODS)}", hint))
+        return None
+    options = METHODS[name].options
+    problems += [_unknown(f"{where}.{key}", key, name) for key in said if key not in {*options, "p", "always_apply"}]
+    chance = 1.0 if said.get("always_apply") is True else said.get("p", _CHANCE)
+    if not _is_number(chance) or not 0 <= chance <= 1:
+        problems.append(Problem(f"{where}.p", repr(chance), "a chance from 0 to 1", f"write {_CHANCE}"))
+        chance = _CHANCE
+    ranges = {
+        key: _range(said[key], option, f"{where}.{key}", problems) if key in said else option.default
+        for key, option in options.items()
+    }
+    return Transform(name, float(chance), tuple(sorted(ranges.items())))
+
+
+def _unknown(where: str, key: str, method: str) -> Problem:
+    known = [*METHODS[method].options, "p"]
+    near = nearest(key, known)
+    hint = f"write `{near}`" if near else f"remove `{key}`"
+    return Problem(where, f"`{key}`", f"an option of {method}: {', '.join(known)}", hint)
+
+
+def _range(value: Any, option: _Option, where: str, problems: list[Problem]) -> Range:
+    found = _as_range(value, option)
+    low, high = option.limits
+    if found is not None and low <= found[0] <= found[1] <= high:
+        return found
+    forms = "two numbers, the smaller first" if option.widen is None else "a number, or two, the smaller first"
+    first, last = option.default
+    problems.append(Problem(where, repr(value), f"{forms}, within {low:g} to {high:g}", f"write [{first:g}, {last:g}]"))
+    return option.default
+
+
+def _as_range(value: Any, option: _Option) -> Range | None:
+    if _is_number(value):
+        return option.widen(float(value)) if option.widen is not None else None
+    if isinstance(value, list | tuple) and len(value) == 2 and all(_is_number(end) for end in value):
+        return float(value[0]), float(value[1])
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,194 @@
+"""Pictures: any file Pillow reads becomes upright 8-bit RGB as it is meant to be seen, then the bucket's exact size.
+
+Decisions, each for a reason:
+- Transparent places are filled with white, except where the alpha channel is the loss mask: there the file's own
+  colours stay, since what the mask leaves out is not learnt anyway and white would bleed into the edges.
+- An ICC profile is applied. Photographs in Display P3 or Adobe RGB read as if they were sRGB come out dull, CMYK comes
+  out wrong, and the model would learn that. A profile that cannot be used is ignored, as every viewer does.
+- Of an animation, the first frame.
+- 16-bit pictures are scaled to 8 bits (Pillow's own conversion of grey ones clips them to white).
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageCms, UnidentifiedImageError
+
+from gracetune.data.errors import DataError, UnreadableMediaError
+from gracetune.data.refs import Bucket, Fit
+
+Bytes = bytes | memoryview
+MAX_PIXELS = 89_478_485
+"""Where Pillow begins to warn: a quarter of a GiB of RGB. Larger files are scans, mistakes or traps."""
+
+# What Pillow's format readers raise for damaged files, as found by feeding them such files.
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError,
+           zlib.error, RuntimeError, Image.DecompressionBombError, Image.DecompressionBombWarning)  # fmt: skip
+_ORIENTATION = 274
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What brings a picture of each EXIF orientation upright."""
+
+
+def decode_image(
+    data: Bytes, path: str, fit: Fit, bucket: Bucket, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS
+) -> Image.Image:
+    """RGB of exactly the bucket's size. `own_colours` keeps what lies under transparency instead of white."""
+    with damage_named(path):
+        picture = _rgb(open_upright(data, path, max_pixels), path, own_colours)
+    return fit_to_bucket(picture, path, fit, bucket)
+
+
+def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The alpha channel at the file's own size; white all over where the file has none."""
+    with damage_named(path):
+        picture = open_upright(data, path, max_pixels)
+        if not picture.has_transparency_data:
+            return Image.new("L", picture.size, 255)
+        return picture.convert("RGBA").getchannel("A")
+
+
+def open_upright(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The first frame in the file's own mode, turned as its EXIF orientation says."""
+    picture = open_header(io.BytesIO(data), path, max_pixels)
+    picture.load()
+    transpose = UPRIGHT.get(_orientation(picture))
+    return picture if transpose is None else picture.transpose(transpose)
+
+
+def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """A picture that is not decoded yet and known to be small enough for it."""
+    if stream.seek(0, io.SEEK_END) == 0:
+        raise UnreadableMediaError(path, "the file is empty (0 bytes)")
+    stream.seek(0)
+    picture = Image.open(stream)
+    pixels = picture.width * picture.height
+    if pixels > max_pixels:
+        raise UnreadableMediaError(path, too_large(f"{picture.width}x{picture.height}", pixels, max_pixels))
+    return picture
+
+
+def size_upright(picture: Image.Image, stream: BinaryIO) -> tuple[int, int]:
+    """Width and height after EXIF orientation, decoding nothing unless the file hides its EXIF behind the pixels."""
+    if picture.format == "TIFF":  # Pillow has swapped the sides already
+        return picture.size
+    if picture.format == "PNG" and "exif" not in picture.info and not _png_describes_itself_late(stream):
+        return picture.size
+    sideways = _orientation(picture) >= 5
+    return (picture.height, picture.width) if sideways else picture.size
+
+
+def fit_to_bucket(
+    picture: Image.Image, path: str, fit: Fit, bucket: Bucket, method: Image.Resampling = Image.Resampling.LANCZOS
+) -> Image.Image:
+    """Scaled with antialiasing, then cut out. The size is checked: a crop of another picture would teach nonsense."""
+    if picture.size != fit.original:
+        raise DataError(
+            f"{path}: {picture.width}x{picture.height} now, {fit.original[0]}x{fit.original[1]} when the dataset was "
+            "read; start the run again so that it is read anew"
+        )
+    right, bottom = fit.left + bucket.width, fit.top + bucket.height
+    if min(fit.left, fit.top) < 0 or right > fit.resized[0] or bottom > fit.resized[1]:
+        raise DataError(f"{path}: the crop {(fit.left, fit.top, right, bottom)} leaves the {fit.resized} picture")
+    resized = picture if picture.size == fit.resized else picture.resize(fit.resized, method)
+    return resized.crop((fit.left, fit.top, right, bottom))
+
+
+@contextmanager
+def damage_named(path: str) -> Iterator[None]:
+    """Turn whatever Pillow raises for a bad file into the one error that names it."""
+    try:
+        yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise UnreadableMediaError(path, f"too large: {error}; scale it down") from error
+    except UnidentifiedImageError as error:
+        raise UnreadableMediaError(path, "not a picture of a kind we read, or its beginning is damaged") from error
+    except _DAMAGE as error:
+        raise UnreadableMediaError(path, f"the picture cannot be decoded: {error}") from error
+
+
+def too_large(size: str, pixels: int, max_pixels: int) -> str:
+    return f"{size} is {pixels / 1e6:.1f} megapixels, more than the {max_pixels / 1e6:.1f} allowed; scale it down"
+
+
+def _rgb(picture: Image.Image, path: str, own_colours: bool) -> Image.Image:
+    profile = picture.info.get("icc_profile")
+    if picture.mode.startswith(("I", "F")):
+        return eight_bits(picture, path).convert("RGB")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+    elif picture.mode != "CMYK":
+        picture = picture.convert("RGB")
+    picture = _srgb(picture, profile)
+    if picture.mode != "RGBA" or own_colours:
+        return picture.convert("RGB")
+    white = Image.new("RGBA", picture.size, "white")
+    return Image.alpha_composite(white, picture).convert("RGB")
+
+
+def eight_bits(picture: Image.Image, path: str) -> Image.Image:
+    """Grey of 16 bits, or of 32 bits with values we can know the meaning of."""
+    values = np.asarray(picture)
+    low, high = values.min(), values.max()
+    if picture.mode == "F":
+        if not (low >= 0 and high <= 1):  # also false for nan
+            raise UnreadableMediaError(path, f"floats from {low} to {high}, expected 0 to 1; save it with 8 or 16 bits")
+        return Image.fromarray(np.rint(values * 255).astype(np.uint8))
+    if low < 0 or high > 65535:
+        raise UnreadableMediaError(path, f"grey values from {low} to {high}, expected 0 to 65535; save it with 16 bits")
+    return Image.fromarray(((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
+
+
+def _srgb(picture: Image.Image, profile: object) -> Image.Image:
+    if not isinstance(profile, bytes) or not profile:
+        return picture
+    try:
+        source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        if source.profile.xcolor_space.strip() != picture.mode.removesuffix("A"):
+            return picture
+        if "sRGB" in ImageCms.getProfileDescription(source):
+            return picture
+        target = ImageCms.createProfile("sRGB")
+        mode = "RGB" if picture.mode == "CMYK" else picture.mode
+        return ImageCms.profileToProfile(picture, source, target, outputMode=mode) or picture
+    except (ImageCms.PyCMSError, OSError, ValueError):  # the profile is damaged, not the picture
+        return picture
+
+
+def _orientation(picture: Image.Image) -> int:
+    """1 to 8. EXIF that cannot be read says nothing; the picture itself may still be whole."""
+    try:
+        value = picture.getexif().get(_ORIENTATION, 1)
+    except (SyntaxError, struct.error, ValueError, KeyError, IndexError, TypeError):
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+_DESCRIBING = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
+
+
+def _png_describes_itself_late(stream: BinaryIO) -> bool:
+    """Whether text or EXIF follows the pixels, which Pillow finds only by decoding them. Reads chunk headers alone."""
+    stream.seek(8)
+    after_pixels = False
+    while len(header := stream.read(8)) == 8:
+        length, kind = int.from_bytes(header[:4], "big"), header[4:]
+        if after_pixels and kind in _DESCRIBING:
+            return True
+        after_pixels |= kind == b"IDAT"
+        stream.seek(length + 4, io.SEEK_CUR)
+    return False

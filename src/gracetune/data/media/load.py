@@ -1,0 +1,104 @@
+"""One `SampleRef` becomes one `Sample`: what the ref says, all of it, and nothing else decides.
+
+Shapes (C = 3 colours in RGB order, F = frames, H = bucket height, W = bucket width):
+
+    image         pixels        [C, H, W]             float32 in [-1, 1]
+    video         pixels        [C, F, H, W]          float32 in [-1, 1]
+    audio         audio         [channels, samples]   float32 in [-1, 1]
+    masked loss   mask          [1, H, W]             float32 in [min_weight, 1]
+    edit pairs    conditioning  one Sample each, in the order of the ref's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from gracetune.data.backend import Backend
+from gracetune.data.errors import DataError
+from gracetune.data.media.audio import decode_audio
+from gracetune.data.media.augment import augmented, augmented_mask
+from gracetune.data.media.image import MAX_PIXELS, decode_image
+from gracetune.data.media.mask import decode_mask, weights
+from gracetune.data.media.video import decode_video
+from gracetune.data.refs import Fit, MaskRef, SampleRef
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A decoded sample on the CPU. A picture or a sound, never both."""
+
+    ref: SampleRef
+    pixels: Tensor | None
+    audio: Tensor | None
+    mask: Tensor | None
+    conditioning: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class DecodeLimits:
+    max_pixels: int = MAX_PIXELS
+    """Of one picture or frame; larger ones are refused before they are decoded."""
+    video_threads: int = 1
+    """Per video. The loader decodes several samples at once, so more would only get into each other's way."""
+
+
+def load(ref: SampleRef, backend_of: Callable[[str], Backend], limits: DecodeLimits | None = None) -> Sample:
+    """Decode one sample; `backend_of` finds a dataset's backend by its id.
+
+    Raises UnreadableMediaError naming the file that cannot be decoded, be it the sample's, its mask or a reference.
+    """
+    limits = limits or DecodeLimits()
+    conditioning = tuple(load(other, backend_of, limits) for other in ref.conditioning)
+    if ref.fit is None:
+        return Sample(ref, None, _audio(ref, backend_of(ref.dataset)), None, conditioning)
+    pixels = _pixels(ref, ref.fit, backend_of(ref.dataset), limits)
+    mask = None
+    if ref.mask is not None:
+        mask = _mask(ref, ref.fit, ref.mask, backend_of(ref.mask.dataset), limits)
+    return Sample(ref, pixels, None, mask, conditioning)
+
+
+def _pixels(ref: SampleRef, fit: Fit, backend: Backend, limits: DecodeLimits) -> Tensor:
+    if ref.clip is None:
+        own_colours = ref.mask is not None and ref.mask.from_alpha
+        data = backend.read(ref.path)
+        image = decode_image(data, ref.path, fit, ref.bucket, own_colours=own_colours, max_pixels=limits.max_pixels)
+        return to_pixels(augmented([image], ref.augmentation, ref.digest))[:, 0]
+    with backend.open(ref.path) as stream:
+        frames = decode_video(
+            stream, ref.path, ref.clip, fit, ref.bucket, threads=limits.video_threads, max_pixels=limits.max_pixels
+        )
+    return to_pixels(augmented(frames, ref.augmentation, ref.digest))
+
+
+def _mask(ref: SampleRef, fit: Fit, mask: MaskRef, backend: Backend, limits: DecodeLimits) -> Tensor:
+    import torch
+
+    picture = decode_mask(backend.read(mask.path), mask, fit, ref.bucket, limits.max_pixels)
+    return torch.from_numpy(weights(augmented_mask(picture, ref.augmentation, ref.digest), mask))[None]
+
+
+def _audio(ref: SampleRef, backend: Backend) -> Tensor:
+    import torch
+
+    if ref.clip is None:
+        raise DataError(f"{ref.path}: a reference to sound without a clip")
+    with backend.open(ref.path) as stream:
+        return torch.from_numpy(decode_audio(stream, ref.path, ref.clip, ref.bucket))
+
+
+def to_pixels(pictures: Sequence[Image.Image]) -> Tensor:
+    """[C, F, H, W] in [-1, 1], contiguous."""
+    import torch
+
+    frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))  # [F, H, W, C], 0 to 255
+    pixels = frames.permute(3, 0, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
+    return pixels.div_(127.5).sub_(1.0)

@@ -1,0 +1,95 @@
+"""What a file is, without decoding it whole: enough to find its bucket.
+
+Of pictures and sound, the header. The frames of a video are counted by walking through its packets, which reads the
+file but decodes nothing: headers leave the number out (mkv, webm, ts), get it wrong (avi), or get the duration wrong
+(mp4 of a variable rate). Damage behind the beginning is found only by decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gracetune.data.backend import Backend
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.media.audio import opened_sound
+from gracetune.data.media.image import MAX_PIXELS, damage_named, open_header, size_upright, too_large
+from gracetune.data.media.video import Video, opened, size_shown
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    width: int
+    height: int
+    """Both after EXIF orientation."""
+    has_alpha: bool
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    width: int
+    height: int
+    """Both upright and with square pixels."""
+    frames: int
+    duration: float
+    """Seconds from the first frame's appearance to the last one's end."""
+
+    @property
+    def fps(self) -> float:
+        """On average, which is all a variable rate has."""
+        return self.frames / self.duration
+
+
+@dataclass(frozen=True)
+class AudioFacts:
+    sample_rate: int
+    channels: int
+    samples: int
+    """Per channel."""
+
+    @property
+    def duration(self) -> float:
+        return self.samples / self.sample_rate
+
+
+def probe_image(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> ImageFacts:
+    with backend.open(path) as stream, damage_named(path), open_header(stream, path, max_pixels) as picture:
+        width, height = size_upright(picture, stream)
+        return ImageFacts(width, height, picture.has_transparency_data)
+
+
+def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> VideoFacts:
+    with backend.open(path) as stream:
+        with opened(stream, path) as video:
+            # One frame is decoded: how it is turned is known to it alone, and a file without any is no video.
+            first = next(video.container.decode(video.stream), None)
+            if first is None:
+                raise UnreadableMediaError(path, "there are no frames in it")
+            width, height = size_shown(video.stream, first)
+        if width * height > max_pixels:
+            raise UnreadableMediaError(path, too_large(f"{width}x{height}", width * height, max_pixels))
+        with opened(stream, path) as video:
+            return VideoFacts(width, height, *_length(video))
+
+
+def probe_audio(backend: Backend, path: str) -> AudioFacts:
+    with backend.open(path) as stream, opened_sound(stream, path) as source:
+        if source.length < 1:
+            raise UnreadableMediaError(path, "there are no samples in it")
+        return AudioFacts(source.rate, source.channels, source.length)
+
+
+def _length(video: Video) -> tuple[int, float]:
+    """Frames and seconds, from the packets. What headers say is often missing and sometimes wrong."""
+    shown = [
+        (packet.pts, packet.duration or 0)
+        for packet in video.container.demux(video.stream)
+        if packet.pts is not None and packet.size and not packet.is_discard
+    ]
+    if not shown:
+        raise UnreadableMediaError(video.path, "its frames carry no timestamps; put it into an mp4 or mkv file")
+    shown.sort()
+    (first, _), (last, lasting) = shown[0], shown[-1]
+    if not lasting:
+        rate = video.stream.guessed_rate or video.stream.average_rate
+        lasting = round(1 / rate / video.tick) if rate else (last - first) // max(1, len(shown) - 1)
+    return len(shown), float(max(1, last + lasting - first) * video.tick)

@@ -1,0 +1,121 @@
+"""What a user should know about a dataset before training on it, in sentences. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gracetune.data.backends.selection import reasons
+from gracetune.data.buckets import resized
+from gracetune.data.captions import KohyaFolder
+from gracetune.data.clips import is_padded
+from gracetune.data.geometry import Geometry
+from gracetune.data.index import freshness
+from gracetune.data.items import DatasetIndex, Item, audio_rate, same_stem
+from gracetune.data.media.probe import AudioFacts
+from gracetune.data.pairs import counted, some
+
+ENLARGED = 1.05
+"""Less than this is rounding, and nobody sees it."""
+
+_CAPTIONS = {
+    "missing": "without a caption",
+    "empty": "with an empty caption",
+    "default": "without a caption, trained with captions.default",
+    "folder": "without a caption, trained with the folder's name",
+}
+
+
+def notes_on(index: DatasetIndex, folders: Mapping[str, KohyaFolder], geometry: Geometry) -> list[str]:
+    return [
+        *_unreadable(index),
+        *_captions(index),
+        *_folders(index, folders),
+        *_doubles(index),
+        *_enlarged(index),
+        *_padded(index, geometry),
+        *_fixed_crops(index),
+        *_left_out(index),
+    ]
+
+
+def _unreadable(index: DatasetIndex) -> Iterator[str]:
+    for one in index.unreadable:
+        yield f"left out, unreadable: {one.path}: {one.reason}"
+
+
+def _captions(index: DatasetIndex) -> Iterator[str]:
+    for origin, sentence in _CAPTIONS.items():
+        found = [item for item in index.items if item.caption_origin == origin]
+        if found:
+            # A trigger word or an instance prompt is there even where nothing else is.
+            text = found[0].captions[0]
+            alone = f', trained with "{text}" alone' if text and origin in ("missing", "empty") else ""
+            yield f"{counted(len(found), 'sample')} {sentence}{alone}: {some([item.path for item in found])}"
+
+
+def _folders(index: DatasetIndex, folders: Mapping[str, KohyaFolder]) -> Iterator[str]:
+    if not folders:
+        return
+    if index.dataset.repeats:
+        yield f"the numbers of {some(sorted(folders))} are not used, because repeats is {index.dataset.repeats}"
+        return
+    listed = [f"{name} ({folder.visits} visits an epoch)" for name, folder in sorted(folders.items())]
+    yield f"folders named as for kohya's scripts: {some(listed)}"
+
+
+def _doubles(index: DatasetIndex) -> Iterator[str]:
+    doubles = same_stem(item.path for item in index.items)
+    if doubles:
+        first = " and ".join(next(iter(doubles.values())))
+        yield f"{counted(len(doubles), 'name')} of several files, which share their caption: {first}"
+
+
+def _enlarged(index: DatasetIndex) -> Iterator[str]:
+    factors = {item.path: _scale(item, index) for item in index.items if not isinstance(item.file.facts, AudioFacts)}
+    large = {path: factor for path, factor in factors.items() if factor > ENLARGED}
+    if large:
+        worst = max(large, key=lambda path: large[path])
+        yield (
+            f"{counted(len(large), 'sample')} smaller than the bucket and enlarged, {worst} by {large[worst]:.1f}x; "
+            "minimum_size leaves them out"
+        )
+
+
+def _scale(item: Item, index: DatasetIndex) -> float:
+    return resized(item.size, (item.bucket.width, item.bucket.height), index.dataset)[0] / item.size[0]
+
+
+def _padded(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
+    short = []
+    for item in index.items:
+        facts = item.file.facts
+        if isinstance(facts, AudioFacts):
+            rate = audio_rate(index.dataset, geometry, facts)
+            if is_padded(facts, item.bucket.audio_samples, rate):
+                short.append(item.path)
+    if short:
+        interval = index.dataset.audio.duration_interval
+        yield f"{counted(len(short), 'sound')} shorter than {interval:g} s and followed by silence: {some(short)}"
+
+
+def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
+    dataset = index.dataset
+    random = [
+        name
+        for name, asked in (
+            ("crops", dataset.crop.enabled and dataset.crop.style == "random" and dataset.dataset_type != "audio"),
+            ("clips", dataset.dataset_type == "video" and dataset.video.clip == "random"),
+            ("pieces", dataset.dataset_type == "audio" and dataset.audio.truncation == "random"),
+        )
+        if asked
+    ]
+    if random and freshness(dataset) == "once":
+        yield (
+            f"random {' and '.join(random)} are drawn once per file, because latents are cached once; "
+            "augmentation.cache_mode refresh_each_epoch draws them anew every epoch"
+        )
+
+
+def _left_out(index: DatasetIndex) -> Iterator[str]:
+    for reason, count in reasons(index.left_out):
+        yield f"{counted(count, 'file')} not looked at: {reason}"

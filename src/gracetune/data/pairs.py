@@ -1,0 +1,185 @@
+"""What belongs to a sample: edit sources and references, found by file name, and masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
+
+from gracetune.config.dataset_config import Dataset, Mask
+from gracetune.data.backends.errors import SHOWN
+from gracetune.data.buckets import Size, Unfit
+from gracetune.data.errors import DataError
+from gracetune.data.geometry import Geometry
+from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem, size_of, stem_of
+from gracetune.data.media.probe import ImageFacts
+from gracetune.data.refs import Bucket, MaskRef
+from gracetune.data.scan import MediaFile
+from gracetune.errors import Problem
+
+SAME_SHAPE = 0.02
+"""How far the proportions of two pictures that belong together may differ, as a share: the rounding of their sizes."""
+
+
+class MismatchedPairsError(DataError):
+    """More targets lack a reference than `corrupt_threshold` allows."""
+
+
+@dataclass(frozen=True)
+class Paired:
+    items: list[Item]
+    dropped: list[Dropped]
+    notes: list[str]
+
+
+class ByStem:
+    """Files found by the name of another: the same folder and stem, or the same stem where only one file has it."""
+
+    def __init__(self, owner: str, files: Iterable[MediaFile]) -> None:
+        self._files = list(files)
+        doubles = same_stem(file.path for file in self._files)
+        if doubles:
+            first = next(iter(doubles.values()))
+            raise DataError(
+                str(
+                    Problem(
+                        f"{owner}: files with the same name",
+                        f"{', '.join(first)}" + (f" and {len(doubles) - 1} more groups" if len(doubles) > 1 else ""),
+                        "one file for each target",
+                        "remove or rename all but one of them",
+                    )
+                )
+            )
+        self._whole = {stem_of(file.path): file for file in self._files}
+        names: dict[str, list[MediaFile]] = {}
+        for file in self._files:
+            names.setdefault(PurePosixPath(file.path).stem, []).append(file)
+        self._bare = {name: found[0] for name, found in names.items() if len(found) == 1}
+
+    def find(self, path: str) -> MediaFile | None:
+        return self._whole.get(stem_of(path)) or self._bare.get(PurePosixPath(path).stem)
+
+    def unused(self, found: set[str]) -> list[str]:
+        return [file.path for file in self._files if file.path not in found]
+
+
+def with_references(
+    items: Sequence[Item],
+    dataset: Dataset,
+    sources: Sequence[tuple[Dataset, Sequence[MediaFile]]],
+    geometry: Geometry,
+    seed: int,
+) -> Paired:
+    """Each item with one reference from each source, in their order; items that lack one are dropped and named."""
+    shelves = [(source, ByStem(f"dataset {source.id}", files)) for source, files in sources]
+    paired: list[Item] = []
+    dropped: list[Dropped] = []
+    used: dict[str, set[str]] = {source.id: set() for source, _ in sources}
+    for item in items:
+        found = [_reference(item, source, shelf, geometry, seed) for source, shelf in shelves]
+        references = [one for one in found if isinstance(one, Reference)]
+        missing = next((one for one in found if isinstance(one, Dropped)), None)
+        for reference in references:
+            used[reference.dataset.id].add(reference.file.path)
+        if missing is None:
+            paired.append(replace(item, references=tuple(references)))
+        else:
+            dropped.append(missing)
+    _stop_if_too_many(dropped, len(items), dataset)
+    notes = [
+        f"{counted(len(unused), 'picture')} of {source.id} without a target: {some(unused)}"
+        for source, shelf in shelves
+        if (unused := shelf.unused(used[source.id]))
+    ]
+    return Paired(paired, dropped, notes)
+
+
+def _reference(item: Item, source: Dataset, shelf: ByStem, geometry: Geometry, seed: int) -> Reference | Dropped:
+    file = shelf.find(item.path)
+    if file is None:
+        return Dropped(item.path, f"no reference in {source.id}", f"expected {stem_of(item.path)}.* in {source.path}")
+    strict = source.conditioning_type == "reference_strict"
+    if strict:
+        if not same_shape(size_of(file), item.size):
+            return Dropped(item.path, f"its reference in {source.id} has another shape", _shapes(file, item))
+        return Reference(source, file, Bucket(item.bucket.width, item.bucket.height), strict=True)
+    bucket = bucket_of(file, source, geometry, seed)
+    if isinstance(bucket, Unfit):
+        return Dropped(item.path, f"its reference in {source.id} is {bucket.reason}", f"{file.path}: {bucket.detail}")
+    return Reference(source, file, bucket, strict=False)
+
+
+def _shapes(file: MediaFile, item: Item) -> str:
+    (width, height), (wide, high) = size_of(file), item.size
+    return f"{width}x{height} for {wide}x{high}; crop one like the other, or write conditioning_type: reference_loose"
+
+
+def same_shape(one: Size, other: Size) -> bool:
+    return abs(one[0] * other[1] / (one[1] * other[0]) - 1) <= SAME_SHAPE
+
+
+def _stop_if_too_many(dropped: Sequence[Dropped], total: int, dataset: Dataset) -> None:
+    if len(dropped) <= dataset.corrupt_threshold * total:
+        return
+    lines = "".join(f"\n    {one.path}: {one.reason} ({one.detail})" for one in dropped[:SHOWN])
+    more = f"\n    ... and {len(dropped) - SHOWN} more" if len(dropped) > SHOWN else ""
+    problem = Problem(
+        f"dataset {dataset.id}: edit pairs that do not match",
+        f"{len(dropped)} of {total} targets",
+        f"at most {dataset.corrupt_threshold:.3g} of them (corrupt_threshold)",
+        "give target and reference the same file name, or raise corrupt_threshold to leave these targets out",
+    )
+    raise MismatchedPairsError(f"{problem}{lines}{more}")
+
+
+def with_masks(items: Sequence[Item], mask: Mask, dataset_id: str, files: Sequence[MediaFile]) -> Paired:
+    """Each item with the mask of its name; an item without one is learnt all over, and counted."""
+    shelf = ByStem(f"masks of {dataset_id}", files)
+    masked: list[Item] = []
+    dropped: list[Dropped] = []
+    without: list[str] = []
+    for item in items:
+        file = shelf.find(item.path)
+        if file is None:
+            without.append(item.path)
+            masked.append(item)
+        elif not same_shape(size_of(file), item.size):
+            (width, height), (wide, high) = size_of(file), item.size
+            dropped.append(Dropped(item.path, "its mask has another shape", f"{width}x{height} for {wide}x{high}"))
+        else:
+            ref = MaskRef(dataset_id, file.path, file.digest, min_weight=mask.min_weight, invert=mask.invert)
+            masked.append(replace(item, mask=ref))
+    notes = [f"{counted(len(without), 'sample')} without a mask, learnt all over: {some(without)}"] if without else []
+    return Paired(masked, dropped, notes)
+
+
+def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Paired:
+    """The picture's own transparency as its mask."""
+    masked: list[Item] = []
+    opaque: list[str] = []
+    for item in items:
+        if isinstance(item.file.facts, ImageFacts) and item.file.facts.has_alpha:
+            ref = MaskRef(dataset_id, item.path, item.file.digest, True, mask.min_weight, mask.invert)
+            masked.append(replace(item, mask=ref))
+        else:
+            opaque.append(item.path)
+            masked.append(item)
+    notes = [f"{counted(len(opaque), 'sample')} without an alpha channel, learnt all over: {some(opaque)}"]
+    return Paired(masked, [], notes if opaque else [])
+
+
+def some(names: Sequence[str], shown: int = 3) -> str:
+    """The first few of a list."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def linked(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
+    """The conditioning datasets of one: those it names, then those that name it."""
+    named = [datasets[name] for name in dataset.conditioning]
+    naming = [other for other in datasets.values() if other.source_dataset_id == dataset.id and other not in named]
+    return [*named, *naming]

@@ -1,0 +1,56 @@
+"""Pictures whose end is missing, found without decoding them: an interrupted download is the usual damage.
+
+Only formats that say where they end are judged. Everything else, and damage in the middle, is found when the picture is
+decoded; a picture that is called truncated here is one that its decoder refuses too.
+"""
+
+from __future__ import annotations
+
+_JPEG, _PNG, _RIFF = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"RIFF"
+_CHECKSUM = 4
+"""Bytes behind a PNG's last pixels that decoders do without."""
+_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+
+
+def truncation(data: bytes | memoryview) -> str | None:
+    """What is missing from a picture file, in words; None where nothing is known to be."""
+    view = memoryview(data)
+    head = bytes(view[:12])
+    if head.startswith(_JPEG):
+        return _jpeg(view)
+    if head.startswith(_PNG):
+        return _png(view)
+    if head.startswith(_RIFF) and head[8:] == b"WEBP":
+        size = int.from_bytes(head[4:8], "little") + 8
+        return f"cut off: {len(view)} of {size} bytes" if len(view) < size else None
+    return None
+
+
+def _jpeg(view: memoryview) -> str | None:
+    """An end marker has to follow the pixels. Before them a thumbnail may have one; behind it anything may come."""
+    place = 2
+    while place + 4 <= len(view) and view[place] == 0xFF:
+        marker = bytes(view[place : place + 2])
+        if marker == _START_OF_SCAN:
+            return None if _END_OF_IMAGE in bytes(view[place:]) else "cut off: the picture does not end"
+        if marker[1] == 0xFF:  # a fill byte
+            place += 1
+            continue
+        place += 2 + int.from_bytes(view[place + 2 : place + 4], "big")
+    # Something stands between the segments that does not belong there: the decoder may still cope with it.
+    return "cut off before the pixels" if place + 4 > len(view) else None
+
+
+def _png(view: memoryview) -> str | None:
+    """Cut inside a chunk of pixels, or before the first. What only lacks a checksum or its end is still decoded."""
+    place, pixels = len(_PNG), False
+    while place + 8 <= len(view):
+        length, kind = int.from_bytes(view[place : place + 4], "big"), bytes(view[place + 4 : place + 8])
+        if kind == b"IDAT":
+            pixels = True
+            if place + 8 + length - _CHECKSUM > len(view):
+                return f"cut off: {len(view)} bytes, and its pixels go on"
+        if kind == b"IEND":
+            return None
+        place += 12 + length
+    return None if pixels else "cut off before the pixels"

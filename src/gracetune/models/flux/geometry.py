@@ -1,0 +1,8 @@
+"""What FLUX.1 asks of its data: sides in whole patches."""
+
+from __future__ import annotations
+
+from gracetune.models.flux.footprint import FOOTPRINTS
+from gracetune.models.geometry import geometry_from
+
+GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}

@@ -1,0 +1,8 @@
+"""What Qwen-Image asks of its data: sides in whole patches."""
+
+from __future__ import annotations
+
+from gracetune.models.geometry import geometry_from
+from gracetune.models.qwen_image.footprint import FOOTPRINTS
+
+GEOMETRIES = {footprint.flavour: geometry_from(footprint) for footprint in FOOTPRINTS}

@@ -1,0 +1,14 @@
+"""What Wan asks of its data: sides in whole patches, 4k+1 frames."""
+
+from __future__ import annotations
+
+from gracetune.models.geometry import geometry_from
+from gracetune.models.wan.footprint import FOOTPRINTS
+
+_FPS = {"ti2v-5b-2.2": 24.0}
+_MOST_FPS = 16.0
+"""The rate of the clips all the other weights were trained on."""
+
+GEOMETRIES = {
+    footprint.flavour: geometry_from(footprint, fps=_FPS.get(footprint.flavour, _MOST_FPS)) for footprint in FOOTPRINTS
+}

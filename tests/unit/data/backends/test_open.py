@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gracetune.config.dataset_config import Captions, CaptionTable, Dataset, InMemory
+from gracetune.data.backends import (
+    BackendPool,
+    GH200InMemoryBackend,
+    InMemoryBackend,
+    LocalBackend,
+    UrlBackend,
+    attach_backend,
+    from_json,
+    open_backend,
+    staging_bar,
+    to_json,
+)
+from gracetune.data.backends.errors import MemoryLimitError, StorageError
+from gracetune.data.backends.selection import MEDIA, select, selection_for
+from gracetune.data.backends.stager import threads_for
+from gracetune.data.media import kind_of
+from gracetune.errors import ConfigError
+from unit.data.backends.helpers import contents, fill, held, this_machine
+from unit.hardware.machines import load
+
+FILES = {"a.jpg": b"A" * 2000, "a.txt": b"a cat", "b.PNG": b"B", "clip.mp4": b"M", "song.wav": b"W", "notes.psd": b"P"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return fill(tmp_path / "pets", FILES)
+
+
+class TestConfiguredDatasets:
+    def test_local(self, folder: Path) -> None:
+        with open_backend(Dataset(id="pets", path=str(folder))) as backend:
+            assert isinstance(backend, LocalBackend)
+            assert contents(backend) == FILES
+
+    def test_url(self) -> None:
+        url = f"memory://{uuid.uuid4()}"
+        backend = open_backend(Dataset(id="pets", path=url, type="url"))
+        assert isinstance(backend, UrlBackend)
+
+    def test_in_memory(self, folder: Path) -> None:
+        dataset = Dataset(id="pets", path=str(folder), type="in_memory", in_memory=InMemory(compression="zstd"))
+        with open_backend(dataset, machine=this_machine()) as backend:
+            assert isinstance(backend, InMemoryBackend)
+            assert backend.list() == ("a.jpg", "a.txt", "b.PNG")
+            assert backend.report is not None
+            assert backend.report.dataset == "pets"
+            assert backend.report.compressed_files == 1
+
+    def test_in_memory_from_a_url(self) -> None:
+        url = f"memory://{uuid.uuid4()}"
+        UrlBackend(url).write("a.jpg", b"A")
+        with open_backend(Dataset(id="pets", path=url, type="in_memory"), machine=this_machine()) as backend:
+            assert contents(backend) == {"a.jpg": b"A"}
+
+    def test_file_extensions_restrict_media_and_nothing_else(self, folder: Path) -> None:
+        dataset = Dataset(id="pets", path=str(folder), type="in_memory", in_memory=InMemory(file_extensions=("PNG",)))
+        with open_backend(dataset, machine=this_machine()) as backend:
+            assert backend.list() == ("a.txt", "b.PNG")
+
+    def test_a_limit_too_small_names_the_dataset(self, folder: Path) -> None:
+        dataset = Dataset(id="pets", path=str(folder), type="in_memory", in_memory=InMemory(memory_limit_gb=1e-6))
+        with pytest.raises(MemoryLimitError, match=r"dataset pets: in_memory\.memory_limit_gb"):
+            open_backend(dataset, machine=this_machine())
+
+    def test_the_machine_is_looked_at_where_none_is_given(self, folder: Path) -> None:
+        with open_backend(Dataset(id="pets", path=str(folder), type="in_memory")) as backend:
+            assert len(backend.list()) == 3
+
+    def test_what_is_no_file_is_left_out_and_does_not_count_as_unreadable(self, folder: Path) -> None:
+        (folder / "a.jpg").unlink()
+        os.mkfifo(folder / "a.jpg")
+        (folder / "b.PNG").unlink()
+        (folder / "b.PNG").symlink_to("/etc/hostname")
+        with open_backend(
+            Dataset(id="pets", path=str(folder), type="in_memory", corrupt_threshold=0.0), machine=this_machine()
+        ) as backend:
+            assert backend.list() == ("a.txt",)
+            assert isinstance(backend, InMemoryBackend)
+            assert backend.report is not None
+            reasons = {item.path: item.reason for item in backend.report.left_out}
+            assert "neither" in reasons["a.jpg"]
+            assert "out of the folder" in reasons["b.PNG"]
+
+    @pytest.mark.parametrize("kind", ["local", "in_memory"])
+    def test_a_folder_that_is_not_there(self, tmp_path: Path, kind: str) -> None:
+        with pytest.raises(StorageError, match="check the spelling"):
+            open_backend(Dataset(id="pets", path=str(tmp_path / "nowhere"), type=kind), machine=this_machine())
+
+    @pytest.mark.parametrize("kind", ["local", "url", "in_memory"])
+    def test_every_kind_has_a_handle(self, folder: Path, kind: str) -> None:
+        path = str(folder)
+        if kind == "url":
+            path = f"memory://{uuid.uuid4()}"
+            UrlBackend(path).write("a.jpg", b"A")
+        with (
+            open_backend(Dataset(id="pets", path=path, type=kind), machine=this_machine()) as backend,
+            attach_backend(from_json(to_json(backend.handle()))) as other,
+        ):
+            assert type(other) is type(backend)
+            assert contents(other) == contents(backend)
+
+    def test_a_relative_folder_is_found_from_another_working_directory(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(folder.parent)
+        handle = open_backend(Dataset(id="pets", path="pets")).handle()
+        monkeypatch.chdir("/")
+        assert contents(attach_backend(handle)) == FILES
+
+
+class TestPool:
+    def dataset(self, folder: Path, name: str, **values: object) -> Dataset:
+        return Dataset.model_validate({"id": name, "path": str(folder), "type": "in_memory", **values})
+
+    def test_datasets_of_one_folder_share_one_copy(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder.parent)
+        before = held()
+        with BackendPool(machine=this_machine()) as pool:
+            small = pool.open(self.dataset(folder, "small", resolution=512))
+            assert pool.open(self.dataset(folder, "large", resolution=1024, repeats=3)) is small
+            assert pool.open(self.dataset(Path("pets"), "relative")) is small
+            assert held()[1] == before[1] + 1
+            assert contents(small) == {path: FILES[path] for path in ("a.jpg", "a.txt", "b.PNG")}
+        assert held() == before
+
+    def test_what_is_staged_otherwise_is_staged_again(self, folder: Path, tmp_path: Path) -> None:
+        other = fill(tmp_path / "other", {"a.jpg": b""})
+        with BackendPool(machine=this_machine()) as pool:
+            variants = [
+                self.dataset(folder, "a"),
+                self.dataset(folder, "b", dataset_type="video"),
+                self.dataset(folder, "c", in_memory={"compression": "lz4"}),
+                self.dataset(folder, "d", type="local"),
+                self.dataset(other, "e"),
+            ]
+            assert len({id(pool.open(variant)) for variant in variants}) == 5
+
+    def test_a_dataset_that_fails_leaves_nothing_of_the_others(self, folder: Path) -> None:
+        before = held()
+        with BackendPool(machine=this_machine()) as pool:
+            pool.open(self.dataset(folder, "a"))
+            with pytest.raises(StorageError):
+                pool.open(self.dataset(folder / "nowhere", "b"))
+            assert held() > before
+        assert held() == before
+
+    def test_each_staging_is_watched_under_its_name(self, folder: Path) -> None:
+        seen: list[tuple[str, int]] = []
+        with BackendPool(
+            machine=this_machine(), watch=lambda dataset: lambda now: seen.append((dataset.id, now.files))
+        ) as pool:
+            pool.open(self.dataset(folder, "a"))
+        assert seen[-1] == ("a", 3)
+
+
+class TestSelection:
+    @pytest.mark.parametrize(
+        ("kind", "staged"),
+        [
+            ("image", {"a.jpg", "a.txt", "b.PNG"}),
+            ("video", {"a.jpg", "a.txt", "b.PNG", "clip.mp4", "song.wav"}),
+            ("audio", {"a.txt", "song.wav"}),
+            ("conditioning", {"a.jpg", "a.txt", "b.PNG", "clip.mp4", "song.wav"}),
+        ],
+    )
+    def test_by_dataset_type(self, folder: Path, kind: str, staged: set[str]) -> None:
+        listing = selection_for(Dataset(id="x", path="x", dataset_type=kind)).apply(LocalBackend(folder).survey())
+        assert set(listing.files) == staged
+
+    def test_everything_a_decoder_takes_is_staged(self) -> None:
+        assert all(kind_of(f"x{extension}") for extensions in MEDIA.values() for extension in extensions)
+
+    def test_captions_and_tables_with_names_of_their_own(self) -> None:
+        captions = Captions(extension="prompt", table=CaptionTable(path="meta.ndjson"))
+        sidecars = selection_for(Dataset(id="x", path="x", captions=captions)).sidecars
+        assert {".prompt", ".ndjson", ".txt", ".parquet", ".jsonl"} <= sidecars
+
+    @pytest.mark.parametrize("spelling", ["jpg", ".JPG", "*.jpg", " .Jpg "])
+    def test_spellings_of_an_extension(self, spelling: str) -> None:
+        assert select((), extensions=[spelling]).media == {".jpg"}
+
+
+class TestNameOfTheGuides:
+    def test_stages_a_folder(self, folder: Path) -> None:
+        with GH200InMemoryBackend(
+            folder, compression="lz4", num_workers=2, memory_limit_gb=1, file_extensions=["jpg", "mp4"]
+        ) as backend:
+            assert isinstance(backend, InMemoryBackend)
+            assert backend.list() == ("a.jpg", "a.txt", "clip.mp4")
+            assert backend.read("a.jpg") == FILES["a.jpg"]
+            assert backend.report is not None
+            assert (backend.report.threads, backend.report.compressed_files) == (2, 1)
+            assert not backend.refresh()
+
+    @pytest.mark.parametrize("root", [str, Path, os.fspath])
+    def test_takes_any_spelling_of_a_folder(self, folder: Path, root: type) -> None:
+        with GH200InMemoryBackend(root(folder), compression=None) as backend:
+            assert backend.root == str(folder)
+            assert len(backend.list()) == 5
+
+    def test_all_wrong_options_are_told_at_once(self, folder: Path) -> None:
+        with pytest.raises(ConfigError) as refused:
+            GH200InMemoryBackend(folder, compression="gzip", num_workers=0, memory_limit_gb=-1)
+        assert [problem.key for problem in refused.value.problems] == ["compression", "num_workers", "memory_limit_gb"]
+        assert "one of none, lz4, zlib, snappy, zstd" in str(refused.value)
+
+    def test_threads_are_one_for_each_cpu_up_to_72(self) -> None:
+        assert threads_for(load("gh200-numa"), None) == 72
+        assert threads_for(load("gh200-numa"), 5) == 5
+
+    def test_the_report_says_where_the_pages_are(self, folder: Path) -> None:
+        superchip = this_machine().model_copy(update={"profile": load("gh200-numa").profile})
+        with GH200InMemoryBackend(folder, machine=superchip) as backend:
+            assert backend.report is not None
+            numa = backend.report.numa
+            assert "bound to node 0" in numa.reason  # or "not bound to", and then why
+            assert f"memory: {numa.reason}" in backend.report.lines()
+
+
+def test_the_bar_shows_files_bytes_speed_and_time(folder: Path) -> None:
+    console = Console(file=StringIO(), force_terminal=True, width=140)
+    with staging_bar(console, "[pets]") as show:
+        GH200InMemoryBackend(folder, on_progress=show).close()
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    assert "staging [pets]" in shown
+    assert "5/5 files" in shown
+    assert "GB/s" in shown
+    assert "ETA" in shown
+
+
+def test_importing_leaves_heavy_libraries_alone() -> None:
+    code = "import sys, gracetune.data.backends; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.data.backends.paths import checked, is_hidden, is_unfinished, refusal, suffix_of, unfinished_name
+from gracetune.data.errors import OutsideRootError
+
+
+@pytest.mark.parametrize(
+    "path", ["a.jpg", "a/b.jpg", "ä/日本.png", "a b/c'd.txt", "..a/b..", "a:b.jpg", "C:x.jpg", "\n"]
+)
+def test_a_path_below_a_root(path: str) -> None:
+    assert checked(path, "root") == path
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "empty"),
+        ("a\0b", "NUL"),
+        ("a\\b", "backslash"),
+        ("..\\b", "backslash"),
+        ("/etc/passwd", "absolute"),
+        ("//etc", "absolute"),
+        ("C:/x", "absolute"),
+        ("..", "'..'"),
+        ("a/../b", "'..'"),
+        ("./a", "'.'"),
+        ("a//b", "empty part"),
+        ("a/", "empty part"),
+        ("\udcff.jpg", "UTF-8"),
+    ],
+)
+def test_everything_else_is_refused_with_the_reason(path: str, why: str) -> None:
+    with pytest.raises(OutsideRootError, match="root") as refused:
+        checked(path, "root")
+    assert why in str(refused.value)
+    str(refused.value).encode()  # the message itself can be printed
+
+
+@given(st.lists(st.text(alphabet=st.characters(exclude_characters="/\\\0", exclude_categories=["Cs"]), min_size=1)))
+def test_any_names_joined_are_a_path_unless_one_is_a_dot(parts: list[str]) -> None:
+    path = "/".join(parts)
+    refused = refusal(path) is not None
+    assert refused == (not parts or bool({".", ".."} & set(parts)) or (path[1:3] == ":/" and path[0].isascii()))
+
+
+def test_unfinished_names_are_new_every_time_and_recognised() -> None:
+    first, second = unfinished_name(), unfinished_name()
+    assert first != second
+    assert is_unfinished(f"a/{first}")
+    assert not is_unfinished("a/.gracetune-readme.part")
+
+
+@pytest.mark.parametrize(
+    ("path", "suffix"),
+    [
+        ("a.JPG", ".jpg"),
+        ("a/b.c/d", ""),
+        (".txt", ""),
+        ("a.tar.GZ", ".gz"),
+        ("a.", ""),
+        ("..jpg", ""),
+        ("日.Png", ".png"),
+    ],
+)
+def test_suffix(path: str, suffix: str) -> None:
+    assert suffix_of(path) == suffix
+
+
+def test_hidden() -> None:
+    assert [path for path in ("a.jpg", "._a.jpg", ".git/x", "a/.b/c.jpg", "a./b") if is_hidden(path)] == [
+        "._a.jpg",
+        ".git/x",
+        "a/.b/c.jpg",
+    ]

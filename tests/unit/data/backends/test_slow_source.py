@@ -1,0 +1,45 @@
+"""A run on staged data does not notice what becomes of its source."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from gracetune.data.ahead import LoadedBatch, decode_ahead
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.index import DataIndex
+from gracetune.data.loader import Exhausted, Loader
+from gracetune.testing.slow_backend import SlowBackend
+from unit.data.backends.helpers import staged
+from unit.data.folders import index_of, pictures, write
+
+
+def epoch(index: DataIndex) -> tuple[int, float]:
+    """Samples, and seconds."""
+    started, samples = time.perf_counter(), 0
+    with decode_ahead(Loader(index, batch_size=4, epochs=1), index.load, workers=2, depth=2) as ahead:
+        while not isinstance(outcome := ahead.next_batch(), Exhausted):
+            samples += len(outcome.samples) if isinstance(outcome, LoadedBatch) else 0
+    return samples, time.perf_counter() - started
+
+
+def test_batches_come_as_fast_when_the_source_has_become_slow(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", pictures(24))
+    source = SlowBackend(LocalBackend(folder))
+    with staged(source) as backend:
+        index = index_of(tmp_path, {"path": str(folder), "type": "in_memory"}, open_backend=lambda dataset: backend)
+        asked = source.requests
+        quick = epoch(index)
+        source.latency_seconds = 1.0
+        slow = epoch(index)
+        assert quick[0] == slow[0] == 24
+        assert slow[1] < quick[1] + 0.9  # less than what a single request would take
+        assert source.requests == asked
+
+
+def test_the_same_epoch_straight_from_the_slow_source_is_slow(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", pictures(8))
+    source = SlowBackend(LocalBackend(folder))
+    index = index_of(tmp_path, {"path": str(folder)}, open_backend=lambda dataset: source)
+    source.latency_seconds = 0.2
+    assert epoch(index)[1] > 0.4

@@ -1,0 +1,338 @@
+"""From a folder to an index: buckets, captions, what is dropped, and every kind of bad input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.data.backends import InMemoryBackend, open_backend
+from gracetune.data.backends.errors import StorageError, UnreadableFilesError
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.errors import DataError
+from gracetune.data.geometry import Geometry
+from gracetune.data.index import DataIndex
+from gracetune.data.items import DatasetIndex
+from gracetune.data.refs import Bucket
+from gracetune.errors import ConfigError
+from gracetune.models.registry import geometry
+from unit.data.folders import image, index_of, pictures, write
+from unit.data.media.generated import audio_bytes, every, tone, video_bytes
+
+
+def only(index: DataIndex) -> DatasetIndex:
+    assert len(index.datasets) == 1
+    return index.datasets[0]
+
+
+def paths(index: DatasetIndex) -> list[str]:
+    return [item.path for item in index.items]
+
+
+def note(index: DatasetIndex, words: str) -> str:
+    found = [one for one in index.notes if words in one]
+    assert len(found) == 1, index.notes
+    return found[0]
+
+
+class TestPictures:
+    def test_buckets_and_captions(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(8))
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert [item.bucket for item in index.items[:3]] == [Bucket(64, 64), Bucket(80, 48), Bucket(48, 80)]
+        assert [item.captions for item in index.items[:2]] == [("picture 0",), ("picture 1",)]
+        assert {item.visits for item in index.items} == {1}
+        assert not index.dropped
+
+    def test_several_resolutions_of_one_folder_are_looked_at_once(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(4))
+        told: list[str] = []
+        index = index_of(
+            tmp_path,
+            {"path": str(folder), "resolution": 64.0},
+            {"path": str(folder), "resolution": 128.0},
+            on_scanned=lambda name, done, total: told.append(name),
+        )
+        assert set(told) == {"d0"}
+        assert [item.bucket.width for item in index.datasets[1].items] == [128, 160, 112, 176]
+
+    def test_filters_name_what_they_drop(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"small.png": image(20, 20), "wide.png": image(400, 100), "ok.png": image()})
+        index = only(index_of(tmp_path, {"path": str(folder), "minimum_size": 32.0, "maximum_aspect_ratio": 2.0}))
+        assert paths(index) == ["ok.png"]
+        assert [(one.path, one.reason) for one in index.dropped] == [
+            ("small.png", "smaller than minimum_size 32"),
+            ("wide.png", "wider than maximum_aspect_ratio 2"),
+        ]
+
+    def test_repeats_are_visits(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        assert {item.visits for item in only(index_of(tmp_path, {"path": str(folder), "repeats": 3})).items} == {4}
+
+    def test_max_samples_takes_the_same_ones_every_time(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(30))
+        first = only(index_of(tmp_path, {"path": str(folder), "max_samples": 10}))
+        again = only(index_of(tmp_path, {"path": str(folder), "max_samples": 10}, seed=99))
+        assert len(first.items) == 10
+        assert paths(first) == paths(again) != [f"{number:03}.png" for number in range(10)]
+        assert {one.reason for one in first.dropped} == {"beyond max_samples 10"}
+        assert len(first.dropped) == 20
+
+    def test_small_pictures_are_said_to_be_enlarged(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.png": image(16, 16), "b.png": image(64, 64)})
+        told = note(only(index_of(tmp_path, {"path": str(folder)})), "enlarged")
+        assert told.startswith("1 sample ")
+        assert "a.png by 4.0x" in told
+
+    def test_random_crops_of_cached_latents_are_said_to_stay(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        crop = {"enabled": True, "style": "random"}
+        assert "refresh_each_epoch" in note(only(index_of(tmp_path, {"path": str(folder), "crop": crop})), "drawn once")
+        for values in ({"cache_latents": "none"}, {"augmentation": {"cache_mode": "refresh_each_epoch"}}):
+            index = only(index_of(tmp_path, {"path": str(folder), "crop": crop, **values}))
+            assert not [one for one in index.notes if "drawn once" in one]
+
+    def test_names_shared_by_several_files(self, tmp_path: Path) -> None:
+        folder = write(
+            tmp_path / "data", {"a.png": image(), "a.jpg": image(kind="JPEG"), "a.txt": "both", "b.png": image()}
+        )
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert note(index, "several files") == "1 name of several files, which share their caption: a.jpg and a.png"
+        assert [item.captions for item in index.items[:2]] == [("both",), ("both",)]
+
+    def test_links_out_of_the_folder_are_counted(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.png": image()})
+        (folder / "b.png").symlink_to(write(tmp_path / "elsewhere", {"b.png": image()}) / "b.png")
+        assert "leads out of the folder" in note(
+            only(index_of(tmp_path, {"path": str(folder)})), "1 file not looked at"
+        )
+
+
+class TestCaptions:
+    def test_missing_ones_are_counted_and_named(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {**pictures(2), "x.png": image(), "y.png": image(), "y.txt": "\n"})
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert note(index, "without a caption") == "1 sample without a caption: x.png"
+        assert note(index, "empty caption") == "1 sample with an empty caption: y.png"
+
+    def test_a_trigger_word_is_still_there(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"x.png": image()})
+        index = only(index_of(tmp_path, {"path": str(folder), "captions": {"trigger_word": "sks"}}))
+        assert note(index, "without a caption") == '1 sample without a caption, trained with "sks" alone: x.png'
+
+    def test_one_that_is_no_utf8_is_an_unreadable_file(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {**pictures(3), "001.txt": b"caf\xe9"})
+        with pytest.raises(UnreadableFilesError, match=r"001\.txt: .*not UTF-8"):
+            index_of(tmp_path, {"path": str(folder)})
+        index = only(index_of(tmp_path, {"path": str(folder), "corrupt_threshold": 0.5}))
+        assert paths(index) == ["000.png", "002.png"]
+        assert [one.path for one in index.unreadable] == ["001.txt"]
+
+    def test_every_text_a_run_can_ask_for(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.png": image(), "a.txt": "one\ntwo", "b.png": image(), "b.txt": "two"})
+        assert list(index_of(tmp_path, {"path": str(folder)}).captions()) == ["one", "two"]
+        dropping = index_of(tmp_path, {"path": str(folder), "captions": {"dropout": 0.1}})
+        assert list(dropping.captions()) == ["", "one", "two"]
+
+
+class TestKohyaFolders:
+    def test_numbers_are_visits_and_names_captions(self, tmp_path: Path) -> None:
+        files = {"3_sks dog/a.png": image(), "1_dog/b.png": image(seed=2), "1_dog/b.txt": "own", "0_off/c.png": image()}
+        index = only(index_of(tmp_path, {"path": str(write(tmp_path / "data", files))}))
+        assert [(item.path, item.visits, item.captions) for item in index.items] == [
+            ("1_dog/b.png", 1, ("own",)),
+            ("3_sks dog/a.png", 3, ("sks dog",)),
+        ]
+        assert [one.reason for one in index.dropped] == ["in a folder whose number is 0"]
+        assert "3_sks dog (3 visits an epoch)" in note(index, "kohya")
+
+    def test_the_config_s_own_number_wins_and_is_said_to(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"3_sks dog/a.png": image()})
+        index = only(index_of(tmp_path, {"path": str(folder), "repeats": 1}))
+        assert index.items[0].visits == 2
+        assert "repeats is 1" in note(index, "3_sks dog are not used")
+
+    @pytest.mark.parametrize(
+        "names", [("2023_holiday/a.png",), ("3_dog/a.png", "b.png"), ("3_dog/a.png", "cats/b.png")]
+    )
+    def test_anything_less_is_an_ordinary_folder(self, tmp_path: Path, names: tuple[str, ...]) -> None:
+        folder = write(tmp_path / "data", {name: image(seed=number) for number, name in enumerate(names)})
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert {item.visits for item in index.items} == {1}
+        assert len(index.items) == len(names)
+
+
+class TestVideoAndSound:
+    WAN = geometry("wan", "t2v-14b-2.2")
+
+    def test_frames_are_part_of_the_bucket(self, tmp_path: Path) -> None:
+        files = {
+            "long.mp4": video_bytes(every(0.04, 30)),
+            "short.mp4": video_bytes(every(0.04, 8)),
+            "still.png": image(),
+        }
+        folder = write(tmp_path / "data", files)
+        common = {"path": str(folder), "dataset_type": "video"}
+        index = only(index_of(tmp_path, {**common, "video": {"num_frames": 17}}, geometry=self.WAN))
+        assert [item.bucket for item in index.items] == [Bucket(80, 48, 17)]
+        assert [(one.path, one.detail) for one in index.dropped] == [("short.mp4", "8 frames")]
+        by_length = only(index_of(tmp_path, {**common, "video": {"from_length": True}}, geometry=self.WAN))
+        assert [item.bucket.frames for item in by_length.items] == [29, 5]
+
+    def test_resampling_counts_the_frames_that_are_taken(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.mp4": video_bytes(every(0.04, 50))})  # two seconds
+        for fps, fits in ((8.0, 16), (25.0, 50)):
+            values = {"path": str(folder), "dataset_type": "video", "video": {"from_length": True, "fps": fps}}
+            frames = only(index_of(tmp_path, values, geometry=self.WAN)).items[0].bucket.frames
+            assert frames == fits - (fits - 1) % 4
+
+    def test_sounds_have_duration_buckets(self, tmp_path: Path) -> None:
+        audio = geometry("stable_audio", "open-1.0")
+        sounds = {f"{seconds}.wav": audio_bytes(tone(440, seconds, 8_000), 8_000) for seconds in (1.0, 3.5, 6.5, 6.9)}
+        folder = write(tmp_path / "data", sounds)
+        index = only(index_of(tmp_path, {"path": str(folder), "dataset_type": "audio"}, geometry=audio))
+        seconds = [round(item.bucket.audio_samples / 44_100) for item in index.items]
+        assert seconds == [3, 3, 6, 6]
+        assert {item.bucket.audio_channels for item in index.items} == {2}
+        assert "1.0.wav" in note(index, "followed by silence")
+
+
+class TestBadInput:
+    def test_an_empty_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "data").mkdir()
+        with pytest.raises(DataError, match="the folder is empty"):
+            index_of(tmp_path, {"path": str(tmp_path / "data")})
+
+    def test_a_folder_of_something_else(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.mp4": b"x", "b.mp4": b"x", "c.txt": "x"})
+        with pytest.raises(DataError, match=r"no image in .*2 x \.mp4, 1 x \.txt") as error:
+            index_of(tmp_path, {"path": str(folder)})
+        assert "dataset_type" in str(error.value)
+
+    def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
+        with pytest.raises(StorageError, match="nothing there"):
+            index_of(tmp_path, {"path": str(tmp_path / "nowhere")})
+
+    def test_one_bad_file_in_a_hundred_is_left_out_and_two_stop_the_run(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {**pictures(99), "bad1.png": b""})
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert len(index.items) == 99
+        assert "bad1.png: the file is empty" in note(index, "unreadable")
+        write(folder, {"bad2.png": image()[:-60]})
+        with pytest.raises(UnreadableFilesError) as error:
+            index_of(tmp_path, {"path": str(folder)})
+        for words in ("bad1.png", "bad2.png", "2 of 101", "corrupt_threshold"):
+            assert words in str(error.value)
+
+    def test_nothing_left_says_what_took_it_away(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(4))
+        with pytest.raises(DataError, match=r"4 x smaller than minimum_size 512") as error:
+            index_of(tmp_path, {"path": str(folder), "minimum_size": 512.0})
+        assert "000.png" in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("values", "key"),
+        [
+            ({"crop": {"enabled": True, "style": "face"}}, "datasets[0].crop.style"),
+            ({"mask": {"path": "masks", "from_alpha": True}}, "datasets[0].mask"),
+            (
+                {"augmentation": {"transforms": [{"method": "Nonsense"}]}},
+                "datasets[0].augmentation.transforms[0].method",
+            ),
+            ({"captions": {"strategy": "instanceprompt"}}, "datasets[0].captions.instance_prompt"),
+        ],
+    )
+    def test_settings_the_data_cannot_follow_name_their_key(
+        self, tmp_path: Path, values: dict[str, Any], key: str
+    ) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        with pytest.raises(ConfigError) as error:
+            index_of(tmp_path, {"path": str(folder), **values})
+        assert [problem.key for problem in error.value.problems] == [key]
+
+    def test_damage_found_while_decoding_takes_the_sample_out_of_the_index(self, tmp_path: Path) -> None:
+        index = index_of(tmp_path, {"path": str(write(tmp_path / "data", pictures(4))), "corrupt_threshold": 0.3})
+        smaller = index.without("d0", {"001.png": "damaged in the middle"})
+        assert paths(smaller.datasets[0]) == ["000.png", "002.png", "003.png"]
+        assert smaller.datasets[0].unreadable[0].reason == "damaged in the middle"
+        assert smaller.fingerprint != index.fingerprint
+        assert index.without("another", {"001.png": "x"}).datasets == index.datasets
+        with pytest.raises(UnreadableFilesError, match=r"003\.png"):
+            smaller.without("d0", {"003.png": "this one too"})
+
+
+class TestOtherDatasets:
+    def test_disabled_ones_are_not_opened_and_held_out_ones_not_trained_on(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        index = index_of(
+            tmp_path,
+            {"path": str(folder)},
+            {"path": "/nowhere", "disabled": True},
+            {"path": str(folder), "dataset_type": "eval"},
+            {"path": "/nowhere", "dataset_type": "conditioning"},
+        )
+        assert [found.id for found in index.datasets] == ["d0"]
+        assert [found.id for found in index.held_out] == ["d2"]
+        assert list(index.notes) == ["dataset d3 is conditioning data of no dataset and was not read"]
+        assert [found.position for found in index.held_out] == [2]
+
+    @pytest.mark.parametrize("name", ["a.png", "a.mp4"])
+    def test_a_video_model_is_held_to_clips_or_stills(self, tmp_path: Path, name: str) -> None:
+        content = image() if name == "a.png" else video_bytes(every(0.04, 90))
+        folder = write(tmp_path / "held", {name: content})
+        trained = write(tmp_path / "data", pictures(2))
+        index = index_of(
+            tmp_path,
+            {"path": str(trained)},
+            {"path": str(folder), "dataset_type": "eval"},
+            geometry=geometry("wan", "t2v-14b-2.2"),
+        )
+        assert [item.path for item in index.held_out[0].items] == [name]
+
+    def test_backends_are_opened_by_the_caller(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        opened: list[str] = []
+
+        def opener(dataset: Any) -> LocalBackend:
+            opened.append(dataset.id)
+            return LocalBackend(dataset.path)
+
+        index = index_of(tmp_path, {"path": str(folder), "type": "in_memory"}, open_backend=opener)
+        assert opened == ["d0"]
+        assert index.backend_of("d0").exists("000.png")
+
+    def test_staged_data_gives_the_same_index(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {**pictures(6), "mask.me": "x"})
+        masks = write(tmp_path / "masks", {"000.bmp": image(kind="BMP")})
+        values = {
+            "path": str(folder),
+            "mask": {"path": str(masks)},
+            "in_memory": {"compression": "lz4", "file_extensions": ["png"]},
+        }
+        local = index_of(tmp_path, values)
+        staged = index_of(tmp_path, {**values, "type": "in_memory"}, open_backend=open_backend)
+        assert staged.datasets[0].items == local.datasets[0].items
+        assert staged.fingerprint == local.fingerprint
+        assert isinstance(staged.backend_of("d0"), InMemoryBackend)
+        assert isinstance(staged.backend_of("d0:masks"), InMemoryBackend)
+        masked = next(ref for ref in staged.cacheable() if ref.mask is not None)
+        assert staged.load(masked).mask is not None
+        for backend in staged.backends.values():
+            assert isinstance(backend, InMemoryBackend)
+            backend.close()
+
+    def test_a_scan_that_cannot_be_remembered_is_said(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        (tmp_path / "file").write_text("")
+        index = index_of(tmp_path, {"path": str(folder)}, memory=tmp_path / "file" / "scan")
+        assert "looks at all files again" in index.notes[0]
+
+
+def test_the_side_multiple_is_the_family_s(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", {"a.png": image(300, 200)})
+    for multiple in (16, 32, 64):
+        found = only(index_of(tmp_path, {"path": str(folder), "resolution": 250.0},
+                              geometry=Geometry("image", side_multiple=multiple)))  # fmt: skip
+        bucket = found.items[0].bucket
+        assert bucket.width % multiple == bucket.height % multiple == 0

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.data.errors import DataError
+from gracetune.data.fingerprint import Fingerprint, differences
+from unit.data.folders import image, index_of, pictures, write
+
+
+def of(tmp_path: Path, folder: Path, **values: Any) -> Fingerprint:
+    return index_of(tmp_path, {"path": str(folder), **values}).fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "data", pictures(4))
+
+
+def test_it_survives_json(tmp_path: Path, folder: Path) -> None:
+    found = of(tmp_path, folder)
+    assert Fingerprint.from_json(json.loads(json.dumps(found.as_json()))) == found
+
+
+def test_another_version_is_refused(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(DataError, match="version 99"):
+        Fingerprint.from_json({**of(tmp_path, folder).as_json(), "version": 99})
+
+
+def test_moving_or_staging_the_data_changes_nothing(tmp_path: Path, folder: Path) -> None:
+    before = of(tmp_path, folder)
+    moved = folder.rename(tmp_path / "elsewhere")
+    after = of(tmp_path, moved, type="in_memory", in_memory={"compression": "lz4"}, corrupt_threshold=0.5)
+    assert differences(before, after) == ()
+
+
+@pytest.mark.parametrize(
+    ("files", "values", "told"),
+    [
+        ({"new.png": image(seed=9)}, {}, "dataset d0: 4 samples then, 5 now"),
+        ({"001.png": image(96, 64, seed=9)}, {}, "dataset d0: other files"),
+        ({"001.png": image(64, 96)}, {}, "dataset d0: other files, other buckets or visits"),
+        ({"001.txt": "another caption"}, {}, "dataset d0: other captions"),
+        ({}, {"repeats": 1}, "dataset d0: other buckets or visits, other settings"),
+        ({}, {"probability": 2.0}, "dataset d0: other settings"),
+        ({}, {"resolution": 128.0}, "dataset d0: other buckets or visits, other settings"),
+        ({}, {"captions": {"dropout": 0.5}}, "dataset d0: other settings"),
+        ({}, {"captions": {"trigger_word": "sks"}}, "dataset d0: other captions"),
+        ({}, {"augmentation": {"flip_x": True}}, "dataset d0: other settings"),
+    ],
+)
+def test_what_changed_is_said(
+    tmp_path: Path, folder: Path, files: dict[str, bytes | str], values: dict[str, Any], told: str
+) -> None:
+    before = of(tmp_path, folder)
+    write(folder, files)
+    assert differences(before, of(tmp_path, folder, **values)) == (told,)
+
+
+def test_datasets_that_come_and_go(tmp_path: Path, folder: Path) -> None:
+    one = of(tmp_path, folder)
+    two = index_of(tmp_path, {"path": str(folder)}, {"path": str(folder)}).fingerprint
+    assert differences(one, two) == ("dataset d1 is new",)
+    assert differences(two, one) == ("dataset d1 is gone",)

@@ -1,0 +1,309 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.data.errors import DataError
+from gracetune.data.index import DataIndex
+from gracetune.data.loader import EpochEnd, Exhausted, Loader, OtherDataError, Outcome
+from gracetune.data.refs import BatchRef, SampleRef
+from unit.data.folders import made_up
+
+Schedule = list[int]
+"""Micro-batch sizes, taken in turn."""
+
+schedules = st.lists(st.integers(1, 5), min_size=1, max_size=4)
+worlds = st.integers(1, 6)
+
+
+@st.composite
+def indexes(draw: st.DrawFn) -> DataIndex:
+    datasets = [
+        {
+            "counts": draw(st.lists(st.integers(1, 8), min_size=1, max_size=3)),
+            "repeats": draw(st.integers(0, 2)),
+            "probability": draw(st.sampled_from([0.3, 1.0, 4.0])),
+            "captions": {"dropout": 0.3},
+            "cache_latents": draw(st.sampled_from(["none", "disk"])),
+            "crop": {"enabled": True, "style": "random"},
+        }
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return made_up(*datasets, seed=draw(st.integers(0, 50)))
+
+
+def run(loaders: list[Loader], schedule: Schedule, batches: int, start: int = 0) -> list[list[Outcome]]:
+    """What all ranks get, call by call."""
+    return [
+        [loader.next_batch(schedule[(start + call) % len(schedule)]) for loader in loaders] for call in range(batches)
+    ]
+
+
+def ranks(index: DataIndex, world_size: int, **options: Any) -> list[Loader]:
+    return [Loader(index, batch_size=2, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
+
+
+def together(outcomes: list[Outcome]) -> tuple[tuple[SampleRef, ...], tuple[int, ...]] | Outcome:
+    """One call's samples of all ranks without padding, in their order; or what is no batch."""
+    first = outcomes[0]
+    if not isinstance(first, BatchRef):
+        assert all(outcome == first for outcome in outcomes)
+        return first
+    batches = [outcome for outcome in outcomes if isinstance(outcome, BatchRef)]
+    assert len(batches) == len(outcomes)
+    real = [batch for batch in batches if not batch.padding]
+    assert {batch.bucket for batch in batches} == {first.bucket}
+    assert {batch.global_samples for batch in batches} == {sum(len(batch.samples) for batch in real)}
+    samples = tuple(sample for batch in real for sample in batch.samples)
+    return samples, tuple(number for batch in real for number in batch.indexes)
+
+
+class TestRanks:
+    @given(indexes(), worlds, schedules)
+    @settings(deadline=None)
+    def test_together_are_the_sequence_of_one(self, index: DataIndex, world_size: int, schedule: Schedule) -> None:
+        alone = run(ranks(index, 1), [size * world_size for size in schedule], 30)
+        many = run(ranks(index, world_size), schedule, 30)
+        assert [together(outcomes) for outcomes in many] == [together(outcomes) for outcomes in alone]
+
+    @given(indexes(), worlds, schedules)
+    @settings(deadline=None)
+    def test_an_epoch_has_every_visit_once_whatever_the_world_and_the_batches(
+        self, index: DataIndex, world_size: int, schedule: Schedule
+    ) -> None:
+        loaders, seen, calls = ranks(index, world_size), [], 0
+        while True:
+            outcome = together(run(loaders, schedule, 1, calls)[0])
+            calls += 1
+            if isinstance(outcome, EpochEnd):
+                break
+            assert isinstance(outcome, tuple)
+            seen += [(sample.dataset, sample.path) for sample in outcome[0]]
+        expected = Counter({(found.id, item.path): item.visits for found in index.datasets for item in found.items})
+        assert Counter(seen) == expected
+        assert outcome.samples == expected.total()
+        assert outcome.batches == calls - 1
+
+    def test_shares_differ_by_at_most_one_and_none_is_empty(self) -> None:
+        index = made_up({"counts": [7]})
+        batches = [loader.next_batch(2) for loader in ranks(index, 4)]
+        assert [len(batch.samples) for batch in batches if isinstance(batch, BatchRef)] == [1, 2, 2, 2]
+
+    def test_a_rank_without_a_sample_takes_part_without_weight(self) -> None:
+        index = made_up({"counts": [2], "loss_weight": 0.7})
+        batches = [batch for loader in ranks(index, 3) if isinstance(batch := loader.next_batch(1), BatchRef)]
+        assert [batch.padding for batch in batches] == [True, False, False]
+        assert [batch.samples[0].loss_weight for batch in batches] == [0.0, 0.7, 0.7]
+        assert {batch.global_samples for batch in batches} == {2}
+
+    @given(indexes(), st.lists(st.tuples(worlds, st.integers(1, 4), st.integers(1, 5)), min_size=2, max_size=5))
+    @settings(deadline=None)
+    def test_a_changing_world_loses_and_repeats_nothing(
+        self, index: DataIndex, legs: list[tuple[int, int, int]]
+    ) -> None:
+        """Each leg of the run has its own number of ranks and batch size, and ends wherever it ends."""
+        state: dict[str, Any] | None = None
+        seen: list[int] = []
+        epochs: dict[int, Counter[tuple[str, str]]] = {}
+        for world_size, size, calls in legs:
+            loaders = ranks(index, world_size)
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(state)
+            for outcomes in run(loaders, [size], calls):
+                joined = together(outcomes)
+                if isinstance(joined, tuple):
+                    seen += joined[1]
+                    first = outcomes[0]
+                    assert isinstance(first, BatchRef)
+                    epoch = epochs.setdefault(first.epoch, Counter())
+                    epoch.update((sample.dataset, sample.path) for sample in joined[0])
+            states = [loader.state_dict() for loader in loaders]
+            assert all(one == states[0] for one in states)
+            state = json.loads(json.dumps(states[0]))
+        assert seen == list(range(len(seen)))
+        visits = {(found.id, item.path): item.visits for found in index.datasets for item in found.items}
+        *complete, last = (epochs[number] for number in sorted(epochs))
+        assert all(epoch == visits for epoch in complete)
+        assert all(count <= visits[key] for key, count in last.items())
+
+
+class TestResuming:
+    @given(indexes(), worlds, schedules, st.integers(0, 25))
+    @settings(deadline=None)
+    def test_goes_on_exactly_where_it_was(
+        self, index: DataIndex, world_size: int, schedule: Schedule, done: int
+    ) -> None:
+        loaders = ranks(index, world_size)
+        run(loaders, schedule, done)
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+        rest = run(loaders, schedule, 20, start=done)
+        resumed = ranks(index, world_size)
+        for loader, state in zip(resumed, states, strict=True):
+            assert loader.load_state_dict(state) == ()
+        assert run(resumed, schedule, 20, start=done) == rest
+
+    def test_looking_ahead_is_not_part_of_the_state(self) -> None:
+        index = made_up({"counts": [5, 3]})
+        loader = Loader(index, batch_size=2)
+        before = loader.state_dict()
+        loader.peek(5)
+        assert loader.state_dict() == before
+
+    @pytest.mark.parametrize(
+        ("other", "seed", "told"),
+        [
+            ({"counts": [6]}, 7, "dataset d0: 5 samples then, 6 now"),
+            ({"counts": [5], "repeats": 1}, 7, "dataset d0: other buckets or visits, other settings"),
+            ({"counts": [5]}, 8, "training.seed was 7 and is 8"),
+        ],
+    )
+    def test_other_data_is_refused_unless_allowed(self, other: dict[str, Any], seed: int, told: str) -> None:
+        loader = Loader(made_up({"counts": [5]}), batch_size=2)
+        loader.next_batch()
+        resumed = Loader(made_up(other, seed=seed), batch_size=2)
+        with pytest.raises(OtherDataError) as error:
+            resumed.load_state_dict(loader.state_dict())
+        assert told in str(error.value)
+        assert "--allow-other-data" in str(error.value)
+        assert resumed.consumed == 0
+        assert resumed.load_state_dict(loader.state_dict(), allow_other_data=True) == (told,)
+        assert resumed.consumed == 2
+
+    def test_with_fewer_files_the_epoch_just_ends_earlier(self) -> None:
+        loader = Loader(made_up({"counts": [9]}), batch_size=8)
+        loader.next_batch()
+        resumed = Loader(made_up({"counts": [4]}), batch_size=8)
+        resumed.load_state_dict(loader.state_dict(), allow_other_data=True)
+        assert isinstance(resumed.next_batch(), EpochEnd)
+        assert isinstance(resumed.next_batch(), BatchRef)
+
+    def test_a_state_of_another_version_is_refused(self) -> None:
+        loader = Loader(made_up({"counts": [5]}), batch_size=2)
+        with pytest.raises(DataError, match="version 2"):
+            loader.load_state_dict({**loader.state_dict(), "version": 2})
+
+
+class TestLookingAhead:
+    @given(indexes(), worlds, schedules, st.integers(1, 6))
+    @settings(deadline=None)
+    def test_sees_what_comes_and_changes_nothing(
+        self, index: DataIndex, world_size: int, schedule: Schedule, depth: int
+    ) -> None:
+        plain, curious = (Loader(index, batch_size=2, world_size=world_size) for _ in range(2))
+        for call in range(25):
+            size = schedule[call % len(schedule)]
+            foreseen = curious.peek(depth, size)
+            assert len(foreseen) == depth
+            outcome = curious.next_batch(size)
+            assert outcome is foreseen[0]
+            assert outcome == plain.next_batch(size)
+
+    def test_what_was_foreseen_is_not_made_again(self) -> None:
+        loader = Loader(made_up({"counts": [9]}), batch_size=2)
+        first, second, third = loader.peek(3)
+        assert loader.next_batch() is first
+        assert loader.peek(2) == (second, third)
+        assert loader.peek(2)[0] is second
+
+    def test_what_was_foreseen_for_another_size_is_forgotten(self) -> None:
+        index = made_up({"counts": [20, 9]})
+        plain, curious = Loader(index, batch_size=2), Loader(index, batch_size=2)
+        for size in (2, 3, 2, 2, 1, 2):
+            assert curious.next_batch(size) == plain.next_batch(size)
+            curious.peek(4, 2)
+
+    def test_beyond_the_end_of_all_datasets_there_is_nothing_to_see(self) -> None:
+        loader = Loader(made_up({"counts": [2], "end_epoch": 1}), batch_size=2)
+        foreseen = loader.peek(5)
+        assert [type(outcome) for outcome in foreseen] == [BatchRef, EpochEnd]
+
+
+class TestTheEnd:
+    def test_of_an_epoch_is_a_value_and_the_next_call_begins_another(self) -> None:
+        loader = Loader(made_up({"counts": [3, 2]}), batch_size=2)
+        outcomes = [loader.next_batch() for _ in range(5)]
+        assert [type(outcome) for outcome in outcomes] == [BatchRef] * 3 + [EpochEnd, BatchRef]
+        assert outcomes[3] == EpochEnd(epoch=0, samples=5, batches=3, short_batches=1)
+        last = outcomes[4]
+        assert isinstance(last, BatchRef)
+        assert last.epoch == 1
+        assert last.indexes == (5, 6)
+
+    def test_of_the_run_is_said_as_often_as_asked(self) -> None:
+        loader = Loader(made_up({"counts": [2]}), batch_size=2, epochs=2)
+        outcomes = [loader.next_batch() for _ in range(6)]
+        assert [type(outcome) for outcome in outcomes] == [BatchRef, EpochEnd, BatchRef, EpochEnd, Exhausted, Exhausted]
+        assert outcomes[-1] == Exhausted(epochs=2, samples=4)
+
+    def test_without_any_active_dataset_it_is_an_error_that_lists_their_times(self) -> None:
+        index = made_up({"counts": [2], "end_step": 3}, {"counts": [2], "start_step": 100})
+        loader = Loader(index, batch_size=2)
+        assert isinstance(loader.next_batch(step=0), BatchRef)
+        assert isinstance(loader.next_batch(step=5), EpochEnd)
+        with pytest.raises(DataError, match="no dataset is active in epoch 2 after step 5") as error:
+            loader.next_batch(step=5)
+        assert "d1: epochs 1 to the last, steps 100 to the last" in str(error.value)
+        assert isinstance(loader.next_batch(step=100), BatchRef)
+
+
+class TestSteps:
+    def test_decide_which_datasets_are_drawn_from(self) -> None:
+        index = made_up({"counts": [6], "end_step": 2}, {"counts": [6], "start_step": 2})
+        loader = Loader(index, batch_size=1)
+        seen = []
+        for step in range(5):
+            loader.peek(3, step=step)
+            batch = loader.next_batch(step=step)
+            assert isinstance(batch, BatchRef)
+            seen.append(batch.samples[0].dataset)
+        assert seen == ["d0", "d0", "d1", "d1", "d1"]
+
+    def test_epochs_too(self) -> None:
+        index = made_up({"counts": [2], "end_epoch": 1}, {"counts": [3], "start_epoch": 2})
+        loader = Loader(index, batch_size=1, epochs=2)
+        ends: list[EpochEnd] = []
+        while not isinstance(outcome := loader.next_batch(), Exhausted):
+            ends += [outcome] if isinstance(outcome, EpochEnd) else []
+        assert [end.samples for end in ends] == [2, 3]
+
+
+class TestSizes:
+    def test_the_run_s_own_is_taken_where_none_is_asked_for(self) -> None:
+        index = made_up({"counts": [9]}, {"counts": [9], "batch_size": 5})
+        loader = Loader(index, batch_size=2)
+        sizes = {
+            (batch.samples[0].dataset, len(batch.samples))
+            for _ in range(4)
+            if isinstance(batch := loader.next_batch(), BatchRef)
+        }
+        assert {("d0", 2), ("d1", 5)} >= sizes
+        assert loader.batches_in_epoch() == 5 + 2
+        assert loader.batches_in_epoch(9) == 1 + 1
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            lambda index: Loader(index, batch_size=1, rank=2, world_size=2),
+            lambda index: Loader(index, batch_size=1, rank=-1, world_size=2),
+            lambda index: Loader(index, batch_size=1).next_batch(0),
+            lambda index: Loader(index, batch_size=1).peek(1, -3),
+        ],
+    )
+    def test_nonsense_is_refused(self, wrong: Callable[[DataIndex], object]) -> None:
+        with pytest.raises(ValueError, match=r"rank|micro-batch"):
+            wrong(made_up({"counts": [3]}))
+
+
+def test_two_seeds_give_two_orders_and_one_seed_gives_one() -> None:
+    def paths(seed: int) -> list[str]:
+        loader = Loader(made_up({"counts": [30]}, seed=seed), batch_size=1)
+        return [batch.samples[0].path for _ in range(30) if isinstance(batch := loader.next_batch(), BatchRef)]
+
+    assert paths(1) == paths(1) != paths(2)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.media import Kind
+from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
+from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, scan
+from unit.data.folders import image, pictures, write
+from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone, video_bytes
+
+
+class CountingBackend(LocalBackend):
+    """Knows which files were opened."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened: list[str] = []
+
+    def read(self, path: str) -> memoryview:
+        self.opened.append(path)
+        return super().read(path)
+
+
+def remembered(folder: Path, tmp_path: Path, kind: Kind = "image") -> tuple[Scan, list[str]]:
+    backend = CountingBackend(folder)
+    found = scan(backend, kind, memory=ScanMemory(tmp_path / "scans", backend.root, kind))
+    return found, sorted(backend.opened)
+
+
+class TestWhatIsFound:
+    def test_facts_and_digests_of_each_kind(self, tmp_path: Path) -> None:
+        sound = audio_bytes(tone(440, 1.5, 8_000), 8_000)
+        clip = video_bytes(every(0.04, 10))
+        folder = write(tmp_path / "data", {"a/1.PNG": image(80, 48), "b.mp4": clip, "c.wav": sound, "a/1.txt": "x"})
+        images, videos, sounds = (scan(LocalBackend(folder), kind) for kind in ("image", "video", "audio"))
+        assert images.files[0].facts == ImageFacts(80, 48, False)
+        assert images.files[0].path == "a/1.PNG"
+        assert images.files[0].digest == xxhash.xxh3_128_hexdigest(image(80, 48))
+        assert isinstance(videos.files[0].facts, VideoFacts)
+        assert videos.files[0].facts.frames == 10
+        assert videos.files[0].digest == xxhash.xxh3_128_hexdigest(clip)
+        assert sounds.files[0].facts == AudioFacts(8_000, 1, 12_000)
+        assert images.others == {".mp4": 1, ".txt": 1, ".wav": 1}
+
+    def test_order_is_by_path_whatever_the_threads_do(self, tmp_path: Path) -> None:
+        folder = write(tmp_path, pictures(40))
+        found = scan(LocalBackend(folder), "image", workers=8)
+        assert [file.path for file in found.files] == [f"{number:03}.png" for number in range(40)]
+
+    def test_hidden_files_are_not_data(self, tmp_path: Path) -> None:
+        folder = write(tmp_path, {"a.png": image(), "._a.png": b"resource fork", ".cache/b.png": image()})
+        found = scan(LocalBackend(folder), "image")
+        assert [file.path for file in found.files] == ["a.png"]
+        assert found.others == {"hidden": 2}
+        assert not found.unreadable
+
+    def test_extensions_can_be_narrowed(self, tmp_path: Path) -> None:
+        folder = write(tmp_path, {"a.png": image(), "b.jpg": image(kind="JPEG")})
+        assert [file.path for file in scan(LocalBackend(folder), "image", extensions=[".JPG"]).files] == ["b.jpg"]
+
+    def test_progress_ends_at_the_total(self, tmp_path: Path) -> None:
+        told: list[tuple[int, int]] = []
+        scan(LocalBackend(write(tmp_path, pictures(5))), "image", on_scanned=lambda *now: told.append(now))
+        assert told[0] == (0, 5)
+        assert told[-1] == (5, 5)
+
+    def test_staged_data_is_not_hashed_again(self) -> None:
+        class Staged(DictBackend):
+            def digest(self, path: str) -> str | None:
+                return "f" * 32 if path == "a.png" else None
+
+        found = scan(Staged({"a.png": image(), "b.png": image()}), "image")
+        assert [file.digest for file in found.files] == ["f" * 32, xxhash.xxh3_128_hexdigest(image())]
+
+
+class TestBadFiles:
+    @pytest.mark.parametrize(
+        ("name", "content", "reason"),
+        [
+            ("a.png", b"", "empty (0 bytes)"),
+            ("a.jpg", b"not a picture at all", "not a picture"),
+            ("a.png", image()[:-60], "cut off"),
+            ("a.jpg", image(400, 300, kind="JPEG")[:-500], "cut off"),
+            ("a.png", png(10_000, 10_000, 8, 2, b""), "100.0 megapixels"),
+        ],
+        ids=["empty", "no picture", "cut-off PNG", "cut-off JPEG", "bomb"],
+    )
+    @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+    def test_each_is_named_with_its_reason(self, tmp_path: Path, name: str, content: bytes, reason: str) -> None:
+        found = scan(LocalBackend(write(tmp_path, {name: content, "good.png": image()})), "image")
+        assert [file.path for file in found.files] == ["good.png"]
+        assert [bad.path for bad in found.unreadable] == [name]
+        assert reason in found.unreadable[0].reason
+        assert found.total == 2
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+    def test_without_permission(self, tmp_path: Path) -> None:
+        (write(tmp_path, {"a.png": image()}) / "a.png").chmod(0)
+        assert "Permission" in scan(LocalBackend(tmp_path), "image").unreadable[0].reason
+
+    @pytest.mark.parametrize(("kind", "name"), [("video", "a.mp4"), ("audio", "a.wav")])
+    def test_video_and_sound(self, tmp_path: Path, kind: Kind, name: str) -> None:
+        found = scan(LocalBackend(write(tmp_path, {name: b"nothing of the kind"})), kind)
+        assert [bad.path for bad in found.unreadable] == [name]
+
+
+class TestMemory:
+    def test_a_second_scan_opens_nothing(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {**pictures(4), "bad.png": b"x"})
+        first, opened = remembered(folder, tmp_path)
+        again, opened_again = remembered(folder, tmp_path)
+        assert len(opened) == 4  # the bad one is refused by its header
+        assert opened_again == []
+        assert again.reused == 5
+        assert (again.files, again.unreadable) == (first.files, first.unreadable)
+
+    def test_changed_new_and_removed_files_are_noticed(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(4, captions=False))
+        remembered(folder, tmp_path)
+        write(folder, {"001.png": image(32, 32), "new.png": image()})
+        (folder / "002.png").unlink()
+        found, opened = remembered(folder, tmp_path)
+        assert opened == ["001.png", "new.png"]
+        assert [file.path for file in found.files] == ["000.png", "001.png", "003.png", "new.png"]
+        assert found.files[1].facts == ImageFacts(32, 32, False)
+        assert remembered(folder, tmp_path)[1] == []
+
+    def test_same_size_and_another_time_is_read_again(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.bmp": image(seed=1, kind="BMP")})
+        before, _ = remembered(folder, tmp_path)
+        write(folder, {"a.bmp": image(seed=2, kind="BMP")})
+        os.utime(folder / "a.bmp", ns=(1, 1))
+        after, _ = remembered(folder, tmp_path)
+        assert before.files[0].size == after.files[0].size
+        assert before.files[0].digest != after.files[0].digest
+
+    def test_storage_without_times_is_always_read(self, tmp_path: Path) -> None:
+        backend = DictBackend({"a.png": image()})
+        for _ in range(2):
+            assert scan(backend, "image", memory=ScanMemory(tmp_path, "memory", "image")).reused == 0
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            "",
+            "[]",
+            "{",
+            '{"version": 0, "files": {}}',
+            '{"version": 1, "files": {"000.png": {}}}',
+            '{"version": 1, "files": 3}',
+        ],
+    )
+    def test_a_memory_that_is_damaged_or_of_another_release_is_no_memory(self, tmp_path: Path, content: str) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        remembered(folder, tmp_path)
+        memory = ScanMemory(tmp_path / "scans", str(folder), "image").file
+        assert json.loads(memory.read_text())["version"] == SCAN_VERSION
+        memory.write_text(content)
+        found, opened = remembered(folder, tmp_path)
+        assert len(found.files) == len(opened) == 2
+        assert json.loads(memory.read_text())["version"] == SCAN_VERSION
+
+    def test_a_folder_that_cannot_be_written_is_said_and_does_not_stop_a_run(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", pictures(2))
+        (tmp_path / "scans").write_text("a file where the folder should be")
+        found, _ = remembered(folder, tmp_path)
+        assert len(found.files) == 2
+        assert found.forgotten is not None
+        assert "scans" in found.forgotten
+
+    def test_folders_of_the_same_name_do_not_share_one(self, tmp_path: Path) -> None:
+        one, other = (ScanMemory(tmp_path, root, "image").file for root in ("/a/photos", "/b/photos"))
+        assert one != other
+        assert one.name.startswith("photos-image-")
+        assert ScanMemory(tmp_path, "/a/photos", "video").file != one

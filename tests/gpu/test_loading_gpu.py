@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gracetune.memory import loading
-from gracetune.memory.destinations import TORCH_DTYPES
 from gracetune.memory.errors import WeightFileError
-from gracetune.memory.loading import load_safetensors_into
+from gracetune.memory.weights.destinations import TORCH_DTYPES
+from gracetune.memory.weights.loading import load_safetensors_into
 from gracetune.units import MIB
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from gracetune.cli.summary import print_summary
 from gracetune.config import Environment, RunConfig, load
 from gracetune.errors import MachineError
 from gracetune.hardware import probe
-from gracetune.memory.plan import plan
+from gracetune.memory.planning.plan import plan
 
 SHOWN = "wan22_dual_expert_lokr.yaml"
 """The job most of our users come with."""

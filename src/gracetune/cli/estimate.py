@@ -18,10 +18,10 @@ from gracetune.config import load
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.memory.demand import Demand
-from gracetune.memory.estimate import estimate as estimate_demand
-from gracetune.memory.plan import plan
-from gracetune.memory.samples import survey
+from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.estimate import estimate as estimate_demand
+from gracetune.memory.planning.plan import plan
+from gracetune.memory.planning.samples import survey
 from gracetune.models.registry import footprint_of
 
 

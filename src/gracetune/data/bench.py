@@ -34,7 +34,7 @@ WORKERS: Final = 4
 
 
 def run(machine: Machine) -> list[Row]:
-    """Every row, in the order of docs/data.md."""
+    """Every row: what staging costs first, then what it is worth."""
     from gracetune.data.loader_bench import loader_rows  # brings the decoders, which the worker processes do not need
 
     with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:

@@ -22,7 +22,7 @@ from gracetune.data.backends.errors import StorageError
 from gracetune.data.backends.listing import LeftOut, survey
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import is_hidden, suffix_of
-from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
 from gracetune.data.truncation import truncation
@@ -148,6 +148,8 @@ def examine(backend: Backend, path: str, kind: Kind, size: int) -> MediaFile | s
         return MediaFile(path, size, _known_digest(backend, path) or _streamed_digest(backend, path), facts)
     except UnreadableMediaError as error:
         return error.reason
+    except MissingFileError:
+        return "it was gone before it could be read"
 
 
 def _known_digest(backend: Backend, path: str) -> str | None:

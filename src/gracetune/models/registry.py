@@ -7,7 +7,7 @@ from types import MappingProxyType
 from gracetune.config.families import flavours
 from gracetune.config.run_config import Model
 from gracetune.data.geometry import Geometry
-from gracetune.memory.footprint import Footprint
+from gracetune.memory.planning.footprint import Footprint
 from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
 from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
 from gracetune.models.qwen_image.footprint import FOOTPRINTS as QWEN_IMAGE

@@ -10,7 +10,7 @@ import xxhash
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.media import Kind
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
-from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, scan
+from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, examine, scan
 from unit.data.folders import image, pictures, write
 from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone, video_bytes
 
@@ -179,3 +179,10 @@ class TestMemory:
         assert one != other
         assert one.name.startswith("photos-image-")
         assert ScanMemory(tmp_path, "/a/photos", "video").file != one
+
+
+def test_a_file_that_vanishes_between_listing_and_reading_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"x")
+    backend = LocalBackend(str(tmp_path))
+    (tmp_path / "a.png").unlink()
+    assert examine(backend, "a.png", "image", 1) == "it was gone before it could be read"

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.demand import Demand, Need
-from gracetune.memory.estimate import estimate
-from gracetune.memory.footprint import AudioLatents, Footprint, PixelLatents, Shape
-from gracetune.memory.samples import DatasetFacts
+from gracetune.memory.planning.demand import Demand, Need
+from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.footprint import AudioLatents, Footprint, PixelLatents, Shape
+from gracetune.memory.planning.samples import DatasetFacts
 from gracetune.models.registry import FOOTPRINTS, footprint_of
 from gracetune.units import GIB, MIB
 

@@ -20,8 +20,16 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from gracetune.config.run_config import Adapter, Optimizer
-from gracetune.memory.footprint import Block, Kept, Linear
-from gracetune.memory.trainable import Target, Tensors, factorization, matches, optimizer_state, select, trainable
+from gracetune.memory.planning.footprint import Block, Kept, Linear
+from gracetune.memory.planning.trainable import (
+    Target,
+    Tensors,
+    factorization,
+    matches,
+    optimizer_state,
+    select,
+    trainable,
+)
 from gracetune.models.registry import FOOTPRINTS
 
 WAN = FOOTPRINTS["wan"][0]

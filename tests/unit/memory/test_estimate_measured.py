@@ -7,9 +7,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.activations import Policy
-from gracetune.memory.estimate import estimate
-from gracetune.memory.samples import DatasetFacts
+from gracetune.memory.planning.activations import Policy
+from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.samples import DatasetFacts
 from gracetune.models.registry import footprint_of
 from gracetune.units import GIB
 

@@ -9,8 +9,8 @@ import pytest
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.footprint import Shape
-from gracetune.memory.samples import DatasetFacts, largest_sample, survey
+from gracetune.memory.planning.footprint import Shape
+from gracetune.memory.planning.samples import DatasetFacts, largest_sample, survey
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.units import MIB
 

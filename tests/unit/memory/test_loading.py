@@ -22,11 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gracetune.memory import loading
-from gracetune.memory.destinations import TORCH_DTYPES
 from gracetune.memory.errors import WeightFileError
-from gracetune.memory.loading import LoadReport, load_into, load_safetensors_into, torch_dtype
-from gracetune.memory.staging import HostStaging, bytes_of, too_large_for
-from gracetune.memory.weight_files import BITS, open_weights, read_fully
+from gracetune.memory.weights.destinations import TORCH_DTYPES
+from gracetune.memory.weights.files import BITS, open_weights, read_fully
+from gracetune.memory.weights.loading import LoadReport, load_into, load_safetensors_into, torch_dtype
+from gracetune.memory.weights.staging import HostStaging, bytes_of, too_large_for
 from gracetune.units import GIB, KIB, MIB
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -521,7 +521,7 @@ MEASURE = """
     from pathlib import Path
     import torch
     from safetensors.torch import load_file
-    from gracetune.memory.loading import load_into, open_weights, torch_dtype
+    from gracetune.memory.weights.loading import load_into, open_weights, torch_dtype
 
     how, path = sys.argv[1], Path(sys.argv[2])
     dtype = torch.bfloat16 if how == "convert" else None

@@ -10,10 +10,10 @@ import pytest
 from gracetune.config.run_config import RunConfig
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
-from gracetune.memory.demand import Demand
-from gracetune.memory.estimate import estimate
-from gracetune.memory.plan import Change, Plan, plan
-from gracetune.memory.samples import survey
+from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.plan import Change, Plan, plan
+from gracetune.memory.planning.samples import survey
 from gracetune.models.registry import footprint_of
 from gracetune.units import GIB, MIB
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
-from gracetune.memory.activations import Activations, Policy
-from gracetune.memory.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
-from gracetune.memory.layout import Choice, lay, needs_under
-from gracetune.memory.plan import Plan, plan
-from gracetune.memory.tiers import HEADROOM, tiers_of
+from gracetune.memory.planning.activations import Activations, Policy
+from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
+from gracetune.memory.planning.layout import Choice, lay, needs_under
+from gracetune.memory.planning.plan import Plan, plan
+from gracetune.memory.planning.tiers import HEADROOM, tiers_of
 from gracetune.units import GIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"

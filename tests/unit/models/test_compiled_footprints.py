@@ -16,9 +16,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from gracetune.config.run_config import Adapter
-from gracetune.memory.activations import HALF, Method, activations
-from gracetune.memory.footprint import Block
-from gracetune.memory.trainable import select
+from gracetune.memory.planning.activations import HALF, Method, activations
+from gracetune.memory.planning.footprint import Block
+from gracetune.memory.planning.trainable import select
 from gracetune.models.registry import FOOTPRINTS
 from unit.models.compiled_memory import kept_by_compiler
 from unit.models.meta_memory import BF16, LoraLinear, adapt

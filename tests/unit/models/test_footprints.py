@@ -12,9 +12,9 @@ from torch import nn
 
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Adapter, Model
-from gracetune.memory.activations import Method, Policy, activations
-from gracetune.memory.footprint import Block, Footprint
-from gracetune.memory.trainable import select, trainable
+from gracetune.memory.planning.activations import Method, Policy, activations
+from gracetune.memory.planning.footprint import Block, Footprint
+from gracetune.memory.planning.trainable import select, trainable
 from gracetune.models.registry import FOOTPRINTS, footprint_of
 from unit.models import published
 from unit.models.meta_memory import (

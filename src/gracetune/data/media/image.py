@@ -21,6 +21,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageCms, UnidentifiedImageError
 
+from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.refs import Bucket, Fit
 
@@ -64,7 +65,7 @@ def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.
 
 def open_upright(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The first frame in the file's own mode, turned as its EXIF orientation says."""
-    picture = open_header(io.BytesIO(data), path, max_pixels)
+    picture = open_header(stream_over(memoryview(data)), path, max_pixels)  # without a copy of a staged file
     picture.load()
     transpose = UPRIGHT.get(_orientation(picture))
     return picture if transpose is None else picture.transpose(transpose)

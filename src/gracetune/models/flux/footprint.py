@@ -6,7 +6,17 @@ The kept tensors are those of diffusers' `FluxTransformerBlock` (two streams tha
 
 from __future__ import annotations
 
-from gracetune.memory.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Stream, Text
+from gracetune.memory.planning.footprint import (
+    Block,
+    Codec,
+    Encoder,
+    Footprint,
+    Kept,
+    Linear,
+    PixelLatents,
+    Stream,
+    Text,
+)
 
 WIDTH, FFN, HEADS = 3072, 12_288, 24
 DOUBLE, SINGLE = 19, 38

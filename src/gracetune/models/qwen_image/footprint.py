@@ -6,7 +6,17 @@ their own that meet in one attention. Its query and key norms are written out in
 
 from __future__ import annotations
 
-from gracetune.memory.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Stream, Text
+from gracetune.memory.planning.footprint import (
+    Block,
+    Codec,
+    Encoder,
+    Footprint,
+    Kept,
+    Linear,
+    PixelLatents,
+    Stream,
+    Text,
+)
 
 WIDTH, FFN, HEADS, LAYERS = 3072, 12_288, 24, 60
 CAPTION_WIDTH = 3584

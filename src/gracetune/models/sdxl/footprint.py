@@ -9,7 +9,17 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from gracetune.memory.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, NeededBy, PixelLatents, Text
+from gracetune.memory.planning.footprint import (
+    Block,
+    Codec,
+    Encoder,
+    Footprint,
+    Kept,
+    Linear,
+    NeededBy,
+    PixelLatents,
+    Text,
+)
 
 CAPTION_WIDTH = 2048
 VAE = Codec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)

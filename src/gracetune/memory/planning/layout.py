@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.activations import Policy
-from gracetune.memory.demand import Demand, Need, Phase, Role, Workload
 from gracetune.memory.placement import Role as PlacementRole
 from gracetune.memory.placement import place
-from gracetune.memory.tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
+from gracetune.memory.planning.activations import Policy
+from gracetune.memory.planning.demand import Demand, Need, Phase, Role, Workload
+from gracetune.memory.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
 from gracetune.units import format_bytes
 
 

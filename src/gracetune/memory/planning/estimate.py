@@ -11,12 +11,12 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.activations import Method, activations
-from gracetune.memory.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
-from gracetune.memory.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
-from gracetune.memory.footprint import Footprint, Shape
-from gracetune.memory.samples import DatasetFacts, largest_sample
-from gracetune.memory.trainable import Selection, Tensors, optimizer_state, select, trainable
+from gracetune.memory.planning.activations import Method, activations
+from gracetune.memory.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
+from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
+from gracetune.memory.planning.footprint import Footprint, Shape
+from gracetune.memory.planning.samples import DatasetFacts, largest_sample
+from gracetune.memory.planning.trainable import Selection, Tensors, optimizer_state, select, trainable
 
 AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.demand import Need, Phase, Role
-from gracetune.memory.footprint import AudioLatents, Footprint, Shape
-from gracetune.memory.samples import DatasetFacts
+from gracetune.memory.planning.demand import Need, Phase, Role
+from gracetune.memory.planning.footprint import AudioLatents, Footprint, Shape
+from gracetune.memory.planning.samples import DatasetFacts
 from gracetune.units import GIB, MIB
 
 CACHE_BYTES = 2

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.footprint import AudioLatents, Footprint, PixelLatents, Shape
+from gracetune.memory.planning.footprint import AudioLatents, Footprint, PixelLatents, Shape
 from gracetune.units import MIB
 
 Modality = Literal["image", "video", "audio"]

@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from gracetune.config.run_config import Adapter, Optimizer
-from gracetune.memory.footprint import Block, Footprint, Linear
+from gracetune.memory.planning.footprint import Block, Footprint, Linear
 
 Dimensions = tuple[int, ...]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gracetune.memory.activations import Activations, Policy
+from gracetune.memory.planning.activations import Activations, Policy
 
 Phase = Literal["encode text", "encode latents", "train", "sample"]
 PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from gracetune.memory.footprint import Block, Footprint, Kept, Stream, Tokens
-from gracetune.memory.trainable import Selection, Target
+from gracetune.memory.planning.footprint import Block, Footprint, Kept, Stream, Tokens
+from gracetune.memory.planning.trainable import Selection, Target
 
 Policy = Literal["off", "half", "full"]
 """`off` keeps everything; `half` is torch.compile's activation budget of 0.5; `full` repeats every block's forward."""

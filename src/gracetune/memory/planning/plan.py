@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.activations import Policy
 from gracetune.memory.arena_size import Room, arena_size
-from gracetune.memory.demand import Demand, Phase
-from gracetune.memory.layout import Choice, Layout, Line, largest_workload, lay
-from gracetune.memory.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
+from gracetune.memory.planning.activations import Policy
+from gracetune.memory.planning.demand import Demand, Phase
+from gracetune.memory.planning.layout import Choice, Layout, Line, largest_workload, lay
+from gracetune.memory.planning.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
 from gracetune.units import format_bytes
 
 Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]

@@ -27,10 +27,9 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.destinations import TORCH_DTYPES, find_problems, torch_dtype
 from gracetune.memory.errors import WeightFileError
-from gracetune.memory.staging import CudaStaging, HostStaging, Staging, bytes_of
-from gracetune.memory.weight_files import (
+from gracetune.memory.weights.destinations import TORCH_DTYPES, find_problems, torch_dtype
+from gracetune.memory.weights.files import (
     FileIdentity,
     TensorEntry,
     Weights,
@@ -38,6 +37,7 @@ from gracetune.memory.weight_files import (
     read_fully,
     unreadable,
 )
+from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
 from gracetune.units import MIB
 
 __all__ = ["LoadReport", "Progress", "load_into", "load_safetensors_into", "open_weights", "torch_dtype"]

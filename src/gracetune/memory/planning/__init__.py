@@ -1,0 +1,1 @@
+"""What a run needs, where it would live, and whether it fits: pure functions, no torch, no GPU."""

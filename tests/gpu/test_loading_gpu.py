@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gracetune.memory import loading
 from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights import loading
 from gracetune.memory.weights.destinations import TORCH_DTYPES
 from gracetune.memory.weights.loading import load_safetensors_into
 from gracetune.units import MIB

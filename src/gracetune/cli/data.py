@@ -102,7 +102,7 @@ def _check_folders(resolved: Resolved) -> None:
 def _with_our_hint(problem: Problem) -> Problem:
     """`config check` can leave folders out; here they are what it is about."""
     hint = problem.hint.removesuffix("; or check without folders: --no-paths")
-    return replace(problem, hint=f"{hint}; or name another folder: --set 'datasets[0].path=FOLDER'")
+    return replace(problem, hint=f"{hint}; or name another folder with --set 'datasets[N].path=FOLDER', counted from 0")
 
 
 @contextmanager

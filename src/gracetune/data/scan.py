@@ -166,27 +166,24 @@ def _streamed_digest(backend: Backend, path: str) -> str:
 
 
 class _Remembered(BaseModel):
-    """One file in a scan memory: its facts, or why it cannot be read."""
+    """One file in a scan memory."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int
     modified_ns: int
-    digest: str = ""
-    facts: Facts | None = None
-    unreadable: str = ""
+    digest: str
+    facts: Facts
 
-    def of(self, path: str) -> MediaFile | str:
-        return self.unreadable if self.facts is None else MediaFile(path, self.size, self.digest, self.facts)
+    def of(self, path: str) -> MediaFile:
+        return MediaFile(path, self.size, self.digest, self.facts)
 
     @property
     def stat(self) -> FileStat:
         return FileStat(self.size, self.modified_ns)
 
     @classmethod
-    def from_result(cls, stat: FileStat, found: MediaFile | str) -> _Remembered:
-        if isinstance(found, str):
-            return cls(size=stat.size, modified_ns=stat.modified_ns, unreadable=found)
+    def from_result(cls, stat: FileStat, found: MediaFile) -> _Remembered:
         return cls(size=stat.size, modified_ns=stat.modified_ns, digest=found.digest, facts=found.facts)
 
 
@@ -218,7 +215,12 @@ class ScanMemory:
 
     def save(self, media: Mapping[str, FileStat], results: Mapping[str, MediaFile | str]) -> str | None:
         """Why it could not be saved, or None."""
-        files = {path: _Remembered.from_result(media[path], found) for path, found in results.items()}
+        # Only what was read well: a file that failed may be mended by a chmod, which changes neither size nor time.
+        files = {
+            path: _Remembered.from_result(media[path], found)
+            for path, found in results.items()
+            if isinstance(found, MediaFile)
+        }
         content = _ScanFile(version=SCAN_VERSION, kind=self._kind, files=files)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ def matmul_step(milliseconds: float, device: int) -> Callable[[], None]:
     """Matrix products that keep the GPU's cores busy for about that long."""
     import torch
 
-    matrix = torch.randn(2048, 2048, device=f"cuda:{device}", dtype=torch.bfloat16)
+    matrix = torch.randn(3072, 3072, device=f"cuda:{device}", dtype=torch.bfloat16)
     result = torch.empty_like(matrix)
 
     def products(count: int) -> None:

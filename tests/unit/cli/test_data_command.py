@@ -168,7 +168,7 @@ class TestBadInput:
         found = error(config)
         assert isinstance(found, ConfigError)
         assert [problem.key for problem in found.problems] == ["datasets[0].path", "datasets[2].path"]
-        assert "--set 'datasets[0].path=FOLDER'" in found.problems[0].hint
+        assert "--set 'datasets[N].path=FOLDER'" in found.problems[0].hint
 
     def test_an_example_for_another_machine(self) -> None:
         example = Path(__file__).parents[3] / "examples" / "qwen_image_edit_2509.yaml"

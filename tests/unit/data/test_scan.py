@@ -117,7 +117,7 @@ class TestMemory:
         again, opened_again = remembered(folder, tmp_path)
         assert len(opened) == 4  # the bad one is refused by its header
         assert opened_again == []
-        assert again.reused == 5
+        assert again.reused == 4, "what failed is looked at again: a chmod mends a file without changing its time"
         assert (again.files, again.unreadable) == (first.files, first.unreadable)
 
     def test_changed_new_and_removed_files_are_noticed(self, tmp_path: Path) -> None:

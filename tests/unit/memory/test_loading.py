@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gracetune.memory import loading
 from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights import loading
 from gracetune.memory.weights.destinations import TORCH_DTYPES
 from gracetune.memory.weights.files import BITS, open_weights, read_fully
 from gracetune.memory.weights.loading import LoadReport, load_into, load_safetensors_into, torch_dtype

@@ -215,6 +215,7 @@ class _Painter:
     def __init__(self, video: Video, max_pixels: int) -> None:
         self._video, self._max_pixels = video, max_pixels
         self._reformatter = VideoReformatter()
+        self._turn: tuple[Image.Transpose | None] | None = None
 
     def picture(self, frame: VideoFrame) -> Image.Image:
         if frame.is_corrupt:  # FFmpeg has filled in what it could not decode
@@ -236,8 +237,10 @@ class _Painter:
         square = _square(self._video.stream, frame)
         if picture.size != square:
             picture = picture.resize(square, Image.Resampling.LANCZOS)
-        turn = orientation_of(frame)
-        return picture if turn is None else picture.transpose(turn)
+        # Once per file: asking a frame for it ties the frame into a cycle, which holds its pixels until the next
+        # garbage collection.
+        self._turn = self._turn or (orientation_of(frame),)
+        return picture if self._turn[0] is None else picture.transpose(self._turn[0])
 
 
 def _square(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:

@@ -5,6 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# A busy machine is no failing test. Under CI hypothesis loads a profile of its own, without deadlines and repeatable.
+if not os.environ.get("CI"):
+    settings.register_profile("patient", deadline=None)
+    settings.load_profile("patient")
 
 # Two threads on two busy cores made one sample 50 times slower; must be set before torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -138,7 +138,8 @@ class Draft:
         self.problems.append(Problem(key, "nothing", expected, hint, self.file))
 
     def problem(self, key: str, found: Any, expected: str, hint: str, file: str | None = None) -> None:
-        self.problems.append(Problem(key, describe(found), expected, hint, file or self.file))
+        # A file may well have a key without a name; a problem must name it all the same.
+        self.problems.append(Problem(key or '""', describe(found), expected, hint, file or self.file))
 
     def refuse(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
         """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""

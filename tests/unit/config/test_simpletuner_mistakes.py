@@ -149,3 +149,9 @@ def test_a_sidecar_goes_through_the_same_gate(tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert isinstance(problem, Problem)
     assert (problem.key, problem.file) == ("[0].repeats", str(tmp_path / "datasets.json"))
+
+
+def test_a_key_without_a_name_is_named_all_the_same(tmp_path: Path) -> None:
+    write(tmp_path, "prompts.json", '{"": {}}')
+    found = problems(tmp_path, {"user_prompt_library": str(tmp_path / "prompts.json")})
+    assert '""' in found

@@ -517,7 +517,7 @@ class TestTorchOnTheCpu:
 
 
 def test_deciding_and_watching_need_no_torch() -> None:
-    modules = ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog", "weight_files")
+    modules = ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog", "weights.files")
     imports = "".join(f"import gracetune.memory.{module}; " for module in modules)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; {imports}sys.exit('torch' in sys.modules)"],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,31 +51,33 @@ def show(
     json_output: AsJson = False,
 ) -> None:
     """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
-    from PIL import Image
-
     from gracetune.cli.data_view import Shown, as_json, print_data
+    from gracetune.data.backends.rehearsal import Rehearsal
     from gracetune.data.build import build_index, scan_folder
+    from gracetune.data.words import counted
     from gracetune.models.registry import geometry_of
 
-    # Pictures that are too large are in the report, with their names.
-    warnings.simplefilter("ignore", Image.DecompressionBombWarning)
     resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
                     allow_unsupported=allow_unsupported)  # fmt: skip
     config = resolved.config
     _check_folders(resolved)
     geometry, assumption = geometry_of(config.model)
+    rehearsal = Rehearsal()
     with _progress(quiet=json_output) as on_scanned:
-        index = build_index(config, geometry, memory=scan_folder(config), on_scanned=on_scanned)
+        index = build_index(
+            config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
+        )
     order = index.order(config.training.batch_size)
     folder = output or Path(config.output_dir).expanduser() / "data_show"
     sheets, damaged = ({}, []) if no_sheets else draw_sheets(index, order, folder)
-    notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *damaged]
+    notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes, *rehearsal.notes, *damaged]
     if not order.whole_epoch(0, order.batch_size, 0, 1).batches:
         periods = "; ".join(source.period for source in order.sources)
         notes.append(f"no dataset is active when the run begins, and it would stop at once: {periods}")
     if sheets:
-        notes.append(f"{len(sheets)} contact sheets are in {folder}")
-    shown = Shown(index, order, config.training.gradient_accumulation_steps, sheets, tuple(notes))
+        notes.append(f"{counted(len(sheets), 'contact sheet')} in {folder}")
+    accumulated = config.training.gradient_accumulation_steps
+    shown = Shown(index, order, accumulated, sheets, tuple(notes), rehearsal.estimates)
     if json_output:
         print_json(as_json(shown))
     else:
@@ -164,7 +165,7 @@ def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[b
     from gracetune.cli.data_view import rate_of, shape_label
     from gracetune.data.captions import caption_ref
     from gracetune.data.contact_sheet import contact_sheet
-    from gracetune.data.pairs import counted
+    from gracetune.data.words import counted
 
     found = index.datasets[group.source]
     count = min(most, len(group.samples))

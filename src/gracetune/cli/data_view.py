@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gracetune.data.backends.estimate import Estimate, decimal
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Dropped
-from gracetune.data.pairs import counted, some
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Group, Order
+from gracetune.data.words import counted, some
 
 FORMAT = 1
 _NAMES_IN_JSON = 100
@@ -32,6 +33,8 @@ class Shown:
     sheets: Mapping[tuple[int, str], str]
     """File of each group, by dataset and name."""
     notes: tuple[str, ...]
+    staged: Mapping[str, Estimate]
+    """What in_memory datasets will take of main memory, by id."""
 
 
 def bucket_label(bucket: Bucket, sample_rate: int | None) -> str:
@@ -78,8 +81,13 @@ def as_json(shown: Shown) -> dict[str, Any]:
             "batch_size": shown.order.batch_size,
             "optimizer_steps": -(-epoch.batches // shown.accumulated),
         },
+        "in_memory": {name: _estimate_json(estimate) for name, estimate in shown.staged.items()},
         "notes": list(shown.notes),
     }
+
+
+def _estimate_json(estimate: Estimate) -> dict[str, Any]:
+    return {"files": estimate.files, "bytes": estimate.raw, "stored_bytes": estimate.stored}
 
 
 def _dataset_json(shown: Shown, position: int, found: DatasetIndex) -> dict[str, Any]:
@@ -142,6 +150,8 @@ def print_data(shown: Shown, console: Console) -> None:
     for found in shown.index.held_out:
         console.print(f"[bold]{escape(found.id)}[/]  held out: {counted(len(found.items), 'sample')}")
         console.print()
+    for name, estimate in shown.staged.items():
+        console.print(f"in memory  {escape(name)}: about {decimal(estimate.stored)} to keep ({escape(str(estimate))})")
     console.print(escape(_epoch(shown)))
     for note in shown.notes:
         console.print(f"note  {escape(note)}")
@@ -149,7 +159,7 @@ def print_data(shown: Shown, console: Console) -> None:
 
 def _summary(shown: Shown, position: int, found: DatasetIndex) -> str:
     samples, visits = len(found.items), shown.order.visits(position)
-    often = "" if visits == samples else f", {visits} visits an epoch"
+    often = "" if visits == samples else f", {counted(visits, 'visit')} an epoch"
     mixed = f", probability {found.dataset.probability:g}" if len(shown.index.datasets) > 1 else ""
     kind = {"image": "images", "video": "videos"}.get(found.dataset.dataset_type, "sounds")
     return f"{kind} of {found.dataset.path}: {counted(samples, 'sample')}{often}{mixed}"
@@ -182,7 +192,7 @@ def _lines(found: DatasetIndex) -> Iterator[str]:
     own = statistics["origins"].get("own", 0)
     dropout = f", dropped {statistics['dropout']:.0%} of the time" if statistics["dropout"] else ""
     yield (
-        f"captions  {own} of {len(found.items)} samples, {statistics['texts']} texts, "
+        f"captions  {own} of {counted(len(found.items), 'sample')}, {counted(statistics['texts'], 'text')}, "
         f"{statistics['mean_words']:g} words on average and {statistics['most_words']} at most{dropout}"
     )
     for note in found.notes:
@@ -208,6 +218,6 @@ def _epoch(shown: Shown) -> str:
     smaller = f", {cursor.short} of them smaller" if cursor.short else ""
     steps = -(-cursor.batches // shown.accumulated)
     return (
-        f"the first epoch: {counted(cursor.consumed, 'sample')} in {cursor.batches} batches of "
+        f"the first epoch: {counted(cursor.consumed, 'sample')} in {counted(cursor.batches, 'batch')} of "
         f"{shown.order.batch_size}{smaller}, {counted(steps, 'optimizer step')} on one GPU"
     )

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from gracetune.data.loader import EpochEnd, Exhausted, Loader
+from gracetune.data.loader import EpochEnd, Exhausted, Loader, Outcome
 from gracetune.data.refs import BatchRef, SampleRef
 
 Decoded = TypeVar("Decoded")
@@ -37,18 +37,22 @@ class Ahead(Generic[Decoded]):
         self._pending: deque[tuple[BatchRef, list[Future[Decoded]]]] = deque()
 
     def next_batch(self, size: int | None = None, *, step: int = 0) -> LoadedBatch[Decoded] | EpochEnd | Exhausted:
-        """As `Loader.next_batch`. A sample that cannot be decoded raises when its turn comes, and names itself."""
-        self._look_ahead(size, step)
+        """As `Loader.next_batch`. A sample that cannot be decoded raises when its turn comes, and names itself.
+
+        Then the loader has not moved: after `Loader.exclude` the rest of the batch comes with the next call.
+        """
+        batch = self._look_ahead(size, step)
+        samples = tuple(future.result() for future in self._pending[0][1]) if isinstance(batch, BatchRef) else ()
         outcome = self._loader.next_batch(size, step=step)
         if not isinstance(outcome, BatchRef):
             return outcome
-        _, futures = self._pending.popleft()
-        self._look_ahead(size, step)
-        return LoadedBatch(outcome, tuple(future.result() for future in futures))
+        self._pending.popleft()
+        return LoadedBatch(outcome, samples)
 
-    def _look_ahead(self, size: int | None, step: int) -> None:
-        """Start what is missing; drop what will not come after all because another size is asked for now."""
-        coming = [batch for batch in self._loader.peek(self._depth, size, step=step) if isinstance(batch, BatchRef)]
+    def _look_ahead(self, size: int | None, step: int) -> Outcome | None:
+        """Start what is missing; drop what will not come after all. Returns what the next call of the loader brings."""
+        outcomes = self._loader.peek(1 + self._depth, size, step=step)
+        coming = [batch for batch in outcomes if isinstance(batch, BatchRef)]
         started = {id(batch): (batch, futures) for batch, futures in self._pending}
         kept = {id(batch) for batch in coming}
         for key, (_, futures) in started.items():
@@ -56,6 +60,7 @@ class Ahead(Generic[Decoded]):
                 for future in futures:
                     future.cancel()
         self._pending = deque(started.get(id(batch)) or (batch, self._start(batch)) for batch in coming)
+        return next(iter(outcomes), None)
 
     def _start(self, batch: BatchRef) -> list[Future[Decoded]]:
         return [self._executor.submit(self._load, sample) for sample in batch.samples]
@@ -65,7 +70,7 @@ class Ahead(Generic[Decoded]):
 def decode_ahead(
     loader: Loader, load: Callable[[SampleRef], Decoded], *, workers: int = 4, depth: int = 2
 ) -> Iterator[Ahead[Decoded]]:
-    """`depth` batches are being decoded or ready at any time, by `workers` threads."""
+    """While a batch is used, the next `depth` are being decoded or ready, by `workers` threads."""
     if workers < 1 or depth < 1:
         raise ValueError(f"{workers} workers, {depth} batches ahead")
     executor = ThreadPoolExecutor(workers, thread_name_prefix="decode")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -13,8 +13,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.url import UrlBackend
+from gracetune.data.backends.open import plain_backend
+from gracetune.data.backends.selection import reasons
 from gracetune.data.captions import KohyaFolder, open_captions
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
@@ -25,16 +25,12 @@ from gracetune.data.media.augment import read_transforms
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
 from gracetune.data.scan import MediaFile, Scan, ScanMemory, scan
+from gracetune.data.words import counted
 from gracetune.errors import ConfigError, Problem
 
 OpenBackend = Callable[[Dataset], Backend]
 OnDataset = Callable[[str, int, int], None]
 """Told the folder's dataset, how many files are done, and of how many."""
-
-
-def plain_backend(dataset: Dataset) -> Backend:
-    """Where a dataset lies, read from there: nothing is staged."""
-    return UrlBackend(dataset.path) if "://" in dataset.path else LocalBackend(dataset.path)
 
 
 def scan_folder(config: RunConfig) -> Path:
@@ -47,12 +43,15 @@ def build_index(
     config: RunConfig,
     geometry: Geometry,
     *,
-    open_backend: OpenBackend = plain_backend,
+    open_backend: OpenBackend = lambda dataset: plain_backend(dataset.path),
     memory: Path | None = None,
     workers: int = 8,
     on_scanned: OnDataset = lambda name, done, total: None,
 ) -> DataIndex:
-    """Look at all enabled datasets. `memory` is the folder scans are remembered in; None remembers nothing."""
+    """Look at all enabled datasets. `memory` is the folder scans are remembered in; None remembers nothing.
+
+    Unless `open_backend` says otherwise, files are read from where they lie, and nothing is staged.
+    """
     refuse_unsupported(config)
     return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
 
@@ -121,7 +120,7 @@ class _Builder:
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
         items, beyond = limited(paired.items, dataset)
-        items, uncaptioned = self.caption(dataset, where, items, folders)
+        items, uncaptioned = self.caption(dataset, where, items, folders, found.left_out)
         unreadable = (*found.unreadable, *uncaptioned)
         check_unreadable(dataset, unreadable, found.total)
         dropped = [*dropped, *skipped, *paired.dropped, *beyond]
@@ -188,10 +187,16 @@ class _Builder:
         return found.files
 
     def caption(
-        self, dataset: Dataset, where: str, items: list[Item], folders: dict[str, KohyaFolder]
+        self,
+        dataset: Dataset,
+        where: str,
+        items: list[Item],
+        folders: dict[str, KohyaFolder],
+        left_out: Iterable[LeftOut],
     ) -> tuple[list[Item], list[LeftOut]]:
         """Each item with its captions. A caption that cannot be read counts as an unreadable file."""
-        book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions")
+        withheld = {one.path: one.reason for one in left_out}
+        book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
 
         def find(item: Item) -> Item | LeftOut:
             folder = folders.get(PurePosixPath(item.path).parts[0])
@@ -240,12 +245,13 @@ def _folder_visits(
 
 def _empty(dataset: Dataset, kind: Kind, found: Scan) -> DataError:
     others = ", ".join(f"{count} x {name}" for name, count in list(found.others.items())[:5])
-    there = f"no {kind} in {dataset.path}" + (f" (there is {others})" if others else ": the folder is empty")
+    withheld = "; ".join(f"{counted(count, 'file')} left out: {reason}" for reason, count in reasons(found.left_out))
+    there = "; ".join(filter(None, [others and f"there is {others}", withheld])) or "the folder is empty"
     readable = ", ".join(sorted(EXTENSIONS[kind]))
     return DataError(
         told(
             f"dataset {dataset.id}",
-            found=there,
+            found=f"no {kind} in {dataset.path}: {there}",
             expected=f"at least one {kind} file ({readable})",
             hint="check the dataset's path and its dataset_type",
         )
@@ -253,9 +259,9 @@ def _empty(dataset: Dataset, kind: Kind, found: Scan) -> DataError:
 
 
 def _nothing_left(dataset: Dataset, where: str, dropped: list[Dropped], unreadable: tuple[LeftOut, ...]) -> DataError:
-    reasons = Counter(one.reason for one in dropped)
-    reasons.update("unreadable" for _ in unreadable)
-    lines = "".join(f"\n    {count} x {reason}" for reason, count in reasons.most_common())
+    counts = Counter(one.reason for one in dropped)
+    counts.update("unreadable" for _ in unreadable)
+    lines = "".join(f"\n    {count} x {reason}" for reason, count in counts.most_common())
     first = f", for example {dropped[0].path}: {dropped[0].detail}" if dropped else ""
     return DataError(
         told(

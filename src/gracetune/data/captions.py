@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -52,8 +52,14 @@ class KohyaFolder:
 class CaptionBook:
     """Finds the captions of one dataset. A table is read once, when the book is opened."""
 
-    def __init__(self, options: Captions, backend: Backend, table: Table | None = None) -> None:
-        self.options, self._backend, self.table = options, backend, table
+    def __init__(
+        self, options: Captions, backend: Backend, table: Table | None = None, withheld: Mapping[str, str] | None = None
+    ) -> None:
+        """`withheld`: files that are there and that the storage does not hand out (a link out of the folder), and why.
+
+        A sample is not trained without a caption that it has.
+        """
+        self.options, self._backend, self.table, self._withheld = options, backend, table, withheld or {}
 
     def find(self, path: str, folder_name: str | None = None) -> Found:
         """`folder_name` stands in for a missing caption, after the dataset's own default."""
@@ -91,20 +97,24 @@ class CaptionBook:
     def _text_file(self, path: str) -> tuple[str, ...] | None:
         extension = self.options.extension
         names = [caption_path(path, spelling) for spelling in (extension, extension.lower(), extension.upper())]
-        name = next(filter(self._backend.exists, names), None)
+        name = next((name for name in names if name in self._withheld or self._backend.exists(name)), None)
         if name is None:
             return None
+        if name in self._withheld:
+            raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
         return lines(decoded(bytes(self._backend.read(name)), name), self.options.split_lines)
 
 
-def open_captions(options: Captions, backend: Backend, where: str) -> CaptionBook:
+def open_captions(
+    options: Captions, backend: Backend, where: str, withheld: Mapping[str, str] | None = None
+) -> CaptionBook:
     """`where` names the section in messages: `datasets[0].captions`."""
     problems = list(_problems(options, where))
     if problems:
         raise ConfigError(problems)
     if options.strategy in ("parquet", "csv", "jsonl", "json") and options.table is not None:
         return CaptionBook(options, backend, load_table(options.strategy, options.table, backend))
-    return CaptionBook(options, backend)
+    return CaptionBook(options, backend, withheld=withheld)
 
 
 def caption_ref(variants: tuple[str, ...], dropout: float, seed: int, index: int) -> CaptionRef:

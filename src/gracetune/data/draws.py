@@ -35,7 +35,17 @@ def uniform(seed: int, *parts: Part) -> float:
 def shuffled(count: int, seed: int, *parts: Part) -> npt.NDArray[np.int64]:
     """The numbers 0 … count - 1 in random order: sorted by a hash of each, so that it costs no Python loop."""
     with np.errstate(over="ignore"):
-        keys = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(draw(seed, *parts))
+        names = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    return ordered(names, seed, *parts)
+
+
+def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArray[np.int64]:
+    """The positions of some things in random order; each is told from the others by a number of its own.
+
+    Where some are missing, the rest come in the same order as with them.
+    """
+    with np.errstate(over="ignore"):
+        keys = names + np.uint64(draw(seed, *parts))
         keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         keys ^= keys >> np.uint64(31)

@@ -20,6 +20,7 @@ class OutsideRootError(DataError):
 class UnreadableMediaError(DataError):
     """One file cannot be decoded. Counted and left out up to the dataset's `corrupt_threshold`."""
 
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(f"{path}: {reason}")
-        self.path, self.reason = path, reason
+    def __init__(self, path: str, reason: str, dataset: str | None = None) -> None:
+        """`dataset` is the id of the one it belongs to, where that is known: a reference may have its target's name."""
+        super().__init__(f"{path}: {reason}" if dataset is None else f"dataset {dataset}: {path}: {reason}")
+        self.path, self.reason, self.dataset = path, reason, dataset

@@ -1,9 +1,10 @@
 """What data a run uses, in a few short digests: a resumed run compares them and says what changed.
 
-Format version 1: for each trained dataset the number of `items` and xxh3-128 digests of its `files` (path and content
+Format version 2: for each trained dataset the number of `items` and xxh3-128 digests of its `files` (path and content
 of every item, its references and its mask), of their `shapes` (buckets, and visits per epoch), of its `captions` (every
-variant of every item) and of its `settings` (those that decide what a sample looks like and when it comes). Where the
-data lies and how it is staged is not part of it.
+variant of every item) and of its `settings` (those that decide what a sample looks like and when it comes, as far as
+they are not the defaults: a release that adds a setting does not change the digest of data that does not use it; one
+that changes a default has to raise the version). Where the data lies and how it is staged is not part of it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.errors import DataError
 from gracetune.data.items import DatasetIndex, Item
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
 
 _ELSEWHERE = frozenset(
     ("path", "type", "disabled", "in_memory", "cache_dir", "corrupt_threshold", "captions", "conditioning", "mask")
@@ -50,7 +51,8 @@ class Fingerprint:
     def from_json(cls, value: Mapping[str, Any]) -> Fingerprint:
         if value.get("version") != FINGERPRINT_VERSION:
             raise DataError(
-                f"a fingerprint of version {value.get('version')}; this release reads version {FINGERPRINT_VERSION}"
+                f"a fingerprint of version {value.get('version')}; this release reads version {FINGERPRINT_VERSION}. "
+                "Resume with the release that saved it, or start the data anew with --resume none"
             )
         return cls({name: DatasetPrint(**found) for name, found in value["datasets"].items()})
 
@@ -97,9 +99,10 @@ def _files(item: Item) -> list[Any]:
 
 
 def _settings(dataset: Dataset) -> dict[str, Any]:
-    values = dataset.model_dump(mode="json", exclude=set(_ELSEWHERE))
+    values = dataset.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_defaults=True)
     # Of the captions section only what is decided while training: everything else is in the captions.
-    return {**values, "caption_dropout": dataset.captions.dropout}
+    dropout = dataset.captions.dropout
+    return {**values, "caption_dropout": dropout} if dropout else values
 
 
 def _digest(value: Any) -> str:

@@ -19,12 +19,12 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
-from gracetune.data.backends.errors import UnreadableFilesError
+from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.buckets import fit_picture
 from gracetune.data.captions import caption_ref
 from gracetune.data.clips import audio_clip, pieces, video_clip
-from gracetune.data.draws import below
+from gracetune.data.draws import below, draw
 from gracetune.data.fingerprint import Fingerprint, fingerprint
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import DatasetIndex, Item, Reference, audio_rate, size_of
@@ -76,7 +76,8 @@ class DataIndex:
                 shapes.setdefault(item.shape, []).append(number)
             groups += [
                 Group(position, index.items[members[0]].shape, tuple(members),
-                      tuple(index.items[member].visits for member in members))
+                      tuple(index.items[member].visits for member in members),
+                      tuple(draw(0, index.items[member].path) for member in members))
                 for members in shapes.values()
             ]  # fmt: skip
         groups.sort(key=lambda group: (group.source, group.shape))
@@ -193,7 +194,8 @@ class DataIndex:
     def without(self, dataset_id: str, unreadable: Mapping[str, str]) -> DataIndex:
         """The same index without files that turned out to be damaged when they were decoded: path -> reason.
 
-        Raises UnreadableFilesError where these and the ones known before are more than `corrupt_threshold` allows.
+        Raises UnreadableFilesError where these and the ones known before are more than `corrupt_threshold` allows, or
+        leave nothing of a dataset. In a run this is the loader's to do: `Loader.exclude`.
         """
         return replace(
             self,
@@ -206,10 +208,12 @@ def _without(index: DatasetIndex, dataset_id: str, unreadable: Mapping[str, str]
     """A reference or mask that cannot be read takes its target with it."""
 
     def damaged(item: Item) -> str | None:
-        parts = [(index.id, item.path), *((one.dataset.id, one.file.path) for one in item.references)]
-        if item.mask is not None:
-            parts.append((item.mask.dataset, item.mask.path))
-        return next((unreadable[path] for owner, path in parts if owner == dataset_id and path in unreadable), None)
+        if index.id == dataset_id and item.path in unreadable:
+            return unreadable[item.path]
+        parts = [(one.dataset.id, one.file.path) for one in item.references]
+        parts += [(item.mask.dataset, item.mask.path)] if item.mask is not None else []
+        bad = next((path for owner, path in parts if owner == dataset_id and path in unreadable), None)
+        return None if bad is None else f"its {bad} of {dataset_id}: {unreadable[bad]}"
 
     found = tuple(LeftOut(item.path, reason) for item in index.items if (reason := damaged(item)) is not None)
     if not found:
@@ -217,12 +221,15 @@ def _without(index: DatasetIndex, dataset_id: str, unreadable: Mapping[str, str]
     gone = {one.path for one in found}
     kept = tuple(item for item in index.items if item.path not in gone)
     changed = replace(index, items=kept, unreadable=(*index.unreadable, *found))
-    check_unreadable(changed.dataset, changed.unreadable, len(kept) + len(changed.unreadable) + len(index.dropped))
+    total = len(kept) + len(changed.unreadable) + len(index.dropped)
+    check_unreadable(changed.dataset, changed.unreadable, total)
+    if not kept:
+        raise UnreadableFilesError(index.id, changed.unreadable, total=total, threshold=index.dataset.corrupt_threshold)
     return changed
 
 
 def check_unreadable(dataset: Dataset, unreadable: tuple[LeftOut, ...], total: int) -> None:
-    if len(unreadable) > dataset.corrupt_threshold * total:
+    if too_many(len(unreadable), total, dataset.corrupt_threshold):
         raise UnreadableFilesError(dataset.id, unreadable, total=total, threshold=dataset.corrupt_threshold)
 
 

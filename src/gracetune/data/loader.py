@@ -14,9 +14,9 @@ from gracetune.data.errors import DataError
 from gracetune.data.fingerprint import Fingerprint, differences
 from gracetune.data.index import DataIndex
 from gracetune.data.refs import BatchRef, SampleRef
-from gracetune.data.sampler import Cursor, Drawn
+from gracetune.data.sampler import Cursor, Drawn, Order
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,12 @@ class Loader:
     ) -> None:
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} of {world_size}")
-        self._index, self._order = index, index.order(batch_size)
         self._rank, self._world_size, self._epochs = rank, world_size, epochs
-        self._names = [f"{self._order.sources[group.source].id}:{group.name}" for group in self._order.groups]
+        self._whole = self._index = index
+        """As the run began, and without what was excluded since."""
+        self._excluded: dict[str, dict[str, str]] = {}
+        self._order = index.order(batch_size)
+        self._names = _names(self._order)
         self._cursor = self._order.start()
         self._forecasts: deque[_Forecast] = deque()
 
@@ -78,6 +81,11 @@ class Loader:
     def epoch(self) -> int:
         """Of the next batch, counted from 0."""
         return self._cursor.epoch
+
+    @property
+    def index(self) -> DataIndex:
+        """What is handed out: the index the loader was made with, without what was excluded."""
+        return self._index
 
     @property
     def consumed(self) -> int:
@@ -118,6 +126,29 @@ class Loader:
             self._forecasts.append(forecast)
         return tuple(forecast.outcome for forecast in list(self._forecasts)[:count])
 
+    def exclude(self, dataset_id: str, unreadable: Mapping[str, str]) -> None:
+        """Leave out files that turned out to be damaged when they were decoded, from now on: path -> reason.
+
+        Everything else comes as it would have: what was visited in this epoch is not visited again, what was not is.
+        What is excluded is part of the state. All ranks exclude the same before the same call. Raises
+        UnreadableFilesError where that makes more than `corrupt_threshold` allows; then nothing has changed.
+        """
+        index = self._index.without(dataset_id, unreadable)
+        order = index.order(self._order.batch_size)
+        kept = [{item.path for item in found.items} for found in index.datasets]
+        taken = []
+        for name, group in zip(_names(order), order.groups, strict=True):
+            items = self._index.datasets[group.source].items
+            visited = self._order.handed_out(self._cursor, self._names.index(name))
+            taken.append(sum(items[int(sample)].path in kept[group.source] for sample in visited))
+        self._excluded.setdefault(dataset_id, {}).update(unreadable)
+        self._use(index, order, replace(self._cursor, taken=tuple(taken)))
+
+    def _use(self, index: DataIndex, order: Order, cursor: Cursor) -> None:
+        self._index, self._order, self._cursor = index, order, cursor
+        self._names = _names(order)
+        self._forecasts.clear()
+
     def batches_in_epoch(self, size: int | None = None, *, step: int = 0) -> int:
         """Micro-batches of each rank in the current epoch, from its beginning, if all are of this size."""
         return self._order.whole_epoch(self.epoch, self._size(size), step, self._world_size).batches
@@ -133,31 +164,39 @@ class Loader:
             "batches": cursor.batches,
             "short": cursor.short,
             "taken": {name: taken for name, taken in zip(self._names, cursor.taken, strict=True) if taken},
-            "data": self._index.fingerprint.as_json(),
+            "excluded": {name: dict(files) for name, files in self._excluded.items()},
+            "data": self._whole.fingerprint.as_json(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_data: bool = False) -> tuple[str, ...]:
-        """Go on where the state was saved. Returns what differs from then where that was allowed; else raises."""
+        """Go on where the state was saved. Returns what differs from then where that was allowed; else raises.
+
+        What was excluded then stays so, unless the data is other data: then it may have been mended.
+        """
         if state.get("version") != STATE_VERSION:
             raise DataError(
                 f"loader state of version {state.get('version')}; this release reads version {STATE_VERSION}. "
                 "Resume with the release that saved it, or start the data anew with --resume none"
             )
-        changed = differences(Fingerprint.from_json(state["data"]), self._index.fingerprint)
-        if state["seed"] != self._index.seed:
-            changed = (f"training.seed was {state['seed']} and is {self._index.seed}", *changed)
+        changed = differences(Fingerprint.from_json(state["data"]), self._whole.fingerprint)
+        if state["seed"] != self._whole.seed:
+            changed = (f"training.seed was {state['seed']} and is {self._whole.seed}", *changed)
         if changed and not allow_other_data:
             raise OtherDataError(
                 "the checkpoint was made with other data:\n  "
                 + "\n  ".join(changed)
                 + "\nPut it back as it was, or resume with --allow-other-data: the epoch goes on with what is there"
             )
+        index, excluded = self._whole, {} if changed else dict(state["excluded"])
+        for name, files in excluded.items():
+            index = index.without(name, files)
+        order = index.order(self._order.batch_size)
         taken = tuple(
             min(int(state["taken"].get(name, 0)), group.total)
-            for name, group in zip(self._names, self._order.groups, strict=True)
+            for name, group in zip(_names(order), order.groups, strict=True)
         )
-        self._cursor = Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"])
-        self._forecasts.clear()
+        self._excluded = {name: dict(files) for name, files in excluded.items()}
+        self._use(index, order, Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"]))
         return changed
 
     def _size(self, size: int | None) -> int:
@@ -205,6 +244,11 @@ class Loader:
             samples = tuple(without_weight(sample) for sample in samples)
         indexes = tuple(drawn.first_index + number for number in mine)
         return BatchRef(samples, drawn.shape[0], indexes, epoch, count, padding)
+
+
+def _names(order: Order) -> list[str]:
+    """Of the groups, as they are called in a saved state."""
+    return [f"{order.sources[group.source].id}:{group.name}" for group in order.groups]
 
 
 def without_weight(sample: SampleRef) -> SampleRef:

@@ -12,7 +12,7 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.index import freshness
 from gracetune.data.items import DatasetIndex, Item, audio_rate, same_stem
 from gracetune.data.media.probe import AudioFacts
-from gracetune.data.pairs import counted, some
+from gracetune.data.words import counted, some
 
 ENLARGED = 1.05
 """Less than this is rounding, and nobody sees it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 
 from gracetune.config.dataset_config import Dataset, Mask
-from gracetune.data.backends.errors import SHOWN
+from gracetune.data.backends.errors import SHOWN, too_many
 from gracetune.data.buckets import Size, Unfit
 from gracetune.data.errors import DataError
 from gracetune.data.geometry import Geometry
@@ -15,6 +15,7 @@ from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem,
 from gracetune.data.media.probe import ImageFacts
 from gracetune.data.refs import Bucket, MaskRef
 from gracetune.data.scan import MediaFile
+from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
 SAME_SHAPE = 0.02
@@ -119,7 +120,7 @@ def same_shape(one: Size, other: Size) -> bool:
 
 
 def _stop_if_too_many(dropped: Sequence[Dropped], total: int, dataset: Dataset) -> None:
-    if len(dropped) <= dataset.corrupt_threshold * total:
+    if not too_many(len(dropped), total, dataset.corrupt_threshold):
         return
     lines = "".join(f"\n    {one.path}: {one.reason} ({one.detail})" for one in dropped[:SHOWN])
     more = f"\n    ... and {len(dropped) - SHOWN} more" if len(dropped) > SHOWN else ""
@@ -166,16 +167,6 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
             masked.append(item)
     notes = [f"{counted(len(opaque), 'sample')} without an alpha channel, learnt all over: {some(opaque)}"]
     return Paired(masked, [], notes if opaque else [])
-
-
-def some(names: Sequence[str], shown: int = 3) -> str:
-    """The first few of a list."""
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def linked(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:

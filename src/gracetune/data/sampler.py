@@ -2,8 +2,9 @@
 
 An epoch visits every sample of every dataset that is active in it, 1 + `repeats` times. A batch is drawn in two steps:
 a dataset, in proportion to its `probability` and its visits, then one of its groups (samples of one shape), in
-proportion to what is left of it. Inside a group the order is shuffled anew for every epoch and round. Batches are drawn
-for all ranks together, so the order does not know how many there are; what is left of a group makes a smaller batch.
+proportion to what is left of it. Inside a group the order is shuffled anew for every epoch and round; a sample that is
+taken out changes nothing about the order of the others. Batches are drawn for all ranks together, so the order does not
+know how many there are; what is left of a group makes a smaller batch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from gracetune.data.draws import below, shuffled, uniform
+from gracetune.data.draws import below, ordered, uniform
 from gracetune.data.refs import Bucket
 
 
@@ -61,6 +62,8 @@ class Group:
     """Positions in the dataset."""
     visits: tuple[int, ...]
     """Of each sample in one epoch."""
+    names: tuple[int, ...]
+    """64 bits of each sample's own, the same whatever else there is: the order of the others does not depend on it."""
 
     @property
     def total(self) -> int:
@@ -171,6 +174,10 @@ class Order:
     def next_epoch(self, cursor: Cursor) -> Cursor:
         return replace(self.start(), epoch=cursor.epoch + 1, consumed=cursor.consumed)
 
+    def handed_out(self, cursor: Cursor, number: int) -> npt.NDArray[np.int64]:
+        """The samples of a group that were visited in the cursor's epoch, one for every visit."""
+        return self._queue(cursor.epoch, number)[: cursor.taken[number], 0]
+
     def whole_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
         """The cursor behind an epoch of equal batches: its `batches` and `short` are what a plan wants to know."""
         cursor = replace(self.start(), epoch=epoch)
@@ -201,10 +208,11 @@ class Order:
         """Rows of (sample, round): every sample once before any is visited twice."""
         group = self.groups[number]
         samples, visits = np.array(group.samples, np.int64), np.array(group.visits, np.int64)
+        names = np.array(group.names, np.uint64)
         source = self.sources[group.source].id
         rounds = []
         for turn in range(int(visits.max(initial=0))):
             members = samples[visits > turn]
-            order = shuffled(len(members), self.seed, "order", source, group.name, epoch, turn)
+            order = ordered(names[visits > turn], self.seed, "order", source, group.name, epoch, turn)
             rounds.append(np.stack([members[order], np.full(len(members), turn)], axis=1))
         return np.concatenate(rounds) if rounds else np.empty((0, 2), np.int64)

@@ -27,7 +27,7 @@ from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
 from gracetune.data.truncation import truncation
 
-SCAN_VERSION: Final = 1
+SCAN_VERSION: Final = 2
 """Raised whenever a file would be judged differently than before: old results are then not used."""
 _CHUNK = 1 << 20
 
@@ -97,14 +97,28 @@ def scan(
             media[path] = stat
         else:
             others[suffix_of(path) or "no extension"] += 1
+    unselected = [one.path for one in listing.unselected]
+    others.update("hidden" if is_hidden(path) else suffix_of(path) or "no extension" for path in unselected)
     known = memory.load() if memory is not None else {}
     results, reused = _look_at(backend, kind, media, known, workers, on_scanned)
     forgotten = None
-    if memory is not None and (reused < len(media) or len(known) != len(media)):
-        forgotten = memory.save(media, results)
+    if memory is not None:
+        # Datasets of the same folder may each look at other files of it: what this one did not ask for is kept.
+        there = {*listing.files, *unselected} - media.keys()
+        found = {path: known[path] for path in known.keys() & there} | _remembered(media, results)
+        forgotten = memory.save(found) if found != known else None
     files = tuple(found for found in results.values() if isinstance(found, MediaFile))
     unreadable = tuple(LeftOut(path, found) for path, found in results.items() if isinstance(found, str))
     return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, forgotten)
+
+
+def _remembered(media: Mapping[str, FileStat], results: Mapping[str, MediaFile | str]) -> dict[str, _Remembered]:
+    """Only what was read well: a file that failed may be mended by a chmod, which changes neither size nor time."""
+    return {
+        path: _Remembered.from_result(media[path], found)
+        for path, found in results.items()
+        if isinstance(found, MediaFile)
+    }
 
 
 def _look_at(
@@ -188,7 +202,7 @@ class _Remembered(BaseModel):
 
 
 class _ScanFile(BaseModel):
-    version: Literal[1]
+    version: Literal[2]
     kind: Kind
     files: dict[str, _Remembered]
 
@@ -213,14 +227,8 @@ class ScanMemory:
         except (OSError, ValidationError):
             return {}
 
-    def save(self, media: Mapping[str, FileStat], results: Mapping[str, MediaFile | str]) -> str | None:
+    def save(self, files: dict[str, _Remembered]) -> str | None:
         """Why it could not be saved, or None."""
-        # Only what was read well: a file that failed may be mended by a chmod, which changes neither size nor time.
-        files = {
-            path: _Remembered.from_result(media[path], found)
-            for path, found in results.items()
-            if isinstance(found, MediaFile)
-        }
         content = _ScanFile(version=SCAN_VERSION, kind=self._kind, files=files)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

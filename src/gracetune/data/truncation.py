@@ -1,10 +1,17 @@
-"""Pictures whose end is missing, found without decoding them: an interrupted download is the usual damage.
+"""Pictures whose end is missing, mostly found without decoding them: an interrupted download is the usual damage.
 
 Only formats that say where they end are judged. Everything else, and damage in the middle, is found when the picture is
 decoded; a picture that is called truncated here is one that its decoder refuses too.
 """
 
 from __future__ import annotations
+
+import io
+
+from PIL import Image, ImageChops
+
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.media.image import damage_named
 
 _JPEG, _PNG, _RIFF = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"RIFF"
 _CHECKSUM = 4
@@ -27,18 +34,34 @@ def truncation(data: bytes | memoryview) -> str | None:
 
 
 def _jpeg(view: memoryview) -> str | None:
-    """An end marker has to follow the pixels. Before them a thumbnail may have one; behind it anything may come."""
+    """An end marker follows the pixels. Before them a thumbnail may have one; behind it anything may come."""
     place = 2
     while place + 4 <= len(view) and view[place] == 0xFF:
         marker = bytes(view[place : place + 2])
         if marker == _START_OF_SCAN:
-            return None if _END_OF_IMAGE in bytes(view[place:]) else "cut off: the picture does not end"
+            whole = _END_OF_IMAGE in bytes(view[place:]) or _whole_without_end(bytes(view))
+            return None if whole else "cut off: the picture does not end"
         if marker[1] == 0xFF:  # a fill byte
             place += 1
             continue
         place += 2 + int.from_bytes(view[place + 2 : place + 4], "big")
     # Something stands between the segments that does not belong there: the decoder may still cope with it.
     return "cut off before the pixels" if place + 4 > len(view) else None
+
+
+def _whole_without_end(data: bytes) -> bool:
+    """Whether the decoder finds all pixels of a JPEG that has no end marker.
+
+    It fills in what is missing, from whatever follows: other bytes there must not make another picture. Zeros at the
+    end are no pixels: they are what a download leaves of a file it had made room for.
+    """
+    other = data.rstrip(b"\0") + b"\x55" * 4096 + _END_OF_IMAGE
+    try:
+        with damage_named("a JPEG without its end"):
+            one, another = (Image.open(io.BytesIO(content)).convert("RGB") for content in (data, other))
+    except UnreadableMediaError:
+        return False
+    return ImageChops.difference(one, another).getbbox() is None
 
 
 def _png(view: memoryview) -> str | None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from gracetune.cli.data import app
-from gracetune.data.backends.errors import UnreadableFilesError
+from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError
 from gracetune.errors import ConfigError, GracetuneError
 from unit.data.folders import image, pictures
 from unit.data.folders import write as write_files
@@ -108,6 +109,32 @@ class TestReport:
         assert "have fewer samples than a batch of 4; crop.aspect closest" in run(config, "--no-sheets").stdout
         assert "have fewer samples" not in run(write(tmp_path, {"path": photos, "repeats": 3}), "--no-sheets").stdout
 
+    def test_what_staging_will_take(self, tmp_path: Path, photos: str) -> None:
+        staged = {"path": photos, "type": "in_memory", "in_memory": {"compression": "lz4", "memory_limit_gb": 1}}
+        other = {**staged, "resolution": 96, "corrupt_threshold": 0.5}
+        config = write(tmp_path, staged, other, {"path": photos})
+        result = run(config, "--no-sheets")
+        assert result.exit_code == 0
+        lines = [line for line in result.stdout.splitlines() if line.startswith("in memory")]
+        assert len(lines) == 1, "a folder that is staged once is counted once"
+        assert re.fullmatch(
+            r"in memory  d0: about [\d.]+ kB to keep \(20 files of [\d.]+ kB; lz4 leaves .*\)", lines[0]
+        )
+        report = json.loads(run(config, "--no-sheets", "--json").stdout)
+        size = sum(file.stat().st_size for file in Path(photos).iterdir())
+        assert report["in_memory"]["d0"]["bytes"] == size
+        assert 0 < report["in_memory"]["d0"]["stored_bytes"] <= size
+        assert report["in_memory"].keys() == {"d0"}
+
+    def test_one_of_everything_is_said_in_the_singular(self, tmp_path: Path) -> None:
+        folder = str(write_files(tmp_path / "one", {"a.png": image(), "a.txt": "one"}))
+        config = write(tmp_path, {"path": folder, "type": "in_memory"}, training={"max_steps": 1, "batch_size": 1})
+        said = " ".join(run(config).stdout.split())
+        for words in ("1 sample ", "captions 1 of 1 sample, 1 text,", "1 sample in 1 batch of 1", "1 contact sheet in",
+                      "2 files of", "1 optimizer step"):  # fmt: skip
+            assert words in said, words
+        assert not re.search(r"\b1 (samples|texts|batches|contact sheets|files|visits|optimizer steps)\b", said)
+
     def test_an_assumed_model_is_said(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos}, model={"family": "wan", "path": "/models/mine"})
         assert "taken to be t2v-14b-2.2" in run(config, "--no-sheets").stdout
@@ -119,7 +146,7 @@ class TestSheets:
         folder = tmp_path / "out" / "data_show"
         names = sorted(file.name for file in folder.iterdir())
         assert names == ["01_d0_128x128.png", "01_d0_160x96.png", "01_d0_192x96.png", "01_d0_96x160.png"]
-        assert f"4 contact sheets are in {folder}" in result.stdout
+        assert f"4 contact sheets in {folder}" in result.stdout
         for name in names:
             with Image.open(folder / name) as sheet:
                 sheet.load()
@@ -182,6 +209,19 @@ class TestBadInput:
         result = run(str(example), "--set", f"datasets[0].path={photos}", "--set", f"output_dir={tmp_path}")
         assert result.exit_code == 0
         assert "1024x1024" in result.stdout
+
+    def test_a_limit_too_small(self, tmp_path: Path, photos: str) -> None:
+        dataset = {"path": photos, "type": "in_memory", "in_memory": {"memory_limit_gb": 1e-6}}
+        found = error(write(tmp_path, dataset))
+        assert isinstance(found, MemoryLimitError)
+        for words in ("dataset d0: in_memory.memory_limit_gb", "20 files of", "expected  at most 1 kB", "type: local"):
+            assert words in str(found)
+        assert not (tmp_path / "out").exists(), "refused before anything is looked at"
+
+    def test_a_limit_too_small_for_the_masks(self, tmp_path: Path, photos: str) -> None:
+        masks = str(write_files(tmp_path / "masks", {"000.png": image(), "large.bmp": image(600, 600, kind="BMP")}))
+        dataset = {"path": photos, "type": "in_memory", "mask": {"path": masks}, "in_memory": {"memory_limit_gb": 3e-4}}
+        assert "dataset d0:masks: in_memory.memory_limit_gb" in str(error(write(tmp_path, dataset)))
 
     def test_an_empty_folder(self, tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir()

@@ -132,9 +132,35 @@ class TestWork:
         with decode_ahead(loader, load, workers=2, depth=4) as ahead:
             assert isinstance(ahead.next_batch(), LoadedBatch)
             assert isinstance(ahead.next_batch(), LoadedBatch)
-            with pytest.raises(UnreadableMediaError, match=bad):
-                ahead.next_batch()
-            assert isinstance(ahead.next_batch(), LoadedBatch)
+            before = loader.state_dict()
+            for _ in range(2):
+                with pytest.raises(UnreadableMediaError, match=bad):
+                    ahead.next_batch()
+            assert loader.state_dict() == before
+
+    def test_without_the_bad_file_the_rest_of_its_batch_comes(self) -> None:
+        loader = Loader(made_up({"counts": [9], "corrupt_threshold": 0.5}), batch_size=3, epochs=1)
+        wanted = [sample.path for batch in loader.peek(3) if isinstance(batch, BatchRef) for sample in batch.samples]
+        bad = wanted.pop(4)
+
+        def load(ref: SampleRef) -> str:
+            if ref.path == bad:
+                raise UnreadableMediaError(ref.path, "damaged in the middle", ref.dataset)
+            return ref.path
+
+        seen: list[str] = []
+        with decode_ahead(loader, load, workers=2, depth=2) as ahead:
+            while True:
+                try:
+                    batch = ahead.next_batch()
+                except UnreadableMediaError as error:
+                    assert error.dataset is not None
+                    loader.exclude(error.dataset, {error.path: error.reason})
+                    continue
+                if not isinstance(batch, LoadedBatch):
+                    break
+                seen += batch.samples
+        assert seen == wanted
 
     def test_leaving_early_ends_the_threads(self) -> None:
         before = threading.active_count()

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
-from gracetune.data.backends import InMemoryBackend, open_backend
+from gracetune.data.backend import Backend
+from gracetune.data.backends import InMemoryBackend, attach_backend, from_json, open_backend, to_json
 from gracetune.data.backends.errors import StorageError, UnreadableFilesError
+from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.errors import DataError
+from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import Bucket
 from gracetune.errors import ConfigError
 from gracetune.models.registry import geometry
+from unit.data.backends.helpers import staged
 from unit.data.folders import image, index_of, pictures, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
@@ -260,6 +264,111 @@ class TestBadInput:
         assert index.without("another", {"001.png": "x"}).datasets == index.datasets
         with pytest.raises(UnreadableFilesError, match=r"003\.png"):
             smaller.without("d0", {"003.png": "this one too"})
+
+    def test_a_damaged_reference_takes_its_target_out_and_is_named(self, tmp_path: Path) -> None:
+        """Both have the same name, as in every edit dataset."""
+        folders = [str(write(tmp_path / name, pictures(4))) for name in ("target", "source")]
+        index = index_of(
+            tmp_path,
+            {"path": folders[0], "conditioning": ["d1"], "corrupt_threshold": 0.3},
+            {"path": folders[1], "dataset_type": "conditioning"},
+        )
+        smaller = only(index.without("d1", {"001.png": "damaged in the middle"}))
+        assert paths(smaller) == ["000.png", "002.png", "003.png"]
+        assert smaller.unreadable == (LeftOut("001.png", "its 001.png of d1: damaged in the middle"),)
+
+
+class BadDisk(LocalBackend):
+    """Some of its files are there and cannot be read."""
+
+    def __init__(self, folder: Path, bad: set[str]) -> None:
+        super().__init__(folder)
+        self._bad = bad
+
+    def read(self, path: str) -> memoryview:
+        self._fail(path)
+        return super().read(path)
+
+    def open(self, path: str) -> BinaryIO:
+        self._fail(path)
+        return super().open(path)
+
+    def _fail(self, path: str) -> None:
+        if path in self._bad:
+            raise UnreadableMediaError(path, "Input/output error")
+
+
+class TestEveryBackendCountsTheSame:
+    @pytest.fixture(params=["local", "in_memory", "in_memory of another process"])
+    def backend_on(self, request: pytest.FixtureRequest) -> Iterator[Callable[[Path, set[str]], Backend]]:
+        opened: list[InMemoryBackend] = []
+
+        def on(folder: Path, bad: set[str]) -> Backend:
+            source = BadDisk(folder, bad)
+            if request.param == "local":
+                return source
+            opened.append(staged(source))
+            if request.param == "in_memory":
+                return opened[-1]
+            other = attach_backend(from_json(to_json(opened[-1].handle())))
+            assert isinstance(other, InMemoryBackend)
+            opened.append(other)
+            return other
+
+        yield on
+        for backend in opened:
+            backend.close()
+
+    def build(self, tmp_path: Path, backend: Backend, **values: Any) -> DatasetIndex:
+        dataset = {"path": backend.root, "type": "in_memory", **values}
+        return only(index_of(tmp_path, dataset, open_backend=lambda _: backend))
+
+    def test_media_and_captions_by_name(self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]) -> None:
+        folder = write(tmp_path / "data", {**pictures(6), "bad.png": b"", "003.txt": b"caf\xe9"})
+        backend = backend_on(folder, {"001.png", "002.txt"})
+        index = self.build(tmp_path, backend, corrupt_threshold=0.6)
+        assert paths(index) == ["000.png", "004.png", "005.png"]
+        found = [(one.path, one.reason.partition(" (")[0]) for one in index.unreadable]
+        assert found == [
+            ("001.png", "Input/output error"),
+            ("bad.png", "the file is empty"),
+            ("002.txt", "Input/output error"),
+            ("003.txt", "a caption that is not UTF-8"),
+        ]
+        assert index.left_out == ()
+        with pytest.raises(UnreadableFilesError, match=r"(?s)4 of 7.*001\.png.*bad\.png.*002\.txt.*003\.txt"):
+            self.build(tmp_path, backend, corrupt_threshold=0.57)
+
+    def test_what_nobody_needs_counts_nowhere(
+        self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
+    ) -> None:
+        folder = write(tmp_path / "data", {**pictures(3), "notes.json": "{}", "clip.mp4": b"x"})
+        bad = {"notes.json", "clip.mp4", "000.txt", "001.txt"}
+        index = self.build(tmp_path, backend_on(folder, bad), captions={"strategy": "filename"})
+        assert len(index.items) == 3
+        assert index.unreadable == ()
+
+    def test_a_caption_behind_a_link_that_leads_out(
+        self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
+    ) -> None:
+        """It has a caption: it is not trained without."""
+        folder = write(tmp_path / "data", {**pictures(3), "x.png": image(seed=9), "y.png": image(seed=10)})
+        (folder / "x.txt").symlink_to(write(tmp_path / "elsewhere", {"x.txt": "a caption"}) / "x.txt")
+        (folder / "y.txt").symlink_to("nothing there")
+        index = self.build(tmp_path, backend_on(folder, set()), corrupt_threshold=0.5)
+        assert paths(index) == ["000.png", "001.png", "002.png"]
+        assert [(one.path, one.reason) for one in index.unreadable] == [
+            ("x.txt", "a caption that cannot be read: a link that leads out of the folder"),
+            ("y.txt", "a caption that cannot be read: a link to nothing that can be read"),
+        ]
+
+    def test_a_folder_of_other_things(self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]) -> None:
+        folder = write(tmp_path / "data", {"a.psd": b"x", "b.txt": "x"})
+        (folder / "out.png").symlink_to("/etc/hostname")
+        with pytest.raises(DataError) as refused:
+            self.build(tmp_path, backend_on(folder, set()))
+        assert "1 file left out: a link that leads out of the folder" in str(refused.value)
+        assert "the folder is empty" not in str(refused.value)
 
 
 class TestOtherDatasets:

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gracetune.config.dataset_config import Augmentation, Dataset
 from gracetune.data.errors import DataError
-from gracetune.data.fingerprint import Fingerprint, differences
+from gracetune.data.fingerprint import Fingerprint, differences, fingerprint
 from unit.data.folders import image, index_of, pictures, write
 
 
@@ -58,6 +60,33 @@ def test_what_changed_is_said(
     before = of(tmp_path, folder)
     write(folder, files)
     assert differences(before, of(tmp_path, folder, **values)) == (told,)
+
+
+class NextAugmentation(Augmentation):
+    sharpen: bool = False
+
+
+class NextDataset(Dataset):
+    """What a later release may have: more settings, in a section and beside them."""
+
+    augmentation: NextAugmentation = NextAugmentation()
+    curriculum: str | None = None
+
+
+def test_a_release_with_more_settings_takes_data_that_does_not_use_them_for_the_same(
+    tmp_path: Path, folder: Path
+) -> None:
+    found = index_of(tmp_path, {"path": str(folder), "repeats": 1, "augmentation": {"flip_x": True}}).datasets[0]
+
+    def later(**values: Any) -> Fingerprint:
+        settings = {**found.dataset.model_dump(), **values}
+        return fingerprint([replace(found, dataset=NextDataset.model_validate(settings))])
+
+    assert differences(fingerprint([found]), later()) == ()
+    assert differences(fingerprint([found]), later(curriculum="easy first")) == ("dataset d0: other settings",)
+    assert differences(later(), later(augmentation={"flip_x": True, "sharpen": True})) == (
+        "dataset d0: other settings",
+    )
 
 
 def test_datasets_that_come_and_go(tmp_path: Path, folder: Path) -> None:

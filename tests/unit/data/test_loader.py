@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.data.backends.errors import UnreadableFilesError
 from gracetune.data.errors import DataError
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import EpochEnd, Exhausted, Loader, OtherDataError, Outcome
@@ -32,6 +33,7 @@ def indexes(draw: st.DrawFn) -> DataIndex:
             "captions": {"dropout": 0.3},
             "cache_latents": draw(st.sampled_from(["none", "disk"])),
             "crop": {"enabled": True, "style": "random"},
+            "corrupt_threshold": 1.0,
         }
         for _ in range(draw(st.integers(1, 3)))
     ]
@@ -186,8 +188,113 @@ class TestResuming:
 
     def test_a_state_of_another_version_is_refused(self) -> None:
         loader = Loader(made_up({"counts": [5]}), batch_size=2)
-        with pytest.raises(DataError, match="version 2"):
-            loader.load_state_dict({**loader.state_dict(), "version": 2})
+        with pytest.raises(DataError, match=r"version 1.*--resume none"):
+            loader.load_state_dict({**loader.state_dict(), "version": 1})
+
+
+@st.composite
+def damages(draw: st.DrawFn) -> tuple[DataIndex, list[tuple[int, str, str]]]:
+    """An index, and files of it that turn out to be damaged: after how many batches, of which dataset."""
+    index = draw(indexes())
+    files = [(found.id, item.path) for found in index.datasets for item in found.items[1:]]  # one of each stays
+    chosen = draw(st.lists(st.sampled_from(files), unique=True, max_size=4)) if files else []
+    return index, sorted((draw(st.integers(0, 12)), *file) for file in chosen)
+
+
+class TestExcluding:
+    @given(damages(), worlds, schedules, st.integers(0, 14))
+    @settings(deadline=None)
+    def test_the_rest_of_a_resumed_run_is_the_same(
+        self, damage: tuple[DataIndex, list[tuple[int, str, str]]], world_size: int, schedule: Schedule, done: int
+    ) -> None:
+        index, bad = damage
+        loaders = ranks(index, world_size)
+
+        def go_on(some: list[Loader], start: int, calls: int) -> list[list[Outcome]]:
+            outcomes = []
+            for call in range(start, start + calls):
+                for loader in some:
+                    for when, dataset, path in bad:
+                        if when == call:
+                            loader.exclude(dataset, {path: "damaged"})
+                outcomes += run(some, schedule, 1, start=call)
+            return outcomes
+
+        go_on(loaders, 0, done)
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+        rest = go_on(loaders, done, 15)
+        resumed = ranks(index, world_size)
+        for loader, state in zip(resumed, states, strict=True):
+            assert loader.load_state_dict(state) == ()
+        assert go_on(resumed, done, 15) == rest
+        assert [loader.state_dict() for loader in resumed] == [loader.state_dict() for loader in loaders]
+
+    @given(damages(), worlds, schedules)
+    @settings(deadline=None)
+    def test_nothing_else_is_lost_or_comes_twice_and_the_order_stays(
+        self, damage: tuple[DataIndex, list[tuple[int, str, str]]], world_size: int, schedule: Schedule
+    ) -> None:
+        index, bad = damage
+        loaders, gone, seen, calls = ranks(index, world_size), set[tuple[str, str]](), [], 0
+        while True:
+            for when, dataset, path in bad:
+                if when == calls:
+                    gone.add((dataset, path))
+                    for loader in loaders:
+                        loader.exclude(dataset, {path: "damaged"})
+            outcome = together(run(loaders, schedule, 1, calls)[0])
+            calls += 1
+            if not isinstance(outcome, tuple):
+                break
+            batch = [(sample.dataset, sample.path) for sample in outcome[0]]
+            assert not gone.intersection(batch)
+            seen += batch
+        expected = Counter({(found.id, item.path): item.visits for found in index.datasets for item in found.items})
+        found = Counter(seen)
+        assert {key: count for key, count in found.items() if key not in gone} == {
+            key: count for key, count in expected.items() if key not in gone
+        }
+        assert all(found[key] <= expected[key] for key in gone)
+
+    def test_the_others_keep_their_order(self) -> None:
+        index = made_up({"counts": [30], "corrupt_threshold": 0.5})
+        whole = self.paths(Loader(index, batch_size=1))
+        loader = Loader(index, batch_size=1)
+        loader.exclude("d0", {whole[3]: "damaged", whole[20]: "damaged"})
+        assert self.paths(loader) == [path for path in whole if path not in (whole[3], whole[20])]
+
+    def paths(self, loader: Loader) -> list[str]:
+        found = []
+        while isinstance(batch := loader.next_batch(), BatchRef):
+            found += [sample.path for sample in batch.samples]
+        return found
+
+    def test_too_many_change_nothing(self) -> None:
+        loader = Loader(made_up({"counts": [10], "corrupt_threshold": 0.1}), batch_size=2)
+        first = loader.index.datasets[0].items[0].path
+        loader.next_batch()
+        loader.exclude("d0", {first: "damaged"})
+        before, coming = loader.state_dict(), loader.peek(3)
+        others = {item.path: "damaged too" for item in loader.index.datasets[0].items[:2]}
+        with pytest.raises(UnreadableFilesError, match="damaged too"):
+            loader.exclude("d0", others)
+        assert (loader.state_dict(), loader.peek(3)) == (before, coming)
+        assert before["excluded"] == {"d0": {first: "damaged"}}
+        assert first not in {item.path for item in loader.index.datasets[0].items}
+
+    def test_a_dataset_of_which_nothing_is_left_stops_the_run(self) -> None:
+        loader = Loader(made_up({"counts": [1], "corrupt_threshold": 1.0}), batch_size=1)
+        with pytest.raises(UnreadableFilesError, match="1 of 1"):
+            loader.exclude("d0", {loader.index.datasets[0].items[0].path: "damaged"})
+
+    def test_other_data_is_looked_at_afresh(self) -> None:
+        """The damaged file may have been mended: that is what changed."""
+        loader = Loader(made_up({"counts": [5], "corrupt_threshold": 0.5}), batch_size=1)
+        loader.exclude("d0", {loader.index.datasets[0].items[0].path: "damaged"})
+        resumed = Loader(made_up({"counts": [6]}), batch_size=1)
+        resumed.load_state_dict(loader.state_dict(), allow_other_data=True)
+        assert len(resumed.index.datasets[0].items) == 6
+        assert resumed.state_dict()["excluded"] == {}
 
 
 class TestLookingAhead:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from unit.data.folders import pictures, write
+from unit.data.folders import image, pictures, write
 
 SCRIPT = Path(__file__).parent / "training_process.py"
 SCHEDULE = [1, 2, 2, 3]
@@ -60,7 +60,14 @@ def test_two_ranks_share_every_batch_of_one(folder: Path, tmp_path: Path) -> Non
             assert [index for part in parts for index in part["indexes"]] == whole["indexes"]
 
 
-def test_a_killed_run_goes_on_with_the_identical_rest(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole files", "files found damaged on the way"])
+def test_a_killed_run_goes_on_with_the_identical_rest(folder: Path, tmp_path: Path, damaged: bool) -> None:
+    if damaged:
+        folder = write(tmp_path / "data", pictures(17))
+        for name in ("wounded.png", "another.png"):
+            data = bytearray(image(200, 200, seed=ord(name[0])))
+            data[300:2_000] = bytes(1_700)
+            write(folder, {name: bytes(data)})
     work = tmp_path / "killed"
     process = start(folder, work, pause=0.01)
     deadline = time.monotonic() + 60
@@ -81,3 +88,8 @@ def test_a_killed_run_goes_on_with_the_identical_rest(folder: Path, tmp_path: Pa
     assert log(work)[:saved] == whole[:saved]
     assert log(resumed) == whole[saved:]
     assert len(log(resumed)) == BATCHES - saved
+    excluded = json.loads((tmp_path / "whole" / "state").read_text())["loader"]["excluded"]
+    seen = {sample["path"] for call in whole if call["kind"] == "BatchRef" for sample in call["samples"]}
+    bad = {"wounded.png", "another.png"} if damaged else set()
+    assert {name: set(files) for name, files in excluded.items()} == ({"a": bad, "b": bad} if damaged else {})
+    assert not bad & seen

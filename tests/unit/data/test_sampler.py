@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gracetune.data.draws import draw
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Cursor, Drawn, Group, Order, Source
 
@@ -14,7 +15,8 @@ A, B, C = Bucket(64, 64), Bucket(96, 64), Bucket(64, 96)
 
 
 def group(source: int, shape: Bucket, visits: list[int], first: int = 0) -> Group:
-    return Group(source, (shape,), tuple(range(first, first + len(visits))), tuple(visits))
+    samples = tuple(range(first, first + len(visits)))
+    return Group(source, (shape,), samples, tuple(visits), tuple(draw(0, f"{sample}.png") for sample in samples))
 
 
 @st.composite

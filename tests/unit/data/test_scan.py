@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import xxhash
 
+from gracetune.config.dataset_config import Dataset, InMemory
 from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.open import open_backend
 from gracetune.data.media import Kind
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.scan import SCAN_VERSION, Scan, ScanMemory, examine, scan
+from unit.data.backends.helpers import this_machine
 from unit.data.folders import image, pictures, write
 from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone, video_bytes
 
@@ -91,13 +95,24 @@ class TestBadFiles:
         ],
         ids=["empty", "no picture", "cut-off PNG", "cut-off JPEG", "bomb"],
     )
-    @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
     def test_each_is_named_with_its_reason(self, tmp_path: Path, name: str, content: bytes, reason: str) -> None:
         found = scan(LocalBackend(write(tmp_path, {name: content, "good.png": image()})), "image")
         assert [file.path for file in found.files] == ["good.png"]
         assert [bad.path for bad in found.unreadable] == [name]
         assert reason in found.unreadable[0].reason
         assert found.total == 2
+
+    def test_a_bomb_is_named_and_nobody_is_warned_of_it(self, tmp_path: Path) -> None:
+        """Whatever other threads open at the same time; and the warnings of everybody else are as they were."""
+        bombs: dict[str, bytes | str] = {f"{number}.png": png(10_000, 10_000, 8, 2, b"") for number in range(40)}
+        folder = write(tmp_path, {**bombs, **pictures(40, captions=False)})
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            before = list(warnings.filters)
+            found = scan(LocalBackend(folder), "image", workers=8)
+            assert list(warnings.filters) == before
+        assert len(found.unreadable) == 40
+        assert said == []
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
     def test_without_permission(self, tmp_path: Path) -> None:
@@ -152,8 +167,8 @@ class TestMemory:
             "[]",
             "{",
             '{"version": 0, "files": {}}',
-            '{"version": 1, "files": {"000.png": {}}}',
-            '{"version": 1, "files": 3}',
+            '{"version": 2, "files": {"000.png": {}}}',
+            '{"version": 2, "files": 3}',
         ],
     )
     def test_a_memory_that_is_damaged_or_of_another_release_is_no_memory(self, tmp_path: Path, content: str) -> None:
@@ -173,6 +188,27 @@ class TestMemory:
         assert len(found.files) == 2
         assert found.forgotten is not None
         assert "scans" in found.forgotten
+
+    def test_datasets_that_look_at_other_files_of_one_folder_do_not_forget_each_other_s(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG"), "gone.png": image()})
+        backend = LocalBackend(folder)
+        memory = ScanMemory(tmp_path / "scans", backend.root, "image")
+        first = [scan(backend, "image", memory=memory, extensions=[kind]).reused for kind in ("png", "jpg")]
+        (folder / "gone.png").unlink()
+        again = [scan(backend, "image", memory=memory, extensions=[kind]).reused for kind in ("png", "jpg")]
+        assert (first, again) == ([0, 0], [1, 1])
+        assert json.loads(memory.file.read_text())["files"].keys() == {"a.png", "b.jpg"}
+
+    def test_staging_some_of_them_does_not_either(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG")})
+        memory = ScanMemory(tmp_path / "scans", str(folder), "image")
+        assert len(scan(LocalBackend(folder), "image", memory=memory).files) == 2
+        options = InMemory(file_extensions=("png",))
+        dataset = Dataset(id="d", path=str(folder), type="in_memory", in_memory=options)
+        with open_backend(dataset, machine=this_machine()) as staged:
+            found = scan(staged, "image", memory=memory)
+        assert (len(found.files), found.reused, found.others) == (1, 1, {".jpg": 1})
+        assert scan(LocalBackend(folder), "image", memory=memory).reused == 2
 
     def test_folders_of_the_same_name_do_not_share_one(self, tmp_path: Path) -> None:
         one, other = (ScanMemory(tmp_path, root, "image").file for root in ("/a/photos", "/b/photos"))

@@ -53,6 +53,24 @@ def test_the_end_of_a_thumbnail_is_not_the_end_of_its_picture() -> None:
     assert truncation(data[:-30]) is not None
 
 
+class TestWithoutItsEndMarker:
+    """A baseline JPEG whose pixels are all there, and one that only looks so."""
+
+    DATA = image_bytes(NOISE, "JPEG")
+
+    @pytest.mark.parametrize("tail", [b"\0" * 100, b"appended by a phone", b"\0\0\0\x20ftypmp42" * 50])
+    def test_what_the_decoder_finds_whole_is_whole(self, tail: bytes) -> None:
+        data = self.DATA[:-2] + tail
+        assert decodes(data)
+        assert truncation(data) is None
+
+    @pytest.mark.parametrize("missing", [40, 200, 800])
+    @pytest.mark.parametrize("tail", [b"", b"\0" * 3000, b"\0" * 5])
+    def test_what_the_decoder_has_to_make_up_is_cut_off(self, missing: int, tail: bytes) -> None:
+        """A download that had made room for all of it leaves zeros, which the decoder takes for pixels."""
+        assert truncation(self.DATA[:-missing] + tail) == "cut off: the picture does not end"
+
+
 def test_other_files_are_not_judged() -> None:
     for data in (b"", b"GIF89a", b"BM", b"\0" * 100, image_bytes(NOISE, "BMP")[:100], image_bytes(NOISE, "TIFF")[:90]):
         assert truncation(data) is None

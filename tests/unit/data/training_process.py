@@ -1,4 +1,4 @@
-"""One rank of a run, as a process of its own: reads the folder, takes batches, writes down each and its state.
+"""One rank of a run, as a process of its own: takes and decodes batches, writes down each and its state.
 
 Arguments: a JSON object with `folder`, `work` (its own folder), `rank`, `world_size`, `schedule`, `batches`, and
 optionally `state` (a file to go on from) and `pause` (seconds between batches).
@@ -11,18 +11,23 @@ import os
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gracetune.config.run_config import RunConfig
+from gracetune.data.ahead import LoadedBatch, decode_ahead
 from gracetune.data.build import build_index
+from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.geometry import Geometry
+from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
-from gracetune.data.refs import BatchRef
+from gracetune.data.media.image import decode_image
+from gracetune.data.refs import BatchRef, SampleRef
 
 
 def config_for(folder: str) -> RunConfig:
-    common = {"path": folder, "captions": {"dropout": 0.2}}
+    common = {"path": folder, "captions": {"dropout": 0.2}, "corrupt_threshold": 0.2}
     return RunConfig.model_validate(
         {
             "name": "process",
@@ -42,6 +47,15 @@ def written(outcome: object) -> dict[str, Any]:
     return {"kind": kind, **json.loads(json.dumps(asdict(outcome)))}  # type: ignore[call-overload]
 
 
+def decode(index: DataIndex, ref: SampleRef) -> None:
+    """A picture without a tensor: these processes need not wait for torch."""
+    assert ref.fit is not None
+    try:
+        decode_image(index.backend_of(ref.dataset).read(ref.path), ref.path, ref.fit, ref.bucket)
+    except UnreadableMediaError as error:
+        raise UnreadableMediaError(error.path, error.reason, ref.dataset) from error
+
+
 def main(arguments: dict[str, Any]) -> None:
     index = build_index(config_for(arguments["folder"]), Geometry("image", side_multiple=16))
     loader = Loader(index, batch_size=2, rank=arguments["rank"], world_size=arguments["world_size"])
@@ -51,9 +65,15 @@ def main(arguments: dict[str, Any]) -> None:
         loader.load_state_dict(saved["loader"])
         done = saved["done"]
     work = Path(arguments["work"])
-    with (work / "log").open("a") as log:
+    with (work / "log").open("a") as log, decode_ahead(loader, partial(decode, index), workers=1) as ahead:
         while done < arguments["batches"]:
-            outcome = loader.next_batch(arguments["schedule"][done % len(arguments["schedule"])])
+            try:
+                decoded = ahead.next_batch(arguments["schedule"][done % len(arguments["schedule"])])
+            except UnreadableMediaError as error:
+                assert error.dataset is not None
+                loader.exclude(error.dataset, {error.path: error.reason})
+                continue
+            outcome = decoded.ref if isinstance(decoded, LoadedBatch) else decoded
             done += 1
             log.write(json.dumps({"done": done, **written(outcome)}) + "\n")
             log.flush()

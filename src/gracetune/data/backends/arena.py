@@ -1,12 +1,13 @@
 """Segments: memory with files in it that is written once, sealed, and then shared between processes.
 
-Format 1. A segment is a memfd (a file that exists only in memory and dies with its last user); numbers little-endian.
+Format 2. A segment is a memfd (a file that exists only in memory and dies with its last user); numbers little-endian.
       0  magic "GTARENA\\0", u32 version, u32 number of records, u64 offset of the records, u64 offset of the names,
          u64 size of the segment, 16 bytes random identity, 16 bytes checksum; zeros up to 128
     128  the files' bytes: each starts at a multiple of 64; what lies between them is undefined
     ...  records, 64 bytes each, sorted by name: u64 offset of the name below the names, u32 its length, u16 codec
-         (0 as it is, others see compression.py, 65535 "removed"), u16 zero, u64 offset, u64 stored size, u64 size,
-         i64 modification time in ns, 16 bytes xxh3-128 of the file's content
+         (0 as it is, others see compression.py, 65535 "removed", 65534 "could not be read": what is stored is the
+         reason in UTF-8), u16 zero, u64 offset, u64 stored size, u64 size, i64 modification time in ns, 16 bytes
+         xxh3-128 of the file's content
     ...  names: UTF-8, one after the other, to the end
 The checksum is xxh3-128 over the header before it, the records and the names. Records are found by bisection where
 they lie, so a worker process needs no memory of its own for the index. A segment without all seals is refused: nobody
@@ -36,13 +37,14 @@ from gracetune.data.backends.numa import NodeChoice, bind
 from gracetune.units import MIB, format_bytes
 
 MAGIC: Final = b"GTARENA\0"
-VERSION: Final = 1
+VERSION: Final = 2
 HEADER: Final = struct.Struct("<8sIIQQQ16s")
 CHECKSUM_AT: Final = HEADER.size
 DATA_AT: Final = 128
 ALIGNMENT: Final = 64
 RECORD: Final = struct.Struct("<QIHHQQQq16s")
 REMOVED: Final = 65535
+UNREADABLE: Final = 65534
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 _PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
@@ -63,6 +65,10 @@ class Entry:
     @property
     def removed(self) -> bool:
         return self.codec == REMOVED
+
+    @property
+    def unreadable(self) -> bool:
+        return self.codec == UNREADABLE
 
 
 def removed_entry(path: str) -> Entry:

@@ -89,3 +89,7 @@ CODECS: Final[Mapping[Compression, Codec]] = {
     "zstd": Codec("zstd", 4, lambda data: cramjam.zstd.compress(data, 3), cramjam.zstd.decompress_into),
 }
 BY_NUMBER: Final[Mapping[int, Codec]] = {codec.number: codec for codec in CODECS.values()}
+
+
+def codec_for(compression: Compression) -> Codec | None:
+    return None if compression == "none" else CODECS[compression]

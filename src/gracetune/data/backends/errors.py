@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.errors import DataError
@@ -38,6 +39,11 @@ class UnreadableFilesError(DataError):
             hint="repair or remove the files below, or raise corrupt_threshold to leave them out",
         )
         super().__init__(f"{problem}{shown}{more}")
+
+
+def too_many(count: int, total: int, share: float) -> bool:
+    """Whether more than a share of them failed. The share as it is written: 0.29 of 100 is 29, not 28.999…"""
+    return count > Fraction(str(share)) * total
 
 
 def told(key: str, *, found: str, expected: str, hint: str) -> str:

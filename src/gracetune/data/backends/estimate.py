@@ -11,6 +11,7 @@ from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.compression import CHUNK, Codec, shrinks
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.errors import DataError
+from gracetune.data.words import counted
 
 SAMPLES_PER_KIND: Final = 4
 KINDS: Final = 16
@@ -27,7 +28,7 @@ class Estimate:
     """Stored size over size, by extension, where it was sampled."""
 
     def __str__(self) -> str:
-        told = f"{self.files} files of {decimal(self.raw)}"
+        told = f"{counted(self.files, 'file')} of {decimal(self.raw)}"
         if self.compression == "none":
             return told
         kinds = ", ".join(f"{kind or 'no extension'} {ratio:.0%}" for kind, ratio in self.ratios.items())

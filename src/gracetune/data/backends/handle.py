@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gracetune.data.backends.errors import StagingError
+from gracetune.data.backends.listing import LeftOut
 
 
 class _Message(BaseModel):
@@ -36,7 +37,7 @@ class StagedHandle(_Message):
     """Staged data of a running process. Good for as long as that process keeps it open."""
 
     kind: Literal["in_memory"] = "in_memory"
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     pid: int
     started: int
     """Clock ticks after boot: a pid alone may belong to somebody else by now."""
@@ -48,6 +49,8 @@ class StagedHandle(_Message):
     written: tuple[str, ...] = ()
     """Changed since they were staged: to be read from the source."""
     removed: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    """What the source did not hand out when it was staged."""
 
 
 BackendHandle: TypeAlias = SourceHandle | StagedHandle

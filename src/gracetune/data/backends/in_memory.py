@@ -14,19 +14,19 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import TracebackType
-from typing import BinaryIO, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import BinaryIO, Protocol
 
 from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.arena import Entry
 from gracetune.data.backends.errors import StagingError
 from gracetune.data.backends.handle import SegmentHandle, SourceHandle, StagedHandle, own_start, process_start
-from gracetune.data.backends.listing import Listing
+from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import checked
 from gracetune.data.backends.report import StagingReport
 from gracetune.data.backends.segment import Segment
+from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.errors import MissingFileError
@@ -66,14 +66,15 @@ class Restager(Protocol):
         ...
 
     def stage(
-        self, listing: Listing, *, removed: tuple[str, ...], already: int, of_files: int
+        self, listing: Listing, *, removed: tuple[str, ...], already: int
     ) -> tuple[Sequence[Segment], StagingReport]: ...
 
 
-class InMemoryBackend:
+class InMemoryBackend(Storage):
     """See `gracetune.data.backend.Backend` for the contract, and `open_backend` for how to get one.
 
-    `read` of a file stored as it is returns the arena's own bytes. Such a view stays valid after `close`.
+    `read` of a file stored as it is returns the arena's own bytes. Such a view stays valid after `close`. A file that
+    could not be read when it was staged is listed as its source listed it, and `read` says why.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class InMemoryBackend:
         restager: Restager | None = None,
         written: Iterable[str] = (),
         removed: Iterable[str] = (),
+        left_out: tuple[LeftOut, ...] = (),
     ) -> None:
         self._segments = list(segments)
         self._root, self._source, self._restager = root, source, restager
         self._changes = {path: _Change(True) for path in written} | {path: _Change(False) for path in removed}
         self._lock, self._refreshing = threading.Lock(), threading.Lock()
-        self._left_out = () if report is None else (*report.left_out, *report.unreadable)
+        self._left_out = left_out if report is None else report.left_out
+        self._unselected = () if report is None else report.unselected
         self._companions: list[Closable] = []
         self._closed = False
         self.report = report
@@ -106,9 +109,6 @@ class InMemoryBackend:
         """Bytes of memory the staged files and their indexes take, once for all processes."""
         return sum(segment.resident for segment in self._segments)
 
-    def list(self) -> tuple[str, ...]:
-        return tuple(self.survey().files)
-
     def survey(self) -> Listing:
         files = {entry.path: _facts(entry) for entry in self._entries().values()}
         for path, change in self._snapshot().items():
@@ -117,18 +117,11 @@ class InMemoryBackend:
                 # Deleted behind our back: then it is not there, as for any other backend.
                 with suppress(MissingFileError):
                     files[path] = self._written(path).stat(path)
-        return Listing(dict(sorted(files.items())), self._left_out)
+        return Listing(dict(sorted(files.items())), self._left_out, self._unselected)
 
     def stat(self, path: str) -> FileStat:
         found = self._find(path)
         return self._written(path).stat(path) if found is None else _facts(found[1])
-
-    def exists(self, path: str) -> bool:
-        try:
-            self.stat(path)
-        except MissingFileError:
-            return False
-        return True
 
     def read(self, path: str) -> memoryview:
         found = self._find(path)
@@ -141,9 +134,9 @@ class InMemoryBackend:
         return stream_over(self.read(path))
 
     def digest(self, path: str) -> str | None:
-        """The content's xxh3-128 as taken while staging; None where the file was written since."""
+        """The content's xxh3-128 as taken while staging; None where it was not read then, or written since."""
         found = self._find(path)
-        return None if found is None else found[1].digest.hex()
+        return None if found is None or found[1].unreadable else found[1].digest.hex()
 
     def write(self, path: str, data: bytes) -> None:
         self._written(path).write(path, data)
@@ -172,17 +165,17 @@ class InMemoryBackend:
         changed = tuple(
             path
             for path, facts in listing.files.items()
-            if path in staged and (path in before or facts != _facts(staged[path]))
+            if path in staged and (path in before or staged[path].unreadable or facts != _facts(staged[path]))
         )
         removed = tuple(path for path in staged if path not in listing.files)
-        if not (added or changed or removed):
-            return Refreshed((), (), (), None)
-        fresh = Listing({path: listing.files[path] for path in sorted((*added, *changed))}, listing.left_out)
-        total = len(listing.files)
-        segments, report = restager.stage(fresh, removed=removed, already=self.stored, of_files=total)
+        segments: Sequence[Segment] = ()
+        report = None
+        if added or changed or removed:
+            fresh = replace(listing, files={path: listing.files[path] for path in sorted((*added, *changed))})
+            segments, report = restager.stage(fresh, removed=removed, already=self.stored)
         with self._lock:
             self._segments.extend(segments)
-            self._left_out = (*report.left_out, *report.unreadable)
+            self._left_out, self._unselected = listing.left_out, listing.unselected
             for path in (*added, *changed, *removed):
                 if self._changes.get(path) is before.get(path):  # else it was written again in the meantime
                     self._changes.pop(path, None)
@@ -202,6 +195,7 @@ class InMemoryBackend:
             segments=tuple(segment.handle() for segment in self._segments),
             written=tuple(path for path, change in changes.items() if change.present),
             removed=tuple(path for path, change in changes.items() if not change.present),
+            left_out=self._left_out,
         )
 
     def descriptors(self) -> Sequence[int]:
@@ -218,12 +212,6 @@ class InMemoryBackend:
             self._closed = True
         for part in (*self._companions, *self._segments):
             part.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _find(self, path: str) -> tuple[Segment, Entry] | None:
         """The staged file, or None where the source has a newer one."""
@@ -278,7 +266,14 @@ def attach(
         for part in opened:
             part.close()
         raise
-    return InMemoryBackend(segments, root=handle.root, source=source, written=handle.written, removed=handle.removed)
+    return InMemoryBackend(
+        segments,
+        root=handle.root,
+        source=source,
+        written=handle.written,
+        removed=handle.removed,
+        left_out=handle.left_out,
+    )
 
 
 def _attached(expected: SegmentHandle, file: io.FileIO) -> Segment:

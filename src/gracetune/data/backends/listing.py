@@ -22,6 +22,9 @@ class Listing:
     files: Mapping[str, FileStat]
     """Sorted by path."""
     left_out: tuple[LeftOut, ...] = ()
+    """What the storage does not hand out."""
+    unselected: tuple[LeftOut, ...] = ()
+    """What it would hand out, and a dataset did not ask for."""
 
 
 @runtime_checkable

@@ -22,14 +22,14 @@ import stat as modes
 from collections.abc import Iterator, MutableSequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Final
 
 from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
-from gracetune.data.backends.paths import checked, is_unfinished, printable, refusal, unfinished_name
+from gracetune.data.backends.paths import checked, printable, unfinished_name
+from gracetune.data.backends.shared import Storage, refuse_our_names, why_unlisted
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
 
 # NONBLOCK: a named pipe must not hang us before we can see that it is none of the files we read.
@@ -38,7 +38,7 @@ _CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
-class LocalBackend:
+class LocalBackend(Storage):
     """See `gracetune.data.backend.Backend` for the contract."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -58,9 +58,6 @@ class LocalBackend:
     def handle(self) -> SourceHandle:
         """What another process of this machine needs to open the same folder."""
         return SourceHandle(kind="local", root=self._folder)
-
-    def list(self) -> tuple[str, ...]:
-        return tuple(self.survey().files)
 
     def survey(self) -> Listing:
         """Every regular file, and what is there besides."""
@@ -89,9 +86,9 @@ class LocalBackend:
 
     def _judge(self, path: str, entry: os.DirEntry[str]) -> FileStat | str | None:
         """A file's facts, a reason to leave it out, or None for a folder to go into."""
-        reason = refusal(path)
+        reason = why_unlisted(path)
         if reason is not None:
-            return f"it cannot be used: {reason}"
+            return reason
         try:
             if entry.is_symlink():
                 return self._judge_link(entry)
@@ -99,8 +96,6 @@ class LocalBackend:
                 return None
             if not entry.is_file(follow_symlinks=False):
                 return "neither a file nor a folder"
-            if is_unfinished(path):
-                return "a write of ours that never finished; it can be deleted"
             return _facts(entry.stat(follow_symlinks=False))
         except OSError as error:
             return f"it cannot be looked at: {error.strerror}"
@@ -123,13 +118,6 @@ class LocalBackend:
         if not modes.S_ISREG(found.st_mode):
             raise MissingFileError(f"{path} in {self._given} is no file")
         return _facts(found)
-
-    def exists(self, path: str) -> bool:
-        try:
-            self.stat(path)
-        except MissingFileError:
-            return False
-        return True
 
     def read(self, path: str) -> memoryview:
         with self._opened(path) as file:
@@ -192,15 +180,6 @@ class LocalBackend:
                 raise MissingFileError(f"{path} is no file in {self._given}") from error
             raise StorageError(f"{path} in {self._given} cannot be deleted: {error.strerror}") from error
 
-    def close(self) -> None:
-        """Nothing is held between calls."""
-
-    def __enter__(self) -> LocalBackend:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
     def _inside(self, path: str) -> str:
         """Where a path really leads, links followed; never outside the root."""
         target = self._folder
@@ -218,8 +197,7 @@ class LocalBackend:
     def _place(self, path: str) -> tuple[str, str]:
         """The real folder and the name of something to be written or deleted. The name itself is not followed."""
         above, _, name = checked(path, self._given).rpartition("/")
-        if is_unfinished(name):
-            raise StorageError(f"{path}: names of this form are kept for files that are being written")
+        refuse_our_names(path)
         return (self._inside(above) if above else self._folder), name
 
     def _contains(self, target: str) -> bool:

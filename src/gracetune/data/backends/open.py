@@ -11,14 +11,16 @@ from typing import Protocol, cast
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
 from gracetune.data.backends.compression import CODECS, Compression
+from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.paths import suffix_of
 from gracetune.data.backends.progress import OnProgress, unwatched
 from gracetune.data.backends.selection import MEDIA, select, selection_for
 from gracetune.data.backends.share import LocalRanks, fetch
-from gracetune.data.backends.stager import Stager, limit_for, threads_for
+from gracetune.data.backends.stager import Stager, limit_for, open_for, threads_for
 from gracetune.data.backends.staging import StagingOptions
 from gracetune.data.backends.url import UrlBackend
 from gracetune.errors import ConfigError, Problem
@@ -57,22 +59,28 @@ def open_backend(
     if ranks is not None and ranks.rank > 0:
         handle, files = fetch(ranks, dataset.id)
         return attach(handle, open_source, files)
-    machine = machine or probe()
+
+    def make() -> Stager:
+        return stager_for(dataset, machine or probe(), on_progress)
+
+    return make().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make)
+
+
+def stager_for(dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched) -> Stager:
+    """How a dataset of type `in_memory` is staged."""
     options = dataset.in_memory
-    stager = Stager(
-        source=_source(dataset.path),
+    return Stager(
+        source=plain_backend(dataset.path),
         selection=selection_for(dataset),
         options=StagingOptions(
             dataset=dataset.id,
             compression=options.compression,
             threads=threads_for(machine, options.num_workers),
-            corrupt_threshold=dataset.corrupt_threshold,
         ),
         machine=machine,
         limit=limit_for(options.memory_limit_gb),
         on_progress=on_progress,
     )
-    return stager.open() if ranks is None or ranks.count == 1 else stager.open_for(ranks, dataset.id)
 
 
 def attach_backend(handle: BackendHandle) -> OpenedBackend:
@@ -84,7 +92,8 @@ def open_source(handle: SourceHandle) -> LocalBackend | UrlBackend:
     return LocalBackend(handle.root) if handle.kind == "local" else UrlBackend(handle.root)
 
 
-def _source(root: str) -> LocalBackend | UrlBackend:
+def plain_backend(root: str) -> LocalBackend | UrlBackend:
+    """A folder or URL, read from where it lies."""
     return UrlBackend(root) if "://" in root else LocalBackend(root)
 
 
@@ -93,6 +102,8 @@ class GH200InMemoryBackend(InMemoryBackend):
 
     with GH200InMemoryBackend("photos", compression="lz4", memory_limit_gb=200) as files:
         picture = files.read(files.list()[0])
+
+    More unreadable media than `corrupt_threshold` of them are refused; up to that, reading one of them says why.
     """
 
     def __init__(
@@ -109,22 +120,25 @@ class GH200InMemoryBackend(InMemoryBackend):
     ) -> None:
         codec = _checked_options(compression, num_workers, memory_limit_gb)
         machine = machine or probe()
-        source = _source(os.fspath(root))
+        source = plain_backend(os.fspath(root))
+        name = Path(os.fspath(root)).name or os.fspath(root)
+        selection = select(MEDIA, extensions=file_extensions)
         stager = Stager(
             source=source,
-            selection=select(MEDIA, extensions=file_extensions),
-            options=StagingOptions(
-                dataset=Path(os.fspath(root)).name or os.fspath(root),
-                compression=codec,
-                threads=threads_for(machine, num_workers),
-                corrupt_threshold=corrupt_threshold,
-            ),
+            selection=selection,
+            options=StagingOptions(dataset=name, compression=codec, threads=threads_for(machine, num_workers)),
             machine=machine,
             limit=limit_for(memory_limit_gb),
             on_progress=on_progress,
         )
-        segments, report = stager.stage(stager.survey())
+        listing = stager.survey()
+        segments, report = stager.stage(listing)
         super().__init__(segments, root=source.root, source=source, report=report, restager=stager)
+        unreadable = [one for one in report.unreadable if suffix_of(one.path) in selection.media]
+        total = sum(suffix_of(path) in selection.media for path in listing.files)
+        if too_many(len(unreadable), total, corrupt_threshold):
+            self.close()
+            raise UnreadableFilesError(name, unreadable, total=total, threshold=corrupt_threshold)
 
 
 def _checked_options(compression: str | None, num_workers: int | None, memory_limit_gb: float | None) -> Compression:

@@ -15,7 +15,7 @@ from gracetune.data.backends.selection import Selection, selection_for
 from gracetune.data.backends.share import LocalRanks
 from gracetune.hardware import Machine
 
-_Key: TypeAlias = tuple[str, str, tuple[InMemory, Selection, float] | None]
+PoolKey: TypeAlias = tuple[str, str, tuple[InMemory, Selection] | None]
 
 
 class BackendPool:
@@ -33,11 +33,11 @@ class BackendPool:
         watch: Callable[[Dataset], OnProgress] = lambda dataset: unwatched,
     ) -> None:
         self._machine, self._ranks, self._watch = machine, ranks, watch
-        self._opened: dict[_Key, OpenedBackend] = {}
+        self._opened: dict[PoolKey, OpenedBackend] = {}
 
     def open(self, dataset: Dataset) -> OpenedBackend:
         """The dataset's backend; the same for datasets that only differ in what is done with the files."""
-        key = _key(dataset)
+        key = pool_key(dataset)
         if key not in self._opened:
             self._opened[key] = open_backend(
                 dataset, machine=self._machine, ranks=self._ranks, on_progress=self._watch(dataset)
@@ -56,7 +56,8 @@ class BackendPool:
         self.close()
 
 
-def _key(dataset: Dataset) -> _Key:
+def pool_key(dataset: Dataset) -> PoolKey:
+    """Datasets with the same one share a backend."""
     where = dataset.path if "://" in dataset.path else os.path.realpath(Path(dataset.path).expanduser())
-    staging = (dataset.in_memory, selection_for(dataset), dataset.corrupt_threshold)
+    staging = (dataset.in_memory, selection_for(dataset))
     return dataset.type, where, staging if dataset.type == "in_memory" else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from gracetune.data.backends.estimate import Estimate
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.selection import reasons
+from gracetune.data.words import counted
 from gracetune.memory.hint import Hint
 from gracetune.units import format_bytes, format_duration
 
@@ -24,7 +25,10 @@ class StagingReport:
     seconds: float
     estimate: Estimate
     unreadable: tuple[LeftOut, ...]
+    """Kept with the reason, which whoever reads them is told."""
     left_out: tuple[LeftOut, ...]
+    """By the storage."""
+    unselected: tuple[LeftOut, ...]
     numa: Hint
     notes: tuple[str, ...] = ()
 
@@ -35,15 +39,19 @@ class StagingReport:
 
     def lines(self) -> list[str]:
         """For a terminal: one line of result, then whatever the user should know."""
-        kept = f" as {format_bytes(self.stored)} ({self.compression}, {self.compressed_files} files shrank)"
+        shrank = counted(self.compressed_files, "file")
+        kept = f" as {format_bytes(self.stored)} ({self.compression}, {shrank} shrank)"
+        staged = f"{counted(self.files, 'file')}, {format_bytes(self.raw)}{kept if self.compression != 'none' else ''}"
+        threads = counted(self.threads, "thread")
         estimated = [f"estimated beforehand: {self.estimate}"] if self.compression != "none" else []
         told = [
-            f"{self.dataset}: {self.files} files, {format_bytes(self.raw)}{kept if self.compression != 'none' else ''} "
-            f"staged in {format_duration(self.seconds)} ({self.rate / 1e9:.2f} GB/s, {self.threads} threads)",
+            f"{self.dataset}: {staged} staged in {format_duration(self.seconds)} "
+            f"({self.rate / 1e9:.2f} GB/s, {threads})",
             f"memory: {self.numa.reason}",
             *estimated,
             *self.notes,
         ]
-        told += [f"left out, unreadable: {item.path}: {item.reason}" for item in self.unreadable]
-        told += [f"left out, {count} files: {reason}" for reason, count in reasons(self.left_out)]
+        told += [f"unreadable: {item.path}: {item.reason}" for item in self.unreadable]
+        others = reasons((*self.left_out, *self.unselected))
+        told += [f"left out, {counted(count, 'file')}: {reason}" for reason, count in others]
         return told

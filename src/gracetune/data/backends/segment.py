@@ -16,6 +16,7 @@ from gracetune.data.backends.arena import CHECKSUM_AT, DATA_AT, HEADER, MAGIC, R
 from gracetune.data.backends.compression import BY_NUMBER, RAW
 from gracetune.data.backends.errors import StagingError
 from gracetune.data.backends.handle import SegmentHandle
+from gracetune.data.errors import UnreadableMediaError
 
 
 class Segment:
@@ -92,10 +93,15 @@ class Segment:
         return bytes(self._view[self._names + start : self._names + start + length])
 
     def read(self, entry: Entry) -> memoryview:
-        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise."""
+        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise.
+
+        Of a file that could not be read when it was staged, what its source raised then.
+        """
         if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
             raise StagingError(f"{entry.path} lies outside of the staged data")
         stored = self._view[entry.offset : entry.offset + entry.stored]
+        if entry.unreadable:
+            raise UnreadableMediaError(entry.path, str(stored, "utf-8"))
         if entry.codec == RAW:
             return stored
         try:

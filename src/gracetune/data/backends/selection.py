@@ -46,16 +46,16 @@ class Selection:
     sidecars: frozenset[str] = SIDECARS
 
     def apply(self, listing: Listing) -> Listing:
-        """The chosen files; the others join what the listing had already left out."""
-        left_out = [*listing.left_out]
+        """The chosen files, and why each of the others is not."""
+        unselected = []
         chosen = {}
         for path, facts in listing.files.items():
             reason = self._refusal(path)
             if reason is None:
                 chosen[path] = facts
             else:
-                left_out.append(LeftOut(path, reason))
-        return Listing(chosen, tuple(left_out))
+                unselected.append(LeftOut(path, reason))
+        return Listing(chosen, listing.left_out, tuple(unselected))
 
     def _refusal(self, path: str) -> str | None:
         if is_hidden(path):
@@ -77,7 +77,7 @@ def select(media: Iterable[Kind], *, extensions: Iterable[str] | None = None, al
 
 def selection_for(dataset: Dataset) -> Selection:
     captions = dataset.captions
-    also = [captions.extension]
+    also = [captions.extension.rpartition(".")[2]]  # of `tags.md`, what `suffix_of` will see
     if captions.table is not None and suffix_of(captions.table.path):
         also.append(suffix_of(captions.table.path))
     return select(_OF_DATASET[dataset.dataset_type], extensions=dataset.in_memory.file_extensions, also=also)

@@ -31,6 +31,8 @@ MOST_SEGMENTS: Final = 200  # the kernel passes at most 253 descriptors at a tim
 _LARGEST_MESSAGE: Final = 64 << 20
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _RETRY_SECONDS: Final = 0.05
+_LINGER_SECONDS: Final = 10.0
+"""How long a refusal waits for ranks that have not asked yet. They start together, so they come within seconds."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class LocalRanks:
 
 
 class Offer:
-    """Rank 0's side. Open it before staging, then `publish` or `refuse`.
+    """Rank 0's side. Open it before anything that can fail, then `publish` or `refuse`.
 
     It ends by itself when every other rank has its answer, and with `close` at the latest.
     """
@@ -84,8 +86,11 @@ class Offer:
         self._descriptors = [os.dup(descriptor) for descriptor in descriptors]
         self._answer({"handle": json.loads(to_json(handle))})
 
-    def refuse(self, reason: str) -> None:
+    def refuse(self, reason: str, *, linger: float = _LINGER_SECONDS) -> None:
+        """Tell every rank, those that come within a while too, and end: the name is free again."""
         self._answer({"error": reason})
+        self._thread.join(linger)
+        self.close()
 
     def _answer(self, message: dict[str, object]) -> None:
         self._message = json.dumps(message).encode()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gracetune.data.backend import Backend
+from gracetune.data.backends.compression import codec_for
+from gracetune.data.backends.estimate import Estimate, estimate_stored
 from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
@@ -35,48 +38,63 @@ class Stager:
         """What should be staged, as the source has it now."""
         return self.selection.apply(survey(self.source))
 
+    def estimate(self, *, spoken_for: int = 0) -> tuple[Estimate, str | None]:
+        """What staging would take, and what could not be checked; refused where staging would refuse it.
+
+        `spoken_for` is what other datasets will have taken of main memory by then.
+        """
+        estimate = estimate_stored(self.source, self.survey().files, codec_for(self.options.compression))
+        return estimate, self._guard(spoken_for=spoken_for).check(estimate)
+
     def stage(
-        self, listing: Listing, *, removed: tuple[str, ...] = (), already: int = 0, of_files: int | None = None
+        self, listing: Listing, *, removed: tuple[str, ...] = (), already: int = 0
     ) -> tuple[list[Segment], StagingReport]:
-        sensor = HostSensor(self.machine.gpus)
-        guard = MemoryGuard(
-            self.options.dataset,
-            limit=self.limit,
-            headroom=lambda: sensor.read().headroom,
-            reserve=host_reserve(self.machine),
-            already=already,
-        )
         return stage(
             self.source,
             listing,
             self.options,
-            guard=guard,
+            guard=self._guard(already=already),
             choice=choose_nodes(self.machine),
             removed=removed,
-            of_files=of_files,
             on_progress=self.on_progress,
         )
+
+    def _guard(self, *, already: int = 0, spoken_for: int = 0) -> MemoryGuard:
+        sensor = HostSensor(self.machine.gpus)
+
+        def headroom() -> int | None:
+            left = sensor.read().headroom
+            return None if left is None else left - spoken_for
+
+        reserve = host_reserve(self.machine)
+        return MemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve, already=already)
 
     def open(self) -> InMemoryBackend:
         segments, report = self.stage(self.survey())
         return InMemoryBackend(segments, root=self.source.root, source=self.source, report=report, restager=self)
 
-    def open_for(self, ranks: LocalRanks, name: str) -> InMemoryBackend:
-        """Stage as local rank 0, and hand the same pages to the other ranks as they ask for them."""
-        offer = Offer(ranks, name)
-        try:
-            backend = self.open()
-        except BaseException as error:
-            # The other ranks wait for an answer; the offer gives it to them for as long as this process lives.
-            offer.refuse(str(error) or type(error).__name__)
-            raise
-        backend.keep(offer)
-        try:
-            offer.publish(backend.handle(), backend.descriptors())
-        except BaseException:
-            backend.close()
-            raise
-        return backend
+
+def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemoryBackend:
+    """Stage as local rank 0, and hand the same pages to the other ranks as they ask for them.
+
+    The stager is made here, because that can fail too (its folder may be missing), and the others wait for an answer.
+    """
+    offer = Offer(ranks, name)
+    try:
+        backend = make().open()
+    except Exception as error:
+        offer.refuse(str(error) or type(error).__name__)
+        raise
+    except BaseException:
+        offer.close()  # interrupted: the others see the connection end
+        raise
+    backend.keep(offer)
+    try:
+        offer.publish(backend.handle(), backend.descriptors())
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
 def threads_for(machine: Machine, asked: int | None) -> int:

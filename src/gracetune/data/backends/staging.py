@@ -6,6 +6,9 @@ takes no memory. So a thread holds one chunk at a time, whatever the size of the
 
 The kernel lets one thread at a time write to a memory file. With one file for all threads staging would be a third
 slower on two cores, and no faster on seventy; so the threads are spread over a few segments.
+
+A file that cannot be read is staged as the reason why, which everybody who asks for it is told, as its own storage
+would have done. How many of them are too many is decided by those who know which files are samples.
 """
 
 from __future__ import annotations
@@ -23,9 +26,8 @@ from typing import Final, cast
 import xxhash
 
 from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.arena import ArenaWriter, Entry, capacity_for, removed_entry
-from gracetune.data.backends.compression import CHUNK, CHUNK_OVERHEAD, CODECS, RAW, Codec, Compression, shrinks
-from gracetune.data.backends.errors import UnreadableFilesError
+from gracetune.data.backends.arena import UNREADABLE, ArenaWriter, Entry, capacity_for, removed_entry
+from gracetune.data.backends.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks
 from gracetune.data.backends.estimate import Estimate, estimate_stored
 from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.listing import LeftOut, Listing
@@ -43,8 +45,6 @@ SEGMENT_BYTES: Final = 32 * MIB
 """Less than that is not worth a segment of its own."""
 ATTEMPTS: Final = 3
 """A file that changes while it is read is read again, but not for ever."""
-LISTED_BEYOND_THRESHOLD: Final = 200
-"""Unreadable files beyond what is allowed before we stop looking for more: enough to see what they have in common."""
 _PROGRESS_SECONDS: Final = 0.1
 
 
@@ -53,7 +53,6 @@ class StagingOptions:
     dataset: str
     compression: Compression = "none"
     threads: int = 1
-    corrupt_threshold: float = 0.01
 
 
 def default_threads(cpus: int | None) -> int:
@@ -72,14 +71,10 @@ def stage(
     guard: MemoryGuard,
     choice: NodeChoice,
     removed: tuple[str, ...] = (),
-    of_files: int | None = None,
     on_progress: OnProgress = unwatched,
 ) -> tuple[list[Segment], StagingReport]:
-    """All files of `listing` in memory. Whatever goes wrong, no memory and no descriptor stays behind.
-
-    `of_files` is the size of the whole dataset, of which unreadable files may be a share, where this is a part of it.
-    """
-    codec = CODECS[options.compression] if options.compression != "none" else None
+    """All files of `listing` in memory. Whatever goes wrong, no memory and no descriptor stays behind."""
+    codec = codec_for(options.compression)
     estimate = estimate_stored(source, listing.files, codec)
     unchecked = guard.check(estimate)
     started = time.perf_counter()
@@ -89,11 +84,9 @@ def stage(
             _Shelf(stack.enter_context(ArenaWriter(capacity, choice)))
             for _ in range(segments_for(estimate.raw, options.threads))
         ]
-        run = _Run(source, guard, codec, options, listing.files, of_files or len(listing.files))
+        run = _Run(source, guard, codec, options, listing.files)
         unreadable = run.fill(shelves, on_progress)
-        # An unreadable file counts as removed: an older segment may still hold what it once was.
-        gone = sorted({*removed, *(item.path for item in unreadable)})
-        segments = _sealed(shelves, gone)
+        segments = _sealed(shelves, removed)
     report = _report(options, shelves, estimate, unreadable, listing, time.perf_counter() - started, unchecked)
     return segments, report
 
@@ -106,11 +99,11 @@ class _Shelf:
     entries: list[Entry] = field(default_factory=list)
 
 
-def _sealed(shelves: list[_Shelf], gone: list[str]) -> list[Segment]:
+def _sealed(shelves: list[_Shelf], removed: tuple[str, ...]) -> list[Segment]:
     with ExitStack() as stack:
         segments = []
         for number, shelf in enumerate(shelves):
-            also = map(removed_entry, gone) if number == 0 else ()
+            also = map(removed_entry, removed) if number == 0 else ()
             segment = Segment(shelf.writer.finish([*shelf.entries, *also]))
             stack.callback(segment.close)
             segments.append(segment)
@@ -127,7 +120,7 @@ def _report(
     seconds: float,
     unchecked: str | None,
 ) -> StagingReport:
-    staged = [entry for shelf in shelves for entry in shelf.entries]
+    staged = [entry for shelf in shelves for entry in shelf.entries if not entry.unreadable]
     return StagingReport(
         dataset=options.dataset,
         files=len(staged),
@@ -140,6 +133,7 @@ def _report(
         estimate=estimate,
         unreadable=unreadable,
         left_out=listing.left_out,
+        unselected=listing.unselected,
         numa=together(shelf.writer.numa for shelf in shelves),
         notes=() if unchecked is None else (unchecked,),
     )
@@ -159,11 +153,9 @@ class _Run:
         codec: Codec | None,
         options: StagingOptions,
         files: Mapping[str, FileStat],
-        of_files: int,
     ) -> None:
         self.source, self.guard, self.codec = source, guard, codec
-        self._options, self._of_files = options, of_files
-        self._allowed = int(options.corrupt_threshold * of_files)
+        self._options = options
         self._files, self._bytes = len(files), sum(facts.size for facts in files.values())
         # The largest first: a long video started last would keep one thread busy and all others waiting.
         self._queue = iter(sorted(files.items(), key=lambda item: (-item[1].size, item[0])))
@@ -173,7 +165,7 @@ class _Run:
         self._unreadable: list[LeftOut] = []
 
     def fill(self, shelves: list[_Shelf], on_progress: OnProgress) -> tuple[LeftOut, ...]:
-        """Run the threads until all files are on a shelf. Returns those that could not be read."""
+        """Run the threads until all files are on a shelf. Returns those of which that is only the reason."""
         started = time.perf_counter()
 
         def report() -> None:
@@ -188,11 +180,7 @@ class _Run:
             finally:
                 self._stop.set()
         report()
-        found = tuple(sorted(self._unreadable, key=lambda item: item.path))
-        if len(found) > self._allowed:
-            threshold = self._options.corrupt_threshold
-            raise UnreadableFilesError(self._options.dataset, found, total=self._of_files, threshold=threshold)
-        return found
+        return tuple(sorted(self._unreadable, key=lambda item: item.path))
 
     def next_file(self) -> tuple[str, FileStat] | None:
         with self._lock:
@@ -210,8 +198,6 @@ class _Run:
         with self._lock:
             self._done += 1
             self._unreadable.append(LeftOut(path, reason))
-            if len(self._unreadable) > self._allowed + LISTED_BEYOND_THRESHOLD:
-                self._stop.set()
 
 
 class _Worker:
@@ -231,7 +217,14 @@ class _Worker:
             except _StoppedError:
                 return
             except UnreadableMediaError as error:
+                self._shelf.entries.append(self._reason(path, facts, error.reason))
                 self._run.unreadable(path, error.reason)
+
+    def _reason(self, path: str, facts: FileStat, reason: str) -> Entry:
+        text = reason.encode(errors="backslashreplace")
+        offset = self._shelf.writer.reserve(len(text))
+        stored = self._write_all(offset, [text])
+        return Entry(path, UNREADABLE, offset, stored, facts.size, facts.modified_ns, bytes(16))
 
     def _stage(self, path: str, facts: FileStat) -> Entry:
         source = self._run.source

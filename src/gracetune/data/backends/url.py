@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from importlib import import_module
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, unquote
 
@@ -18,7 +17,8 @@ from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
-from gracetune.data.backends.paths import checked, is_unfinished, printable, refusal, unfinished_name
+from gracetune.data.backends.paths import checked, printable, unfinished_name
+from gracetune.data.backends.shared import Storage, refuse_our_names, why_unlisted
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 
@@ -44,8 +44,8 @@ _LIBRARY_ERRORS: Final = (("aiohttp", "ClientError"), ("gcsfs.retry", "HttpError
 _MODIFIED: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "date_time", "created")
 
 
-class UrlBackend:
-    """See `gracetune.data.backend.Backend` for the contract. Credentials are the library's business."""
+class UrlBackend(Storage):
+    """See `gracetune.data.backend.Backend` for the contract. Credentials and connections are the library's business."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -86,9 +86,6 @@ class UrlBackend:
     def handle(self) -> SourceHandle:
         return SourceHandle(kind="url", root=self._url)
 
-    def list(self) -> tuple[str, ...]:
-        return tuple(self.survey().files)
-
     def survey(self) -> Listing:
         """Every file below the URL, by one listing of the storage."""
         try:
@@ -102,11 +99,9 @@ class UrlBackend:
         left_out: list[LeftOut] = []
         for name, info in found.items():
             path = self._relative(name)
-            reason = refusal(path) if path is not None else "it lies outside of the URL"
-            if path is not None and is_unfinished(path):
-                reason = "a write of ours that never finished; it can be deleted"
+            reason = "it lies outside of the URL" if path is None else why_unlisted(path)
             if path is None or reason is not None:
-                left_out.append(LeftOut(printable(path or name), f"it cannot be used: {reason}"))
+                left_out.append(LeftOut(printable(path or name), f"{reason}"))
             else:
                 files[path] = self._facts(path, info)
         return Listing(dict(sorted(files.items())), tuple(left_out))
@@ -120,13 +115,6 @@ class UrlBackend:
         if info.get("type") != "file":
             raise MissingFileError(f"{path} in {self._url} is no file")
         return info
-
-    def exists(self, path: str) -> bool:
-        try:
-            self.stat(path)
-        except MissingFileError:
-            return False
-        return True
 
     def read(self, path: str) -> memoryview:
         with self._reading(path):
@@ -142,8 +130,7 @@ class UrlBackend:
     def write(self, path: str, data: bytes) -> None:
         full = self._full(path)
         self._refuse_read_only(path)
-        if is_unfinished(path):
-            raise StorageError(f"{path}: names of this form are kept for files that are being written")
+        refuse_our_names(path)
         try:
             self._put(full, bytes(data))
         except self._refusals as error:
@@ -198,15 +185,6 @@ class UrlBackend:
             raise StorageError(f"{path} in {self._url} cannot be deleted: {_words(error)}") from error
         finally:
             self._fs.invalidate_cache()
-
-    def close(self) -> None:
-        """Connections belong to fsspec, which shares them."""
-
-    def __enter__(self) -> UrlBackend:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:

@@ -71,6 +71,10 @@ class SoundSource(Protocol):
         """Fewer samples than asked for only at the end of the file."""
         ...
 
+    def check_end(self) -> None:
+        """Raise UnreadableMediaError where the file's header promises more than is there, as far as that is cheap."""
+        ...
+
 
 @contextmanager
 def opened_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
@@ -144,6 +148,16 @@ class _FileSound:
             raise UnreadableMediaError(self._path, f"breaks off after {got:.2f} of {self.length / self.rate:.2f} s")
         return found[:, start - begin :]
 
+    def check_end(self) -> None:
+        """Of flac and mp3 the length is what the header says; there may be nothing to be read there."""
+        count = min(self.length, round(4 * SLACK * self.rate))
+        try:
+            self.read(self.length - count, count)
+        except (soundfile.LibsndfileError, UnreadableMediaError) as error:
+            self._callbacks.check()
+            reason = f"cut off: its end, at {self.length / self.rate:.2f} s, cannot be read"
+            raise UnreadableMediaError(self._path, reason) from error
+
 
 class _ContainerSound:
     def __init__(self, container: InputContainer, path: str) -> None:
@@ -177,6 +191,9 @@ class _ContainerSound:
                 sound[:, at + skipped : at + kept] = values[:, skipped:kept]
                 end = at + kept
         return sound[:, :end]
+
+    def check_end(self) -> None:
+        """What FFmpeg reads are containers, whose own account of their length has been looked at, or bare streams."""
 
     def _measured(self) -> int:
         if self._stream.duration:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import io
 import struct
+import threading
+import warnings
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import BinaryIO
 
 import numpy as np
@@ -31,7 +33,7 @@ MAX_PIXELS = 89_478_485
 
 # What Pillow's format readers raise for damaged files, as found by feeding them such files.
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError,
-           zlib.error, RuntimeError, Image.DecompressionBombError, Image.DecompressionBombWarning)  # fmt: skip
+           zlib.error, RuntimeError, Image.DecompressionBombError)  # fmt: skip
 _ORIENTATION = 274
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -43,6 +45,34 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 """What brings a picture of each EXIF orientation upright."""
+
+
+class _BombsUnsaid:
+    """Pillow does not warn of large pictures while one of ours is opened: we refuse them, by name.
+
+    Filters for warnings belong to the whole process. So the first thread in sets ours and the last one out puts back
+    what was there; a `catch_warnings` for each thread would restore them in the wrong order.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._changed = ExitStack()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._changed.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            self._inside += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._changed.close()
+
+
+_BOMBS_UNSAID = _BombsUnsaid()
 
 
 def decode_image(
@@ -76,7 +106,8 @@ def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Im
     if stream.seek(0, io.SEEK_END) == 0:
         raise UnreadableMediaError(path, "the file is empty (0 bytes)")
     stream.seek(0)
-    picture = Image.open(stream)
+    with _BOMBS_UNSAID:
+        picture = Image.open(stream)
     pixels = picture.width * picture.height
     if pixels > max_pixels:
         raise UnreadableMediaError(path, too_large(f"{picture.width}x{picture.height}", pixels, max_pixels))
@@ -114,8 +145,9 @@ def damage_named(path: str) -> Iterator[None]:
     """Turn whatever Pillow raises for a bad file into the one error that names it."""
     try:
         yield
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UnreadableMediaError(path, f"too large: {error}; scale it down") from error
+    except Image.DecompressionBombError as error:
+        megapixels = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6  # where Pillow stops reading the header
+        raise UnreadableMediaError(path, f"more than {megapixels:.0f} megapixels; scale it down") from error
     except UnidentifiedImageError as error:
         raise UnreadableMediaError(path, "not a picture of a kind we read, or its beginning is damaged") from error
     except _DAMAGE as error:

@@ -11,7 +11,8 @@ Shapes (C = 3 colours in RGB order, F = frames, H = bucket height, W = bucket wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import numpy as np
 from PIL import Image
 
 from gracetune.data.backend import Backend
-from gracetune.data.errors import DataError
+from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.media.audio import decode_audio
 from gracetune.data.media.augment import augmented, augmented_mask
 from gracetune.data.media.image import MAX_PIXELS, decode_image
@@ -53,17 +54,28 @@ class DecodeLimits:
 def load(ref: SampleRef, backend_of: Callable[[str], Backend], limits: DecodeLimits | None = None) -> Sample:
     """Decode one sample; `backend_of` finds a dataset's backend by its id.
 
-    Raises UnreadableMediaError naming the file that cannot be decoded, be it the sample's, its mask or a reference.
+    Raises UnreadableMediaError naming the file that cannot be decoded and its dataset: the sample's, a mask's or a
+    reference's.
     """
     limits = limits or DecodeLimits()
     conditioning = tuple(load(other, backend_of, limits) for other in ref.conditioning)
-    if ref.fit is None:
-        return Sample(ref, None, _audio(ref, backend_of(ref.dataset)), None, conditioning)
-    pixels = _pixels(ref, ref.fit, backend_of(ref.dataset), limits)
+    with _belonging_to(ref.dataset):
+        if ref.fit is None:
+            return Sample(ref, None, _audio(ref, backend_of(ref.dataset)), None, conditioning)
+        pixels = _pixels(ref, ref.fit, backend_of(ref.dataset), limits)
     mask = None
     if ref.mask is not None:
-        mask = _mask(ref, ref.fit, ref.mask, backend_of(ref.mask.dataset), limits)
+        with _belonging_to(ref.mask.dataset):
+            mask = _mask(ref, ref.fit, ref.mask, backend_of(ref.mask.dataset), limits)
     return Sample(ref, pixels, None, mask, conditioning)
+
+
+@contextmanager
+def _belonging_to(dataset: str) -> Iterator[None]:
+    try:
+        yield
+    except UnreadableMediaError as error:
+        raise UnreadableMediaError(error.path, error.reason, dataset) from error
 
 
 def _pixels(ref: SampleRef, fit: Fit, backend: Backend, limits: DecodeLimits) -> Tensor:

@@ -2,7 +2,8 @@
 
 Of pictures and sound, the header. The frames of a video are counted by walking through its packets, which reads the
 file but decodes nothing: headers leave the number out (mkv, webm, ts), get it wrong (avi), or get the duration wrong
-(mp4 of a variable rate). Damage behind the beginning is found only by decoding.
+(mp4 of a variable rate). What was cut off is recognised where the format says how long it is; other damage behind the
+beginning is found only by decoding.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from gracetune.data.backend import Backend
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
+from gracetune.data.media.cut_off import refuse_cut_off
 from gracetune.data.media.image import MAX_PIXELS, damage_named, open_header, size_upright, too_large
 from gracetune.data.media.video import Video, opened, size_shown
 
@@ -59,6 +61,7 @@ def probe_image(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Im
 
 def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> VideoFacts:
     with backend.open(path) as stream:
+        refuse_cut_off(stream, path)
         with opened(stream, path) as video:
             # One frame is decoded: how it is turned is known to it alone, and a file without any is no video.
             first = next(video.container.decode(video.stream), None)
@@ -72,10 +75,13 @@ def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Vi
 
 
 def probe_audio(backend: Backend, path: str) -> AudioFacts:
-    with backend.open(path) as stream, opened_sound(stream, path) as source:
-        if source.length < 1:
-            raise UnreadableMediaError(path, "there are no samples in it")
-        return AudioFacts(source.rate, source.channels, source.length)
+    with backend.open(path) as stream:
+        refuse_cut_off(stream, path)
+        with opened_sound(stream, path) as source:
+            if source.length < 1:
+                raise UnreadableMediaError(path, "there are no samples in it")
+            source.check_end()
+            return AudioFacts(source.rate, source.channels, source.length)
 
 
 def _length(video: Video) -> tuple[int, float]:

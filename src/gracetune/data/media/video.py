@@ -9,11 +9,11 @@ reference white as white; what is brighter is clipped.
 from __future__ import annotations
 
 import struct
-from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import BinaryIO
 
 import av
@@ -42,23 +42,46 @@ def decode_video(
     stream: BinaryIO, path: str, clip: Clip, fit: Fit, bucket: Bucket, *, threads: int = 1, max_pixels: int = MAX_PIXELS
 ) -> list[Image.Image]:
     """`bucket.frames` pictures of exactly the bucket's size. One thread: the loader's workers are the parallelism."""
-    for seeks in (True, False):
-        with opened(stream, path, seeks=seeks) as video, suppress(_MissedError):
+    reading = _Reading()
+    while True:
+        with opened(stream, path, seeks=reading.seeks) as video:
             video.stream.codec_context.thread_count = threads
             painter = _Painter(video, max_pixels)
             pictures: list[Image.Image] = []
             previous = None
-            for frame in _wanted(video, clip, bucket.frames):
-                # A frame that is on screen twice is converted once.
-                again = frame is previous
-                pictures.append(pictures[-1] if again else fit_to_bucket(painter.picture(frame), path, fit, bucket))
-                previous = frame
+            try:
+                # Frames are let go of one by one: a clip of them at full size may not fit into memory.
+                for frame in _wanted(video, clip, bucket.frames, reading):
+                    # A frame that is on screen twice is converted once.
+                    again = frame is previous
+                    pictures.append(pictures[-1] if again else fit_to_bucket(painter.picture(frame), path, fit, bucket))
+                    previous = frame
+            except _AgainError as other:
+                reading = other.reading
+                continue
             return pictures
-    raise AssertionError("reading from the first frame on cannot miss one")
 
 
-class _MissedError(Exception):
+@dataclass(frozen=True)
+class _Reading:
+    """How a file is read through for a clip. The usual way first; what it meets may ask for another."""
+
+    seeks: bool = True
+    skipped: int | None = None
+    """Frames behind the keyframe that are not taken; None where the clip's start decides."""
+
+
+class _AgainError(Exception):
+    """The clip has to be read in another way. Never raised for the ways it leads to, so there is an end."""
+
+    def __init__(self, reading: _Reading) -> None:
+        super().__init__(f"to be read again: {reading}")
+        self.reading = reading
+
+
+def _missed() -> _AgainError:
     """Seeking led past what is wanted (MPEG-TS has no table to seek by): read from the first frame on instead."""
+    return _AgainError(_Reading(seeks=False))
 
 
 @dataclass(frozen=True)
@@ -98,10 +121,10 @@ class Video:
         try:
             self.container.seek(round((Fraction(time) + self.origin) / self.tick), stream=self.stream)
         except FFmpegError as error:
-            raise _MissedError from error
+            raise _missed() from error
         first = next(self.container.decode(self.stream), None)
         if first is None or self.at(first) > time + EARLY:
-            raise _MissedError
+            raise _missed()
         yield first
         yield from self.container.decode(self.stream)
 
@@ -161,13 +184,15 @@ _TRANSPOSES = {
 _SIDEWAYS = {turn for signs, turn in _TRANSPOSES.items() if signs[0] == 0}
 
 
-def _wanted(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
+def _wanted(video: Video, clip: Clip, count: int, reading: _Reading) -> Iterator[VideoFrame]:
     if clip.spread:
         slice_ = clip.duration / count
         return _shown_at(video, clip, [clip.start + (index + 0.5) * slice_ for index in range(count)])
     if clip.fps is not None:
         return _shown_at(video, clip, [clip.start + index / clip.fps for index in range(count)])
-    return iter(_in_a_row(video, clip, count))
+    if reading.skipped is not None:
+        return islice(video.read_from(clip.start), reading.skipped, reading.skipped + count)
+    return _in_a_row(video, clip, count)
 
 
 def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFrame]:
@@ -184,23 +209,35 @@ def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFra
         yield shown
 
 
-def _in_a_row(video: Video, clip: Clip, count: int) -> list[VideoFrame]:
+def _in_a_row(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
     """Consecutive frames from the one on screen at the start.
 
     Where a variable rate leaves fewer than that until the end, the last ones of the file: it is long enough.
     """
-    kept: deque[VideoFrame] = deque(maxlen=count)
-    taken = 0
+    seen = taken = 0
+    last: VideoFrame | None = None
+    shown: VideoFrame | None = None
     for frame in video.read_from(clip.start):
-        kept.append(frame)
-        taken = 1 if video.at(frame) <= clip.start + EARLY else taken + 1
+        seen, last = seen + 1, frame
+        if video.at(frame) <= clip.start + EARLY:
+            shown = frame
+            continue
+        if shown is not None:
+            yield shown
+            shown, taken = None, 1
+        if taken < count:
+            yield frame
+            taken += 1
         if taken == count:
-            return list(kept)
-    if len(kept) == count:
-        return list(kept)
+            return
+    if shown is not None and count == 1:
+        yield shown
+        return
+    if seen >= count:
+        raise _AgainError(_Reading(video.seeks, skipped=seen - count))
     if video.seeks and clip.start > 0:
-        raise _MissedError  # the frames before the keyframe are needed too
-    raise _short(video, clip, kept[-1] if kept else None, f"{count} frames")
+        raise _missed()  # the frames before the keyframe are needed too
+    raise _short(video, clip, last, f"{count} frames")
 
 
 def _short(video: Video, clip: Clip, last: VideoFrame | None, what: str = "frames") -> UnreadableMediaError:
@@ -220,9 +257,10 @@ class _Painter:
     def picture(self, frame: VideoFrame) -> Image.Image:
         if frame.is_corrupt:  # FFmpeg has filled in what it could not decode
             raise UnreadableMediaError(self._video.path, f"the frame at {self._video.at(frame):.2f} s is damaged")
-        pixels = frame.width * frame.height
+        square = _square(self._video.stream, frame)
+        pixels = frame.height * max(frame.width, square[0])
         if pixels > self._max_pixels:
-            reason = too_large(f"{frame.width}x{frame.height}", pixels, self._max_pixels)
+            reason = too_large(f"{square[0]}x{square[1]}", pixels, self._max_pixels)
             raise UnreadableMediaError(self._video.path, reason)
         hdr = frame.color_trc in _HDR
         rgb = self._reformatter.reformat(
@@ -234,7 +272,6 @@ class _Painter:
             threads=1,
         )
         picture = Image.fromarray(rgb.to_ndarray())
-        square = _square(self._video.stream, frame)
         if picture.size != square:
             picture = picture.resize(square, Image.Resampling.LANCZOS)
         # Once per file: asking a frame for it ties the frame into a cycle, which holds its pixels until the next
@@ -245,7 +282,7 @@ class _Painter:
 
 def _square(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
     shape = stream.sample_aspect_ratio
-    return (round(frame.width * shape) if shape else frame.width, frame.height)
+    return (max(1, round(frame.width * shape)) if shape else frame.width, frame.height)
 
 
 def _colorspace(frame: VideoFrame) -> Colorspace | None:

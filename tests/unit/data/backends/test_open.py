@@ -24,10 +24,13 @@ from gracetune.data.backends import (
     to_json,
 )
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
+from gracetune.data.backends.open import stager_for
+from gracetune.data.backends.rehearsal import Rehearsal
 from gracetune.data.backends.selection import MEDIA, select, selection_for
 from gracetune.data.backends.stager import threads_for
 from gracetune.data.media import kind_of
 from gracetune.errors import ConfigError
+from gracetune.memory.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, this_machine
 from unit.hardware.machines import load
 
@@ -246,3 +249,33 @@ def test_importing_leaves_heavy_libraries_alone() -> None:
     code = "import sys, gracetune.data.backends; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+class TestRehearsal:
+    def test_stages_nothing_and_estimates_what_would_be(self, folder: Path) -> None:
+        before = held()
+        rehearsal = Rehearsal(this_machine())
+        dataset = Dataset(id="pets", path=str(folder), type="in_memory")
+        backend = rehearsal.open(dataset)
+        assert isinstance(backend, LocalBackend)
+        assert held() == before
+        with open_backend(dataset, machine=this_machine()) as staged:
+            assert isinstance(staged, InMemoryBackend)
+            assert staged.report is not None
+            assert (staged.report.files, staged.report.raw) == (
+                rehearsal.estimates["pets"].files,
+                rehearsal.estimates["pets"].raw,
+            )
+
+    def test_what_is_not_staged_is_not_estimated(self, folder: Path) -> None:
+        rehearsal = Rehearsal(this_machine())
+        rehearsal.open(Dataset(id="pets", path=str(folder)))
+        assert rehearsal.estimates == {}
+
+    def test_what_others_will_have_taken_is_no_longer_free(self, folder: Path) -> None:
+        stager = stager_for(Dataset(id="pets", path=str(folder), type="in_memory"), this_machine())
+        free = HostSensor(this_machine().gpus).read().headroom
+        assert free is not None
+        assert stager.estimate()[0].files > 0
+        with pytest.raises(MemoryLimitError, match="dataset pets: main memory"):
+            stager.estimate(spoken_for=free)

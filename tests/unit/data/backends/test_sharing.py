@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from gracetune.config.dataset_config import Dataset, InMemory
-from gracetune.data.backends.errors import MemoryLimitError, StagingError
+from gracetune.data.backends.errors import MemoryLimitError, StagingError, StorageError
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.open import attach_backend, open_backend
 from gracetune.data.backends.share import LocalRanks, Offer, fetch
@@ -172,6 +172,36 @@ class TestRanks:
                 open_backend(dataset, machine=this_machine(), ranks=LocalRanks(0, 2, key))
             said = " ".join(str(refused.value).split())
             assert first.hear() == f"refused: rank 0 could not stage the dataset: {said}"
+
+    def test_a_folder_that_only_rank_zero_misses_is_told_at_once(self, folder: Path, tmp_path: Path, key: str) -> None:
+        with self.rank(folder, 1, 2, key) as first:
+            dataset = Dataset(id="pets", path=str(tmp_path / "nowhere"), type="in_memory")
+            began = time.monotonic()
+            with pytest.raises(StorageError):
+                open_backend(dataset, machine=this_machine(), ranks=LocalRanks(0, 2, key))
+            assert "rank 0 could not stage the dataset" in first.hear()
+            assert time.monotonic() - began < 30  # and not the 60 s that a rank waits for rank 0
+
+    def test_a_refusal_waits_for_nobody_for_long_and_frees_the_name(self, tmp_path: Path, key: str) -> None:
+        offer = Offer(LocalRanks(0, 3, key), "pets")
+        began = time.monotonic()
+        offer.refuse("no", linger=0.2)
+        assert time.monotonic() - began < 5
+        again = Offer(LocalRanks(0, 2, key), "pets")  # would be refused if the name were taken
+        said: list[str] = []
+
+        def ask() -> None:
+            with pytest.raises(StagingError) as refused:
+                fetch(LocalRanks(1, 2, key), "pets")
+            said.append(str(refused.value))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        again.refuse("still no", linger=30)
+        assert time.monotonic() - began < 20, "every rank has heard: nothing to wait for"
+        asking.join(timeout=10)
+        assert said == ["rank 0 could not stage the dataset: still no"]
+        assert "gracetune-share" not in [thread.name for thread in threading.enumerate()]
 
     def test_rank_zero_killed_while_staging_is_noticed_at_once(self, key: str) -> None:
         code = (

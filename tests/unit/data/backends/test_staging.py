@@ -15,19 +15,22 @@ import pytest
 import xxhash
 
 from gracetune.data.backend import FileStat
+from gracetune.data.backends import open as opening
 from gracetune.data.backends.compression import CHUNK, CODECS
-from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError
+from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError, too_many
 from gracetune.data.backends.estimate import Estimate, estimate_stored
 from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.numa import NodeChoice
+from gracetune.data.backends.open import attach_backend
 from gracetune.data.backends.progress import StagingProgress
 from gracetune.data.backends.segment import Segment
 from gracetune.data.backends.staging import StagingOptions, default_threads, segments_for, stage
+from gracetune.data.errors import UnreadableMediaError
 from gracetune.testing.slow_backend import SlowBackend
 from gracetune.units import GIB
-from unit.data.backends.helpers import MIB, contents, fill, held, staged, stager
+from unit.data.backends.helpers import MIB, contents, fill, held, staged, stager, this_machine
 
 CODEC_NAMES = ["none", *CODECS]
 REPEATING = b"a caption that repeats itself, "
@@ -109,7 +112,8 @@ class TestWhatIsStaged:
         with staged(fill(tmp_path, wanted | other)) as backend:
             assert backend.list() == tuple(sorted(wanted))
             assert backend.report is not None
-            reasons = {item.path: item.reason for item in backend.report.left_out}
+            reasons = {item.path: item.reason for item in backend.report.unselected}
+            assert backend.report.left_out == ()
         assert reasons.keys() == other.keys()
         assert ".psd" in reasons["e.psd"]
         assert "hidden" in reasons["._a.JPG"]
@@ -277,47 +281,60 @@ class TestUnreadableFiles:
     def folder(self, tmp_path: Path) -> Path:
         return fill(tmp_path, {f"{number:02}.png": bytes([number]) * (2 * CHUNK) for number in range(20)})
 
-    def test_a_file_that_vanishes_is_listed_and_left_out(self, folder: Path) -> None:
+    def test_a_file_that_vanishes_is_there_with_the_reason(self, folder: Path) -> None:
         source = Meddling(folder, lambda path, count: (folder / "07.png").unlink(missing_ok=True))
-        with staged(source, corrupt_threshold=0.05) as backend:
+        size = (folder / "07.png").stat().st_size
+        with staged(source) as backend, attach_backend(backend.handle()) as elsewhere:
             assert backend.report is not None
             assert backend.report.unreadable == (LeftOut("07.png", "it vanished while the dataset was being staged"),)
-            assert len(backend.list()) == 19
-            assert not backend.exists("07.png")
+            assert backend.report.files == 19
             assert any("07.png: it vanished" in line for line in backend.report.lines())
+            for reader in (backend, elsewhere):
+                assert len(reader.list()) == 20
+                assert reader.stat("07.png").size == size
+                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it vanished"):
+                    reader.read("07.png")
+                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it vanished"):
+                    reader.open("07.png")
+            assert backend.digest("07.png") is None
 
-    def test_more_than_the_threshold_stops_with_the_list(self, folder: Path) -> None:
-        def unlink_three(path: str, count: int) -> None:
-            for name in ("03.png", "07.png", "11.png"):
-                (folder / name).unlink(missing_ok=True)
+    def test_more_media_than_the_threshold_are_refused_by_the_guides_backend(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Captions do not count there: what they belong to is not known."""
+        names = [f"{number:02}.{kind}" for number in range(20) for kind in ("png", "txt")]
+        folder = fill(tmp_path, dict.fromkeys(names, b"x"))
+        bad = {"03.png", "07.png", "01.txt", "02.txt", "04.txt"}
 
+        def fail(path: str, count: int) -> None:
+            if path in bad:
+                raise OSError(errno.EIO, "Input/output error")
+
+        monkeypatch.setattr(opening, "plain_backend", lambda root: Meddling(Path(root), fail))
+        with opening.GH200InMemoryBackend(folder, corrupt_threshold=0.1, machine=this_machine()) as backend:
+            assert backend.read("00.png") == b"x"
+        bad.add("11.png")
         before = held()
         with pytest.raises(UnreadableFilesError) as refused:
-            staged(Meddling(folder, unlink_three), corrupt_threshold=0.1, threads=1)
+            opening.GH200InMemoryBackend(folder, corrupt_threshold=0.1, machine=this_machine())
         assert [file.path for file in refused.value.files] == ["03.png", "07.png", "11.png"]
         assert "found     3 of 20" in str(refused.value)
         assert "expected  at most 0.1" in str(refused.value)
-        assert "\n    03.png: it vanished" in str(refused.value)
+        assert "\n    03.png: Input/output error" in str(refused.value)
         assert held() == before
+
+    @pytest.mark.parametrize(("count", "total", "share", "many"), [
+        (29, 100, 0.29, False), (30, 100, 0.29, True), (57, 100, 0.57, False), (1, 99, 0.01, True),
+        (1, 100, 0.01, False), (0, 0, 0.01, False), (1, 100_000, 1e-05, False), (3, 3, 1.0, False),
+    ])  # fmt: skip
+    def test_a_share_is_taken_as_it_is_written(self, count: int, total: int, share: float, many: bool) -> None:
+        assert too_many(count, total, share) is many
 
     def test_a_long_list_is_cut_in_print_only(self) -> None:
         files = [LeftOut(f"{number}.png", "gone") for number in range(50)]
         error = UnreadableFilesError("pets", files, total=100, threshold=0.01)
         assert len(error.files) == 50
         assert "... and 30 more" in str(error)
-
-    def test_hopeless_folders_are_not_read_to_the_end(self, tmp_path: Path) -> None:
-        fill(tmp_path, {f"{number}.png": b"x" for number in range(1000)})
-        opened = 0
-
-        def fail(path: str, count: int) -> None:
-            nonlocal opened
-            opened += 1
-            raise OSError(errno.EIO, "Input/output error")
-
-        with pytest.raises(UnreadableFilesError) as refused:
-            staged(Meddling(tmp_path, fail), threads=1)
-        assert opened == len(refused.value.files) == 211
 
     @pytest.mark.parametrize("size", [0, 100, CHUNK + 5])
     def test_a_file_truncated_between_stat_and_read_is_read_again(self, folder: Path, size: int) -> None:
@@ -345,7 +362,7 @@ class TestUnreadableFiles:
             if path == "07.png":
                 os.utime(folder / path, ns=(count, count))
 
-        with staged(Meddling(folder, stir), corrupt_threshold=0.05) as backend:
+        with staged(Meddling(folder, stir)) as backend:
             assert backend.report is not None
             assert backend.report.unreadable == (LeftOut("07.png", "it kept changing while it was read (3 times)"),)
             assert backend.stored < 19 * 2 * CHUNK + MIB
@@ -367,7 +384,7 @@ class TestUnreadableFiles:
                 old = {"07.png": FileStat(100, 1), "08.png": FileStat(2 * CHUNK - 1, 1)}
                 return Listing({**super().survey().files, **old})
 
-        with staged(Forgetful(folder), corrupt_threshold=0.1) as backend:
+        with staged(Forgetful(folder)) as backend:
             assert backend.report is not None
             assert [item.path for item in backend.report.unreadable] == ["07.png", "08.png"]
 
@@ -376,7 +393,7 @@ class TestUnreadableFiles:
             def open(self, path: str) -> BinaryIO:
                 return io.BufferedReader(BreaksOff(CHUNK + 5)) if path == "07.png" else super().open(path)
 
-        with staged(HalfBad(folder), corrupt_threshold=0.05) as backend:
+        with staged(HalfBad(folder)) as backend:
             assert backend.report is not None
             assert backend.report.unreadable == (LeftOut("07.png", "Input/output error"),)
             assert backend.stored < 19 * 2 * CHUNK + MIB
@@ -387,10 +404,10 @@ class TestUnreadableFiles:
             folder = fill(Path(name), {f"{number}.png": b"x" for number in range(3)})
             folder.chmod(0o755)
             (folder / "1.png").chmod(0)
-            made = stager(folder, corrupt_threshold=0.5)
+            made = stager(folder)
             os.seteuid(65534)
             try:
-                segments, report = run(folder, free_guard(), corrupt_threshold=0.5, source=made.source)
+                segments, report = run(folder, free_guard(), source=made.source)
             finally:
                 os.seteuid(0)
             assert report == (LeftOut("1.png", "Permission denied (EACCES)"),)
@@ -440,11 +457,10 @@ def run(
     guard: MemoryGuard,
     *,
     threads: int = 2,
-    corrupt_threshold: float = 0.01,
     source: LocalBackend | None = None,
 ) -> tuple[list[Segment], tuple[LeftOut, ...]]:
     backend = source or LocalBackend(folder)
-    options = StagingOptions("pets", threads=threads, corrupt_threshold=corrupt_threshold)
+    options = StagingOptions("pets", threads=threads)
     segments, report = stage(backend, backend.survey(), options, guard=guard, choice=NodeChoice((), ""))
     return segments, report.unreadable
 

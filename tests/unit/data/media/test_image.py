@@ -256,7 +256,7 @@ def test_a_hundred_megapixels_are_refused_before_they_are_decoded() -> None:
 
 
 def test_pillows_own_limit_becomes_our_error() -> None:
-    with pytest.raises(UnreadableMediaError, match=r"^a\.png: too large: .*scale it down"):
+    with pytest.raises(UnreadableMediaError, match=r"^a\.png: more than 179 megapixels; scale it down$"):
         decode_image(png(30_000, 30_000, 8, 2, b""), "a.png", *whole(30_000, 30_000))
 
 

@@ -144,7 +144,7 @@ def test_a_mask_of_another_size_fits_and_of_another_shape_does_not() -> None:
     sample = load(replace(IMAGE, mask=MaskRef("m", "a", "d")), lambda name: small if name == "m" else TARGETS)
     assert sample.mask is not None
     assert torch.equal(sample.mask, torch.ones(1, 16, 16))
-    with pytest.raises(UnreadableMediaError, match=r"^b: a mask of 16x16 for a picture of 24x16; give it the same"):
+    with pytest.raises(UnreadableMediaError, match=r"^dataset m: b: a mask of 16x16 for a picture of 24x16; give"):
         load(replace(IMAGE, mask=MaskRef("m", "b", "d")), lambda name: small if name == "m" else TARGETS)
 
 
@@ -224,7 +224,7 @@ def test_twice_the_same(ref: SampleRef) -> None:
 
 def test_limits_are_handed_on() -> None:
     for ref in (IMAGE, VIDEO):
-        with pytest.raises(UnreadableMediaError, match=f"^{ref.path}: .* megapixels"):
+        with pytest.raises(UnreadableMediaError, match=f"^dataset {ref.dataset}: {ref.path}: .* megapixels"):
             load(ref, backend_of, DecodeLimits(max_pixels=100))
 
 
@@ -237,7 +237,7 @@ def test_the_file_that_is_missing_or_bad_is_named() -> None:
             replace(IMAGE, conditioning=(replace(IMAGE, dataset="bad"),)),
             lambda name: bad if name == "bad" else TARGETS,
         )
-    assert caught.value.path == "cat.png"
+    assert (caught.value.path, caught.value.dataset) == ("cat.png", "bad")
     with pytest.raises(DataError, match=r"song\.wav: a reference to sound without a clip"):
         load(replace(AUDIO, clip=None), backend_of)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -41,3 +43,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("marked gpu: torch sees no CUDA GPU here")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """`tiny_model(family, flavour)`: the folder of that tiny model, built once for all tests. Do not write into it."""
+    from gracetune.models.tiny import cached
+
+    root = tmp_path_factory.mktemp("tiny-models")
+    return lambda family, flavour: cached(family, flavour, root)
+
+
+@pytest.fixture(scope="session")
+def tiny_v_prediction(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny SDXL that predicts v, as noise schedules with a signal-free end need it."""
+    from gracetune.models.sdxl.tiny import build_tiny
+
+    folder = tmp_path_factory.mktemp("tiny-v-prediction") / "model"
+    return build_tiny(folder, "base-1.0", prediction="v_prediction", zero_terminal_snr=True)

@@ -30,12 +30,14 @@ from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.tensor_hints import prefer, prefetch
 from gracetune.memory.trial import synchronize
+from gracetune.optim.ramp import Ramp as GH200GradientRamp
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
     "BatchHint",
+    "GH200GradientRamp",
     "GH200InMemoryBackend",
     "Hint",
     "ManagedBuffer",

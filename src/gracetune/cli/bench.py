@@ -27,10 +27,22 @@ RESULT_FORMAT: Final = 1
 
 
 # Imported when they run: no other command should wait for numpy and the decoders.
+def _cache(machine: Machine) -> list[Row]:
+    from gracetune.cache import bench
+
+    return bench.run(machine)
+
+
 def _data(machine: Machine) -> list[Row]:
     from gracetune.data import bench
 
     return bench.run(machine)
+
+
+def _loading(machine: Machine) -> list[Row]:
+    from gracetune.models import load_bench
+
+    return load_bench.run(machine)
 
 
 def _memory(machine: Machine) -> list[Row]:
@@ -39,7 +51,19 @@ def _memory(machine: Machine) -> list[Row]:
     return bench.run(machine)
 
 
-BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {"data": _data, "memory": _memory}
+def _optim(machine: Machine) -> list[Row]:
+    from gracetune.optim import bench
+
+    return bench.run(machine)
+
+
+BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {
+    "cache": _cache,
+    "data": _data,
+    "loading": _loading,
+    "memory": _memory,
+    "optim": _optim,
+}
 
 
 def bench(

@@ -16,6 +16,7 @@ from rich.markup import escape
 from gracetune.config.draft import visible
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.telemetry.errors import TelemetryError
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,9 @@ def start(run: Callable[[Session], int]) -> int:
         return run(Session(environment))
     except GracetuneError as error:
         say_error(error)
-        return 1
+    except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
+        say_error(GracetuneError(str(error)))
+    return 1
 
 
 def session(context: typer.Context) -> Session:

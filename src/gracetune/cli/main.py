@@ -7,13 +7,16 @@ import sys
 import typer
 
 from gracetune import __version__
+from gracetune.cli.adapter import app as adapter_app
 from gracetune.cli.bench import bench
+from gracetune.cli.cache import app as cache_app
 from gracetune.cli.config import app as config_app
 from gracetune.cli.console import Session, start
 from gracetune.cli.data import app as data_app
 from gracetune.cli.demo import demo
 from gracetune.cli.doctor import doctor
 from gracetune.cli.estimate import estimate
+from gracetune.cli.train import train, validate_now
 
 app = typer.Typer(
     help="Fine-tune diffusion models on machines whose CPU and GPU memory work as one.",
@@ -23,6 +26,10 @@ app = typer.Typer(
 )
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(cache_app, name="cache")
+app.add_typer(adapter_app, name="adapter")
+app.command()(train)
+app.command("validate-now")(validate_now)
 app.command()(doctor)
 app.command()(demo)
 app.command()(bench)

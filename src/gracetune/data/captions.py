@@ -126,7 +126,7 @@ def caption_ref(variants: tuple[str, ...], dropout: float, seed: int, index: int
 
 
 def is_dropped(rate: float, seed: int, index: int) -> bool:
-    return uniform(seed, "caption dropout", index) < rate
+    return rate > 0 and uniform(seed, "caption dropout", index) < rate
 
 
 def caption_path(path: str, extension: str) -> str:

@@ -16,7 +16,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def draw(seed: int, *parts: Part) -> int:
     """64 random bits. Parts are kept apart, and 1 is not "1"."""
-    text = "\x1f".join(f"{type(part).__name__[0]}{part}" for part in (seed, *parts))
+    text = "\x1f".join([f"{type(part).__name__[0]}{part}" for part in (seed, *parts)])
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))
 
 
@@ -24,6 +24,8 @@ def below(limit: int, seed: int, *parts: Part) -> int:
     """One of 0 … limit - 1."""
     if limit < 1:
         raise ValueError(f"nothing to choose from: {limit}")
+    if limit == 1:
+        return 0
     return (draw(seed, *parts) * limit) >> 64
 
 

@@ -126,7 +126,8 @@ class DataIndex:
 
     def describe(self, index: DatasetIndex, item: Item, turn: Turn, caption: CaptionRef) -> SampleRef:
         dataset, file = index.dataset, item.file
-        flip_x, flip_y = flips(dataset)[turn.count % len(flips(dataset))]
+        ways = flips(dataset)
+        flip_x, flip_y = ways[turn.count % len(ways)]
         augmentation = Augmentation(
             flip_x,
             flip_y,
@@ -137,7 +138,10 @@ class DataIndex:
         fit = None
         if not isinstance(file.facts, AudioFacts):
             fit = fit_picture(item.size, item.bucket, dataset, seed=self.seed, digest=file.digest, variant=turn.variant)
-        shared = replace(augmentation, of=file.digest)
+        references: tuple[SampleRef, ...] = ()
+        if item.references:
+            shared = replace(augmentation, of=file.digest)
+            references = tuple(self._reference(one, fit, shared, turn) for one in item.references)
         return SampleRef(
             dataset=dataset.id,
             path=file.path,
@@ -147,7 +151,7 @@ class DataIndex:
             caption=caption,
             clip=self._clip(index, item, turn),
             augmentation=augmentation,
-            conditioning=tuple(self._reference(one, fit, shared, turn) for one in item.references),
+            conditioning=references,
             mask=item.mask,
             loss_weight=dataset.loss_weight,
         )

@@ -25,7 +25,7 @@ from gracetune.memory.trial import synchronize
 if TYPE_CHECKING:
     import torch
 
-    from gracetune.memory.lookahead import Tensors
+    from gracetune.memory.lookahead import Parts
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class UnifiedMemory:
     def memory_is_tight(self) -> bool:
         return self._governor.state.stage == 2
 
-    def look_ahead(self, batches: Iterable[Tensors], mover: Mover, *, depth: int = 2) -> LookAhead:
+    def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
         """Batches on the GPU ahead of time, counted in this layer's statistics and shallower when memory is tight."""
         return LookAhead(batches, mover, depth=depth, memory_tight=lambda: self.memory_is_tight, stats=self._look_ahead)
 

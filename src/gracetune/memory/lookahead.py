@@ -7,16 +7,21 @@ the GPU; the source of batches is asked on the calling thread, so it should be q
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+
+from gracetune.memory.stacked import CopyBytes, Stacked
 
 if TYPE_CHECKING:
     import torch
 
     Tensors: TypeAlias = Mapping[str, torch.Tensor]
+    Parts: TypeAlias = Mapping[str, torch.Tensor | Stacked]
+    """A batch as it is given: whole tensors, or how to put them together."""
 
 
 class Arrival(Protocol):
@@ -38,12 +43,16 @@ class Moving(Protocol):
     def arrive(self) -> tuple[Tensors, Arrival | None]:
         """The tensors, usable on the current stream from here on; None where arriving takes no time."""
 
-    def release(self) -> None:
-        """The work given to the current stream so far was the last to use these tensors."""
+    def release(self) -> bool:
+        """The work given to the current stream so far was the last to use these tensors.
+
+        True where the GPU has done it already and waits for more.
+        """
 
 
 class Mover(Protocol):
-    def start(self, batch: Tensors) -> Moving: ...
+    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+        """`ahead` False: not before the GPU has done what it was given so far, as without any look-ahead."""
 
     def keep(self, slots: int) -> None:
         """No more than this many batches will be under way or in use: let go of room beyond it."""
@@ -57,15 +66,30 @@ class _Here:
     def arrive(self) -> tuple[Tensors, Arrival | None]:
         return self.tensors, None
 
-    def release(self) -> None:
+    def release(self) -> bool:
         self.tensors = {}
+        return False
 
 
 class InPlace:
-    """For the CPU and for one-pool machines: a batch is where it is needed."""
+    """For the CPU and for one-pool machines: a batch is where it is needed.
 
-    def start(self, batch: Tensors) -> Moving:
-        return _Here(batch)
+    What is given in pieces is put together when it is given, on the current stream: the only copy that is made.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+
+    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+        import torch
+
+        if not any(isinstance(part, Stacked) for part in batch.values()):
+            return _Here(cast("Tensors", batch))
+        # Whoever asks first may be validating: a tensor made in inference mode could never be trained on.
+        with torch.inference_mode(False), torch.no_grad():
+            return _Here(
+                {name: part.build(self._device) if isinstance(part, Stacked) else part for name, part in batch.items()}
+            )
 
     def keep(self, slots: int) -> None:
         pass
@@ -74,6 +98,7 @@ class InPlace:
 class RingMover:
     """Copies batches into a small ring of device buffers, on a stream of its own.
 
+    What is given in pieces goes piece by piece into its place in the ring: nothing is put together on the host.
     The source may be pinned host memory or a CUDA view of managed memory: both are read at the link's speed, and
     neither moves. Its bytes must be complete when it is given. A ring slot is written again only after the step that
     used it has finished.
@@ -84,13 +109,22 @@ class RingMover:
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
+        self.copy_bytes = _copies_on(self.stream)
         self._free: deque[_Slot] = deque()
         self._slots = 0
         self._most = 1 << 30
+        self._under_way: deque[tuple[torch.cuda.Event, Parts]] = deque()
+        """What is being copied: torch does not know that our own copies still read it."""
 
-    def start(self, batch: Tensors) -> Moving:
+    def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
+        import torch
+
+        while self._under_way and self._under_way[0][0].query():
+            self._under_way.popleft()
+        if not ahead:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         slot = self._free.popleft() if self._free else self._new_slot()
-        slot.fill(batch)
+        self._under_way.append((slot.fill(batch), batch))
         return slot
 
     def _new_slot(self) -> _Slot:
@@ -106,6 +140,17 @@ class RingMover:
         while self._free and self._slots > slots:
             self._free.popleft()
             self._slots -= 1
+
+
+def _copies_on(stream: torch.cuda.Stream) -> CopyBytes | None:
+    """Many copies in one call of the driver; None where the native library cannot be had, and torch makes them."""
+    from gracetune.memory.native import Unavailable, load
+
+    uvm = load()
+    if isinstance(uvm, Unavailable):
+        return None
+    device, handle = stream.device.index, stream.cuda_stream
+    return lambda targets, sources, sizes: uvm.copy_batch(device, targets, sources, sizes, handle)
 
 
 class _CudaArrival:
@@ -133,18 +178,21 @@ class _Slot:
         import torch
 
         self.bytes = 0
-        self._ring = ring
+        self._ring: RingMover = weakref.proxy(ring)  # which holds the slots: all of it goes when nobody needs it
         self._room: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._moved = torch.cuda.Event()
+        """A new one for every batch."""
         self._used = torch.cuda.Event()
         self._user: torch.cuda.Stream | None = None
 
-    def fill(self, batch: Tensors) -> None:
+    def fill(self, batch: Parts) -> torch.cuda.Event:
+        """Returns the moment from which on the batch itself is not read any more."""
         import torch
 
         side = self._ring.stream
         side.wait_event(self._used)
+        self._user = None
         self.bytes = 0
         self._tensors = {}
         # Whoever asks first may be validating: room made in inference mode could never be trained on.
@@ -152,11 +200,16 @@ class _Slot:
             targets = {name: self._target(name, source) for name, source in batch.items()}
             with torch.cuda.stream(side):
                 for name, source in batch.items():
-                    self._tensors[name] = targets[name].copy_(source, non_blocking=True)
-                    self.bytes += source.numel() * source.element_size()
+                    if isinstance(source, Stacked):
+                        self._tensors[name] = source.write(targets[name], self._ring.copy_bytes)
+                    else:
+                        self._tensors[name] = targets[name].copy_(source, non_blocking=True)
+                    self.bytes += source.nbytes
+        self._moved = torch.cuda.Event()
         self._moved.record(side)
+        return self._moved
 
-    def _target(self, name: str, source: torch.Tensor) -> torch.Tensor:
+    def _target(self, name: str, source: torch.Tensor | Stacked) -> torch.Tensor:
         """A view of the slot's room for this key, which grows to the largest batch it has seen.
 
         The room comes from the step's own stream, so that an overflow arena can serve it too; its memory may have been
@@ -164,7 +217,7 @@ class _Slot:
         """
         import torch
 
-        needed = source.numel() * source.element_size()
+        needed = source.nbytes
         room = self._room.get(name)
         if room is None or room.numel() < needed:
             room = self._room[name] = torch.empty(needed, dtype=torch.uint8, device=self._ring.device)
@@ -184,11 +237,14 @@ class _Slot:
             room.record_stream(self._user)
         return dict(self._tensors), arrival
 
-    def release(self) -> None:
-        # The stream that used the batch, whichever is current by now.
+    def release(self) -> bool:
+        # The stream that used the batch, whichever is current by now; none where it was discarded before it arrived.
+        is_done = False
         if self._user is not None:
+            is_done = self._user.query()
             self._used.record(self._user)
         self._ring.give_back(self)
+        return is_done
 
 
 @dataclass(frozen=True)
@@ -222,7 +278,7 @@ class LookAhead:
 
     def __init__(
         self,
-        batches: Iterable[Tensors],
+        batches: Iterable[Parts],
         mover: Mover,
         *,
         depth: int = 2,
@@ -247,12 +303,12 @@ class LookAhead:
         return self
 
     def __next__(self) -> Tensors:
-        if self._in_use is not None:
-            self._in_use.release()
-            self._in_use = None
-        self._learn()
+        is_awaited = self._in_use is not None and self._in_use.release()
+        self._in_use = None
+        self.catch_up()
         self._mover.keep(self.depth.value + 1)
-        self._start_moves(max(1, self.depth.value))
+        if not self._under_way or not is_awaited:
+            self._start_moves(max(1, self.depth.value))
         if not self._under_way:
             raise self._failure or StopIteration
         batch = self._under_way.popleft()
@@ -262,9 +318,26 @@ class LookAhead:
         self.stats.prefetched_bytes += batch.bytes
         if arrival is not None:
             self._arrivals.append(arrival)
-        # Refill at once, so that the next move overlaps the step that starts now.
-        self._start_moves(self.depth.value)
+        # Refill at once, so that the next move overlaps the step that starts now; unless the GPU has nothing to do
+        # until it is given that step. Then the next call refills, if it can.
+        if not (is_awaited and self._under_way):
+            self._start_moves(self.depth.value)
         return tensors
+
+    def discard(self) -> None:
+        """Forget the batches under way, and what went wrong with them: the source will give others instead.
+
+        The batch in use stays. Room whose copies are still running is only written again after they have ended.
+        """
+        for batch in self._under_way:
+            batch.release()
+        self._under_way.clear()
+        self._failure = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """The source failed for the batch whose turn it is: the next call raises that, unless it is discarded."""
+        return self._failure is not None and not self._under_way
 
     def _start_moves(self, wanted: int) -> None:
         while len(self._under_way) < wanted and self._failure is None:
@@ -275,9 +348,9 @@ class LookAhead:
                 return
             if batch is None:
                 return
-            self._under_way.append(self._mover.start(batch))
+            self._under_way.append(self._mover.start(batch, ahead=self.depth.value > 0))
 
-    def _learn(self) -> None:
+    def catch_up(self) -> None:
         """Judge the steps whose end the GPU has reached; those still running are judged later, never waited for."""
         past = [arrival for arrival in self._arrivals if arrival.is_past()]
         for arrival, following in pairwise(past):

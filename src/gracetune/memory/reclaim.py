@@ -42,14 +42,14 @@ class TorchReclaimer:
         # Demoting buffers fills main memory; these two are what empties it.
         if torch.cuda.is_initialized() and hasattr(torch.accelerator, "empty_host_cache"):
             torch.accelerator.empty_host_cache()
-        _trim_heap()
+        trim_heap()
 
     def demote_cold(self, *, at_most: int, everything: bool) -> None:
         if at_most > 0:
             self._demoter.demote_cold(at_most=at_most, everything=everything)
 
 
-def _trim_heap() -> None:
+def trim_heap() -> None:
     """Return the C library's free pages to the kernel; musl has no such call, and keeps few."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from gracetune.hardware.cgroup import locate, read_cgroup_at
 from gracetune.hardware.files import HostFiles
 from gracetune.hardware.host import MEMINFO, NODES, parse_meminfo
-from gracetune.hardware.machine import Gpu
+from gracetune.hardware.machine import Gpu, NumaNode
 from gracetune.hardware.probe import read_host_memory
 
 RESERVED = "reserved_bytes.all.current"
@@ -113,10 +113,14 @@ class HostReading:
 class HostSensor:
     """`/proc/meminfo` and the control group below `root`."""
 
-    def __init__(self, gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> None:
+    def __init__(
+        self, gpus: tuple[Gpu, ...] = (), root: Path = Path("/"), nodes: tuple[NumaNode, ...] | None = None
+    ) -> None:
+        """`nodes` where they are known: a machine's report has them."""
         self._files = HostFiles(root)
         # Which nodes are GPU memory does not change while we run; finding out takes longer than all the rest.
-        nodes = read_host_memory(gpus, root).numa_nodes
+        if nodes is None:
+            nodes = read_host_memory(gpus, root).numa_nodes
         self._foreign = tuple(node.id for node in nodes if node.is_gpu_memory is not False)
         self._group = locate(self._files)
 

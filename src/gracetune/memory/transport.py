@@ -73,7 +73,7 @@ def choose_transport(profile: ProfileName, speeds: LinkSpeeds | None) -> Transpo
 
 
 def mover_for(choice: TransportChoice, device: torch.device) -> Mover:
-    return InPlace() if choice.transport == "in_place" else RingMover(device)
+    return InPlace(device) if choice.transport == "in_place" else RingMover(device)
 
 
 def measure_link(heap: ManagedHeap, size: int = PROBE_BYTES) -> LinkSpeeds:
@@ -129,11 +129,14 @@ def _median_ms(device: int, work: Callable[[], object], before: Callable[[], obj
     return median(times[1:])
 
 
-def matmul_step(milliseconds: float, device: int) -> Callable[[], None]:
-    """Matrix products that keep the GPU's cores busy for about that long."""
+def matmul_step(milliseconds: float, device: int, side: int = 3072) -> Callable[[], None]:
+    """Matrix products that keep the GPU's cores busy for about that long; the larger, the fewer the host has to start.
+
+    Of zeros: at its power limit, where other values take it, a GPU's clock wanders by more than what is measured here.
+    """
     import torch
 
-    matrix = torch.randn(3072, 3072, device=f"cuda:{device}", dtype=torch.bfloat16)
+    matrix = torch.zeros(side, side, device=f"cuda:{device}", dtype=torch.bfloat16)
     result = torch.empty_like(matrix)
 
     def products(count: int) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from gracetune.config.families import flavours
 from gracetune.config.run_config import Model
+from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
+from gracetune.errors import ConfigError, Problem
 from gracetune.memory.planning.footprint import Footprint
 from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
 from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
@@ -18,6 +22,9 @@ from gracetune.models.stable_audio.footprint import FOOTPRINTS as STABLE_AUDIO
 from gracetune.models.stable_audio.geometry import GEOMETRIES as STABLE_AUDIO_GEOMETRIES
 from gracetune.models.wan.footprint import FOOTPRINTS as WAN
 from gracetune.models.wan.geometry import GEOMETRIES as WAN_GEOMETRIES
+
+if TYPE_CHECKING:
+    from gracetune.models.spec import ModelSpec
 
 FOOTPRINTS = MappingProxyType(
     {"wan": WAN, "qwen_image": QWEN_IMAGE, "flux": FLUX, "sdxl": SDXL, "stable_audio": STABLE_AUDIO}
@@ -60,3 +67,13 @@ def geometry_of(model: Model) -> tuple[Geometry, str | None]:
     """What the trained model asks of its data, and the assumption behind it, as for `footprint_of`."""
     footprint, assumption = footprint_of(model)
     return geometry(footprint.family, footprint.flavour), assumption
+
+
+def spec_of(family: str) -> ModelSpec:
+    """A family's whole bundle. Imports its model code, which takes seconds: nothing above needs that."""
+    if family not in FOOTPRINTS:
+        known = ", ".join(FOOTPRINTS)
+        raise ConfigError([Problem("model.family", family, known, nearest(family, FOOTPRINTS) or known)])
+    module = importlib.import_module(f"gracetune.models.{family}.spec")
+    spec: ModelSpec = module.SPEC
+    return spec

@@ -184,6 +184,33 @@ class TestPhases:
         assert need(demand, "encoding in the step").busy == ("train",)
         assert not any(entry.role == "latent cache" for entry in demand.needs)
 
+    def test_refreshing_needs_the_vae_beside_the_step(self) -> None:
+        """Whether or not there are `transforms`: crops are drawn anew too."""
+        for transforms in ([], [{"name": "blur"}]):
+            augmentation = {"transforms": transforms, "cache_mode": "refresh_each_epoch"}
+            demand = demand_of(run_config(datasets=[{"id": "d", "path": "/nowhere", "augmentation": augmentation}]))
+            vae = need(demand, "VAE (Wan 2.1)")
+            assert (vae.busy, vae.idle) == (("encode latents", "train"), ())
+            assert "next epoch" in vae.why
+            assert need(demand, "encoding the next epoch").busy == ("train",)
+            assert need(demand, "text encoder (UMT5-XXL)").busy == ("encode text",)
+
+    @pytest.mark.parametrize(("flavour", "stays"), [("t2i", False), ("edit-2509", True)])
+    def test_an_encoder_that_sees_the_references_is_needed_with_them(self, flavour: str, stays: bool) -> None:
+        datasets = [
+            {
+                "id": "d",
+                "path": "/nowhere",
+                "conditioning": ["c"],
+                "augmentation": {"cache_mode": "refresh_each_epoch"},
+            },
+            {"id": "c", "path": "/elsewhere", "dataset_type": "conditioning"},
+        ]
+        demand = demand_of(
+            run_config("qwen_image", model={"family": "qwen_image", "flavour": flavour}, datasets=datasets)
+        )
+        assert ("train" in need(demand, "text encoder (Qwen2.5-VL 7B)").busy) == stays
+
     def test_sampling_is_a_phase_of_its_own(self) -> None:
         prompts = [{"prompt": "a lighthouse", "width": 1280, "height": 720, "num_frames": 81}]
         validation = {"enabled": True, "every_steps": 100, "prompts": prompts}
@@ -205,7 +232,10 @@ class TestCaches:
 
         assert kinds() == {"disk"}
         assert kinds(vae_cache_type="memory", text_cache_type="unified_memory") == {"host", "disk"}
-        assert kinds(vae_cache_type="memory", text_cache_type="memory", persistent_cache=False) == {"host"}
+        # Encoded entries go through the disk in any case; they are removed at the end.
+        passing = {"vae_cache_type": "memory", "text_cache_type": "memory", "persistent_cache": False}
+        assert kinds(**passing) == {"host", "disk"}
+        assert "removed at the end" in need(demand_of(run_config(cache=passing)), "captions on disk").why
 
     def test_a_caption_of_wan_is_four_mebibytes(self) -> None:
         demand = demand_of(run_config(cache={"text_cache_type": "memory"}), samples=100)

@@ -121,6 +121,16 @@ class TestTargets:
             tensors = trainable(family[0], select(family[0], adapter), adapter)
             assert sum(tensor.elements for tensor in tensors) == family[0].parameters
 
+    def test_a_full_finetune_of_a_part(self) -> None:
+        def counted(**options: Any) -> int:
+            adapter = Adapter(kind="full_finetune", **options)
+            return sum(tensor.elements for tensor in trainable(WAN, select(WAN, adapter), adapter))
+
+        part = counted(targets=("attn1",))
+        assert part == 40 * 4 * (5120 * 5120 + 5120)
+        assert counted(exclude=("attn1",)) == WAN.parameters - part
+        assert counted(targets=("attn1", "attn2"), exclude=("attn2",)) == part
+
     def test_a_part_of_a_name_is_not_a_name(self) -> None:
         linear = Linear("attn1.to_q", 8, 8, "x", "Attention")
         block = Block("blocks.*", 1, (), (Kept("residual", 8),), (), (linear,))

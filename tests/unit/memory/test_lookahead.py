@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.memory.lookahead import Arrival, Depth, InPlace, LookAhead, LookAheadStats, next_depth
+from gracetune.memory.stacked import Constant, Stacked
 
 
 @dataclass
@@ -37,14 +38,16 @@ class Logged:
     waits: dict[str, float] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)
     arrivals: dict[str, Clocked] = field(default_factory=dict)
+    awaited: set[str] = field(default_factory=set)
+    """Batches whose step has ended before the next one is asked for."""
     kept: int = 99
 
     def keep(self, slots: int) -> None:
         self.kept = slots
 
-    def start(self, batch: Mapping[str, torch.Tensor]) -> LoggedMove:
+    def start(self, batch: Mapping[str, torch.Tensor], *, ahead: bool = True) -> LoggedMove:
         (name,) = batch
-        self.log.append(f"start {name}")
+        self.log.append(f"start {name}" if ahead else f"start {name} now")
         return LoggedMove(self, name, batch)
 
 
@@ -61,8 +64,9 @@ class LoggedMove:
         self.owner.arrivals[self.name] = arrival
         return self.batch, arrival
 
-    def release(self) -> None:
+    def release(self) -> bool:
         self.owner.log.append(f"release {self.name}")
+        return self.name in self.owner.awaited
 
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
@@ -84,7 +88,24 @@ def test_the_next_batch_moves_while_this_one_is_used() -> None:
 def test_without_look_ahead_a_batch_moves_when_it_is_asked_for() -> None:
     mover = Logged()
     list(LookAhead(batches(2), mover, depth=0))
-    assert mover.log == ["start b0", "arrive b0", "release b0", "start b1", "arrive b1", "release b1"]
+    assert mover.log == ["start b0 now", "arrive b0", "release b0", "start b1 now", "arrive b1", "release b1"]
+
+
+def test_a_gpu_that_waits_gets_its_batch_before_others_are_gathered() -> None:
+    mover = Logged(awaited={"b0", "b2", "b3", "b4"})
+    ahead = LookAhead(batches(9), mover, depth=2)
+    next(ahead)
+    assert mover.log == ["start b0", "start b1", "arrive b0", "start b2"]
+    for name, expected in (
+        ("b1", ["release b0", "arrive b1"]),
+        ("b2", ["release b1", "start b3", "arrive b2", "start b4"]),
+        ("b3", ["release b2", "arrive b3"]),
+        ("b4", ["release b3", "arrive b4", "start b5", "start b6"]),
+        ("b5", ["release b4", "arrive b5"]),
+    ):
+        mover.log.clear()
+        assert list(next(ahead)) == [name]
+        assert mover.log == expected
 
 
 def test_depth_grows_after_a_wait_and_shrinks_when_memory_is_tight() -> None:
@@ -170,3 +191,66 @@ def test_statistics_go_on_from_one_epoch_to_the_next() -> None:
     for _ in range(2):
         list(LookAhead(batches(3), Logged(), depth=1, stats=stats))
     assert (stats.batches, stats.prefetched_bytes) == (6, 60)
+
+
+def test_what_is_discarded_is_released_and_others_come_instead() -> None:
+    mover = Logged()
+    given_batches = iter(batches(6))
+    ahead = LookAhead(given_batches, mover, depth=2)
+    next(ahead)
+    ahead.discard()
+    assert mover.log[-2:] == ["release b1", "release b2"]
+    assert list(next(ahead)) == ["b3"]
+    assert mover.log.count("release b0") == 1, "the batch in use is released when the next is asked for"
+
+
+def test_a_discarded_failure_is_forgotten() -> None:
+    class Source:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __iter__(self) -> Source:
+            return self
+
+        def __next__(self) -> dict[str, torch.Tensor]:
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError("not yet")
+            return {f"b{self.calls}": torch.zeros(1)}
+
+    ahead = LookAhead(Source(), Logged(), depth=1)
+    assert list(next(ahead)) == ["b1"]
+    assert ahead.is_stuck
+    with pytest.raises(OSError, match="not yet"):
+        next(ahead)
+    assert ahead.is_stuck
+    ahead.discard()
+    assert not ahead.is_stuck
+    assert list(next(ahead)) == ["b3"]
+
+
+@given(
+    st.lists(st.one_of(st.integers(0, 4), st.none()), min_size=1, max_size=5),
+    st.integers(4, 6),
+    st.sampled_from([0.0, 1.0, 7.0]),
+)
+def test_pieces_are_put_together(lengths: list[int | None], longest: int, fill: float) -> None:
+    """None is a piece without a tensor."""
+    pieces = [
+        Constant((2, 3), 5.0) if length is None else torch.arange(1.0, 1 + length * 3).view(length, 3)
+        for length in lengths
+    ]
+    part = Stacked((len(pieces), longest, 3), torch.float32, tuple(pieces), fill)
+    (batch,) = LookAhead([{"x": part, "y": torch.ones(1)}], InPlace())
+    assert part.nbytes == batch["x"].nbytes
+    for row, piece in zip(batch["x"], pieces, strict=True):
+        expected = torch.full((2, 3), 5.0) if isinstance(piece, Constant) else piece
+        assert torch.equal(row[: len(expected)], expected)
+        assert bool((row[len(expected) :] == fill).all())
+
+
+def test_whole_pieces_are_copied_not_shared() -> None:
+    pieces = (torch.ones(2, 2), torch.zeros(2, 2))
+    (batch,) = LookAhead([{"x": Stacked((2, 2, 2), torch.float32, pieces)}], InPlace())
+    batch["x"].fill_(9.0)
+    assert pieces[0].tolist() == [[1.0, 1.0], [1.0, 1.0]]

@@ -326,3 +326,59 @@ class TestOlderDrivers:
         assert stats.failed_advises == 2
         assert stats.last_error is not None
         assert (stats.last_error.name, stats.last_error.function) == ("UNAVAILABLE", "cuMemAdvise")
+
+
+class TestCopies:
+    """Host memory stands for both sides here; what counts is which bytes go where, and how the driver is asked."""
+
+    def copy(self, bench, stream: int, count: int = 5) -> bool:
+        sources = [
+            ctypes.create_string_buffer(bytes([number + 1] * (number + 1)), number + 1) for number in range(count)
+        ]
+        targets = [ctypes.create_string_buffer(number + 1) for number in range(count)]
+        bench.uvm.copy_batch(
+            1, [*map(ctypes.addressof, targets)], [*map(ctypes.addressof, sources)], [*range(1, count + 1)], stream
+        )
+        return [target.raw for target in targets] == [source.raw for source in sources]
+
+    def test_one_call_of_the_driver_for_all_of_them(self, bench):
+        assert self.copy(bench, STREAM)
+        (line,) = bench.fake.journal("cuMemcpy")
+        assert line == "cuMemcpyBatchAsync_v2 count=5 source=2 target=1,1 -> 0"
+        assert bench.fake.open_contexts == 0
+
+    def test_older_drivers(self, workshop):
+        bench = workshop.bench("-DFAKE_NO_V2")
+        assert self.copy(bench, STREAM)
+        (line,) = bench.fake.journal("cuMemcpy")
+        assert line.startswith("cuMemcpyBatchAsync count=5")
+        bench = workshop.bench("-DFAKE_NO_V1", "-DFAKE_NO_V2")
+        assert self.copy(bench, STREAM)
+        assert len(bench.fake.journal("cuMemcpyAsync")) == 5
+
+    def test_the_default_stream_takes_them_one_by_one(self, bench):
+        assert self.copy(bench, 0)
+        assert len(bench.fake.journal("cuMemcpyAsync")) == 5
+
+    def test_what_the_driver_refuses_is_told(self, bench):
+        bench.fake.fail("cuMemcpyBatchAsync_v2", INVALID_VALUE)
+        with pytest.raises(DriverError, match="cuMemcpyBatchAsync_v2"):
+            self.copy(bench, STREAM)
+        bench.fake.fail("cuMemcpyAsync", INVALID_VALUE, nth=3)
+        with pytest.raises(DriverError, match="cuMemcpyAsync"):
+            self.copy(bench, 0)
+        assert len(bench.fake.journal("cuMemcpyAsync")) == 3, "nothing after the one that failed"
+        assert bench.fake.open_contexts == 0
+
+    def test_nonsense_never_reaches_the_driver(self, bench):
+        nothing, empty, from_nowhere, to_nowhere = ([], [], []), ([1], [1], [0]), ([1], [0], [1]), ([0], [1], [1])
+        for copies in (nothing, empty, from_nowhere, to_nowhere):
+            with pytest.raises(ValueError, match="cannot be"):
+                bench.uvm.copy_batch(0, *copies, STREAM)
+        with pytest.raises(ValueError, match="1 targets, 1 sources and 0 sizes"):
+            bench.uvm.copy_batch(0, [1], [1], [], STREAM)
+        assert not bench.fake.journal("cuMemcpy")
+
+    def test_a_driver_without_any_of_them(self, workshop):
+        with pytest.raises(DriverTooOldError, match="cuMemcpyAsync"):
+            self.copy(workshop.bench("-DFAKE_NO_OPTIONAL"), STREAM)

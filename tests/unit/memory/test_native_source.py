@@ -38,6 +38,7 @@ def test_only_our_own_names_are_exported_and_only_libc_is_needed(workshop):
 _TYPES = {
     "CUdeviceptr": "uint64_t",
     "CUmemLocation": "struct cu_location",
+    "CUmemcpyAttributes": "struct cu_copy_attributes",
     "CUdevice": "int",
     "CUresult": "int",
     "CUmem_advise": "int",
@@ -80,7 +81,7 @@ class TestAgainstCudaHeader:
         # behind the plain names are spelt out only for the driver's own sources.
         ours = _ours()
         prototypes = _prototypes("-D__CUDA_API_VERSION_INTERNAL") | _prototypes()
-        assert len(ours) == 20
+        assert len(ours) == 23
         assert {name: prototypes.get(name) for name in ours} == ours
 
     def test_the_numbers_are_those_of_cuda_h(self, tmp_path):
@@ -97,6 +98,8 @@ class TestAgainstCudaHeader:
             "CU_MEM_RANGE_ATTRIBUTE_READ_MOSTLY": "CU_RANGE_READ_MOSTLY",
             "CU_MEM_RANGE_ATTRIBUTE_LAST_PREFETCH_LOCATION": "CU_RANGE_LAST_PREFETCH",
             "CU_MEM_ATTACH_GLOBAL": "CU_ATTACH_GLOBAL",
+            "CU_MEMCPY_SRC_ACCESS_ORDER_ANY": "CU_SOURCE_ORDER_ANY",
+            "CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE": "CU_COPY_BESIDE_COMPUTE",
             "CUDA_ERROR_INVALID_VALUE": "CU_ERROR_INVALID_VALUE",
             "CU_DEVICE_CPU": "GT_HOST",
         }
@@ -107,6 +110,8 @@ class TestAgainstCudaHeader:
         lines += [
             '_Static_assert(sizeof(CUmemLocation) == sizeof(struct cu_location), "size");',
             '_Static_assert(offsetof(CUmemLocation, id) == offsetof(struct cu_location, id), "id");',
+            '_Static_assert(sizeof(CUmemcpyAttributes) == sizeof(struct cu_copy_attributes), "size");',
+            '_Static_assert(offsetof(CUmemcpyAttributes, flags) == offsetof(struct cu_copy_attributes, flags), "f");',
             '_Static_assert(sizeof(CUdeviceptr) == 8 && sizeof(CUdevice) == 4 && sizeof(CUmem_advise) == 4, "widths");',
         ]
         unit = tmp_path / "check.c"

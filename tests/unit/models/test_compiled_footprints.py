@@ -117,6 +117,7 @@ def predicted(case: Case) -> int:
 
 @pytest.mark.usefixtures("opaque_attention")
 class TestCompiledBlocks:
+    @pytest.mark.full
     def test_wan(self) -> None:
         kept = kept_by_compiler(lambda: adapted(WAN), lambda _block: WAN.call(), batch=BATCH)
         assert predicted(WAN) == pytest.approx(kept, rel=0.01)
@@ -128,7 +129,8 @@ class TestCompiledBlocks:
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH)
         assert predicted(case) == pytest.approx(kept, rel=0.01)
 
-    @pytest.mark.parametrize("case", [WAN, pytest.param(OTHERS["flux single"], marks=pytest.mark.full)])
+    @pytest.mark.full
+    @pytest.mark.parametrize("case", [WAN, OTHERS["flux single"]])
     def test_half_the_budget_keeps_half(self, case: Case) -> None:
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=0.5)
         assert predicted(case) * HALF == pytest.approx(kept, rel=0.08)

@@ -162,6 +162,11 @@ def _schedule(options: Options, draft: Draft) -> None:
             f"{options.key('lr_scheduler')}: gracetune warms up over lr_warmup_steps and then falls along a cosine to "
             "lr_end over the whole run; SimpleTuner takes lr_warmup_steps for half the period of a wave instead"
         )
+    if name == "sine":
+        draft.note(
+            f"{options.key('lr_scheduler')}: gracetune warms up over lr_warmup_steps and then goes on in lr_num_cycles "
+            "whole waves from the top; SimpleTuner begins in the middle of a wave, whose half period is lr_warmup_steps"
+        )
 
 
 _LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_size_t, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -28,7 +28,7 @@ from gracetune.memory.native.records import (
     Unavailable,
 )
 
-ABI_VERSION: Final = 1
+ABI_VERSION: Final = 2
 LIBRARY: Final = Path(__file__).with_name("_uvm.so")
 BUILD_FAILURE: Final = "_uvm.build-failure.txt"
 """Beside the library's place: why the build at install time made none. Written by setup.py."""
@@ -93,6 +93,10 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "gt_pointer_range": (c_int, (c_int, c_uint64, POINTER(c_uint64), POINTER(c_uint64))),
     "gt_discard": (c_int, (c_int, c_uint64, c_size_t, c_void_p)),
     "gt_discard_prefetch": (c_int, (c_int, c_uint64, c_size_t, c_int, c_void_p)),
+    "gt_copy_batch": (
+        c_int,
+        (c_int, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_size_t), c_size_t, c_void_p),
+    ),
     "gt_memory_info": (c_int, (c_int, POINTER(c_uint64), POINTER(c_uint64))),
     "gt_driver_version": (c_int, (POINTER(c_int),)),
     "gt_has_function": (c_int, (c_char_p,)),
@@ -263,6 +267,22 @@ class Uvm:
         """Fresh pages at `location`, without moving the old contents there."""
         own = _own_stream(stream)
         self._check(self._shim.gt_discard_prefetch(span.device, span.pointer, span.bytes, location, own))
+
+    def copy_batch(
+        self, device: int, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
+        """Enqueue copies to the device, in any order among themselves: addresses and bytes of each, none of them empty.
+
+        The sources are complete and stay until the stream has passed: page-locked host memory, or managed memory that
+        lies there.
+        """
+        count = len(targets)
+        if not count == len(sources) == len(sizes):
+            raise ValueError(f"{count} targets, {len(sources)} sources and {len(sizes)} sizes")
+        many, lengths = c_uint64 * count, c_size_t * count
+        self._check(
+            self._shim.gt_copy_batch(device, many(*targets), many(*sources), lengths(*sizes), count, stream or None)
+        )
 
     def range_state(self, span: Span) -> RangeState:
         return RangeState(

@@ -22,7 +22,7 @@
 
 #define GT_API __attribute__((visibility("default")))
 
-enum { GT_ABI_VERSION = 1 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
+enum { GT_ABI_VERSION = 2 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
 enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_DIRECT = -1, GT_ACCOUNT_TOTAL = -2 };
 enum { GT_HOST = -1 }; /* a location: this, or a device ordinal */
 
@@ -76,7 +76,15 @@ struct cu_location { /* CUmemLocation; passed by value, so its layout is part of
 };
 _Static_assert(sizeof(struct cu_location) == 8, "CUmemLocation is two 32-bit fields");
 
+struct cu_copy_attributes { /* CUmemcpyAttributes */
+    int source_order;
+    struct cu_location source, target;
+    unsigned int flags;
+};
+_Static_assert(sizeof(struct cu_copy_attributes) == 24, "CUmemcpyAttributes is six 32-bit fields");
+
 enum { CU_LOCATION_DEVICE = 1, CU_LOCATION_HOST = 2 };
+enum { CU_SOURCE_ORDER_ANY = 3, CU_COPY_BESIDE_COMPUTE = 1 };
 enum { CU_ADVISE_SET_READ_MOSTLY = 1, CU_ADVISE_SET_PREFERRED = 3, CU_ADVISE_SET_ACCESSED_BY = 5, CU_ADVISE_LAST = 6 };
 enum { CU_POINTER_IS_MANAGED = 8, CU_POINTER_RANGE_START = 11, CU_POINTER_RANGE_SIZE = 12 };
 enum { CU_RANGE_READ_MOSTLY = 1, CU_RANGE_LAST_PREFETCH = 4 };
@@ -106,6 +114,13 @@ enum { CU_ERROR_INVALID_VALUE = 1 };
     X(0, cuMemDiscardAndPrefetchBatchAsync,                                                                            \
       (uint64_t *pointers, size_t *sizes, size_t count, struct cu_location *locations, size_t *location_starts,        \
        size_t location_count, unsigned long long flags, void *stream))                                                 \
+    X(0, cuMemcpyAsync, (uint64_t target, uint64_t source, size_t bytes, void *stream))                                \
+    X(0, cuMemcpyBatchAsync_v2,                                                                                        \
+      (uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, struct cu_copy_attributes *attributes,       \
+       size_t *attribute_starts, size_t attribute_count, void *stream))                                                \
+    X(0, cuMemcpyBatchAsync,                                                                                           \
+      (uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, struct cu_copy_attributes *attributes,       \
+       size_t *attribute_starts, size_t attribute_count, size_t *failed, void *stream))                                \
     X(0, cuMemGetInfo_v2, (size_t *free_bytes, size_t *total_bytes))                                                   \
     X(0, cuGetErrorName, (int code, const char **name))                                                                \
     X(0, cuGetErrorString, (int code, const char **text))
@@ -723,6 +738,43 @@ GT_API int gt_discard_prefetch(int device, uint64_t pointer, size_t bytes, int l
     struct cu_location where = as_location(location);
     size_t first = 0;
     return leave(DRIVER(cuMemDiscardAndPrefetchBatchAsync, &pointer, &bytes, 1, &where, &first, 1, 0, stream));
+}
+
+/* One call where the driver has it (CUDA 12.8) and the stream is one of ours: it refuses the legacy default stream. */
+static int copy_all(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, int device, void *stream)
+{
+    struct cu_copy_attributes how = {
+        .source_order = CU_SOURCE_ORDER_ANY,
+        .source = as_location(GT_HOST), /* counts for managed memory, which has no fixed place */
+        .target = as_location(device),
+        .flags = CU_COPY_BESIDE_COMPUTE,
+    };
+    size_t first = 0, failed = 0;
+    int code = GT_OK;
+    if (stream != NULL && driver.cuMemcpyBatchAsync_v2 != NULL)
+        return DRIVER(cuMemcpyBatchAsync_v2, targets, sources, sizes, count, &how, &first, 1, stream);
+    if (stream != NULL && driver.cuMemcpyBatchAsync != NULL)
+        return DRIVER(cuMemcpyBatchAsync, targets, sources, sizes, count, &how, &first, 1, &failed, stream);
+    if (driver.cuMemcpyAsync == NULL)
+        return UNAVAILABLE(cuMemcpyAsync);
+    for (size_t i = 0; i < count && code == GT_OK; i++)
+        code = DRIVER(cuMemcpyAsync, targets[i], sources[i], sizes[i], stream);
+    return code;
+}
+
+/* Copies to the device, in any order among themselves. The sources are complete, and stay as they are until the stream
+ * has passed: page-locked host memory, or managed memory that lies there. */
+GT_API int gt_copy_batch(int device, uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, void *stream)
+{
+    int code = usable();
+    if (code == GT_OK && (targets == NULL || sources == NULL || sizes == NULL || count == 0 || device < 0))
+        code = own_error(GT_ERROR_ARGUMENT);
+    for (size_t i = 0; code == GT_OK && i < count; i++)
+        if (targets[i] == 0 || sources[i] == 0 || sizes[i] == 0)
+            code = own_error(GT_ERROR_ARGUMENT);
+    if (code == GT_OK)
+        code = enter(device);
+    return code == GT_OK ? leave(copy_all(targets, sources, sizes, count, device, stream)) : code;
 }
 
 GT_API int gt_memory_info(int device, uint64_t *free_bytes, uint64_t *total_bytes)

@@ -46,36 +46,59 @@ def encoder_needs(
     config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape], *, sampling: bool
 ) -> Iterator[Need]:
     after: tuple[Phase, ...] = _LATER if sampling else _LATER[:2]
+    live, refreshed = _live(config), [dataset for dataset in _enabled(config) if _refreshed(dataset)]
     for encoder in footprint.encoders:
         text = encoder.kind == "text"
-        busy: Phase = "encode text" if text else "encode latents"
-        idle = after if text else after[1:]
-        why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16"
-        yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, (busy,), why, idle=idle, parkable=True)
+        first: Phase = "encode text" if text else "encode latents"
+        # An embedding is as new as the pictures it depends on.
+        anew = [*live, *refreshed]
+        again = encoder.sees_references and any(one.conditioning for one in anew) if text else bool(anew)
+        busy: tuple[Phase, ...] = (first, "train") if again else (first,)
+        idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
+        why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")
+        yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, busy, why, idle=idle, parkable=True)
     yield from _passes(config, footprint, shapes)
-    live = any(not _cached(config, dataset) for dataset in config.datasets if not dataset.disabled)
-    wanted: dict[Phase, bool] = {"encode latents": True, "train": live, "sample": sampling}
+    wanted: dict[Phase, bool] = {"encode latents": True, "train": bool(live or refreshed), "sample": sampling}
     needed = tuple(phase for phase, yes in wanted.items() if yes)
     waits = tuple(phase for phase in after if phase not in needed)
     codec = footprint.codec
     precision = "fp32" if codec.element_bytes == 4 else "bf16"
-    why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + ("; encodes in every step" if live else "")
+    why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + _during(live, refreshed)
     size = codec.element_bytes * codec.parameters
     yield Need(codec.name, "encoder weights", size, needed, why, idle=waits, parkable=True)
+
+
+def _enabled(config: RunConfig) -> list[Dataset]:
+    return [dataset for dataset in config.datasets if not dataset.disabled]
+
+
+def _live(config: RunConfig) -> list[Dataset]:
+    return [dataset for dataset in _enabled(config) if not _cached(config, dataset)]
+
+
+def _during(live: list[Dataset], refreshed: list[Dataset]) -> str:
+    if live:
+        return "; encodes in every step"
+    return "; encodes the next epoch while one is trained" if refreshed else ""
 
 
 def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]) -> Iterator[Need]:
     batch = config.cache.text_encoder_batch_size
     text = max(batch * encoder.tokens * encoder.working for encoder in footprint.encoders if encoder.kind == "text")
     yield Need("text encoding", "workspace", text, ("encode text",), f"a batch of {batch} captions")
-    live = [
-        codec_bytes(footprint, shapes[dataset.id], decode=False, tiled=config.model.vae_tiling)
-        for dataset in config.datasets
-        if dataset.id in shapes and not _cached(config, dataset)
-    ]
+
+    def each(datasets: list[Dataset]) -> list[int]:
+        found = [shapes[dataset.id] for dataset in datasets if dataset.id in shapes]
+        return [codec_bytes(footprint, shape, decode=False, tiled=config.model.vae_tiling) for shape in found]
+
+    live, refreshed = each(_live(config)), each([dataset for dataset in _enabled(config) if _refreshed(dataset)])
     if live:
         why = "one sample at a time: a dataset without a latent cache"
         yield Need("encoding in the step", "workspace", max(live), ("train",), why)
+    if refreshed:
+        # Less would do: a batch that does not fit is halved.
+        why = "one sample at a time, beside the step: refresh_each_epoch"
+        yield Need("encoding the next epoch", "workspace", max(refreshed), ("train",), why)
 
 
 def data_needs(
@@ -128,8 +151,9 @@ def _cache(
 ) -> Iterator[Need]:
     if kind in ("memory", "unified_memory"):
         yield Need(name, role, size, phases, why, home="host")
-    if kind == "disk" or config.cache.persistent_cache:
-        yield Need(f"{name} on disk", role, size, phases, why, home="disk")
+    # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
+    until = "" if config.cache.persistent_cache else "; removed at the end"
+    yield Need(f"{name} on disk", role, size, phases, why + until, home="disk")
 
 
 def _cached(config: RunConfig, dataset: Dataset) -> bool:
@@ -137,11 +161,17 @@ def _cached(config: RunConfig, dataset: Dataset) -> bool:
     return dataset.cache_latents != "none" and not changing
 
 
+def _refreshed(dataset: Dataset) -> bool:
+    """Whether the next epoch's latents are made while an epoch trains; `data.index.freshness` decides it so."""
+    mode = dataset.augmentation.cache_mode
+    return dataset.cache_latents != "none" and mode == "refresh_each_epoch"
+
+
 def _variants(dataset: Dataset) -> int:
     augmentation = dataset.augmentation
     flips = (2 if augmentation.flip_x else 1) * (2 if augmentation.flip_y else 1)
     # While an epoch's new variants are made, the last epoch's are still being read.
-    return flips * (2 if augmentation.transforms and augmentation.cache_mode == "refresh_each_epoch" else 1)
+    return flips * (2 if _refreshed(dataset) else 1)
 
 
 def _staged(dataset: Dataset, facts: DatasetFacts) -> Need:

@@ -133,7 +133,7 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
 def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
     footprint, precision = job.footprint, job.config.model.base_precision
     if job.method.full_finetune:
-        return (("trained", 4 * footprint.parameters),)
+        return (("trained", 2 * footprint.parameters + 2 * job.elements),)  # what is trained is held in fp32
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
     scales = 4 * footprint.linear_rows

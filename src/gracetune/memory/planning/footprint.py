@@ -162,6 +162,8 @@ class Encoder:
     working: int
     tokens: int
     kind: Literal["text", "vision"] = "text"
+    sees_references: bool = False
+    """Whether what a text encoder makes of a caption depends on the sample's references."""
 
 
 @dataclass(frozen=True)

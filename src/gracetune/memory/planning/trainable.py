@@ -52,13 +52,12 @@ class Selection:
 
 
 def select(footprint: Footprint, adapter: Adapter) -> Selection:
-    """Apply `adapter.targets`, `exclude` and `by_module`. A full fine-tune selects every matrix."""
-    everything = adapter.kind == "full_finetune"
+    """Apply `adapter.targets`, `exclude` and `by_module`. Without targets a full fine-tune selects every matrix."""
     targets = tuple(
         Target(block, linear, _options(adapter, linear))
         for block in footprint.blocks
         for linear in block.linears
-        if everything or _wanted(block, linear, adapter)
+        if _wanted(block, linear, adapter)
     )
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
     unmatched = tuple(
@@ -72,7 +71,7 @@ def _wanted(block: Block, linear: Linear, adapter: Adapter) -> bool:
         return False
     if adapter.targets:
         return any(matches(pattern, block, linear) for pattern in adapter.targets)
-    return linear.default
+    return linear.default or adapter.kind == "full_finetune"
 
 
 def matches(pattern: str, block: Block, linear: Linear) -> bool:
@@ -164,9 +163,10 @@ _SHAPES: Mapping[str, Callable[[Linear, Adapter], list[Dimensions]]] = {
 def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
-    if adapter.kind == "full_finetune":
+    if adapter.kind == "full_finetune" and not adapter.targets:
         # Biases, norms and embeddings: too small to be worth their shapes.
-        rest = footprint.parameters - sum(tensor.elements for tensor in tensors)
+        every = select(footprint, Adapter(kind="full_finetune")).targets
+        rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
         tensors.append(Tensors((rest,), 1))
     return tuple(tensors)
 

@@ -92,7 +92,11 @@ def _qwen(flavour: str, *, picture_tokens: int = 0, edits: bool = False, modulat
         blocks=(_block(modulated_by_token=modulated_by_token),),
         latents=PixelLatents(16),
         codec=VAE,
-        encoders=(Encoder("text encoder (Qwen2.5-VL 7B)", 8_292_166_656, working=569_344, tokens=tokens),),
+        encoders=(
+            Encoder(
+                "text encoder (Qwen2.5-VL 7B)", 8_292_166_656, working=569_344, tokens=tokens, sees_references=edits
+            ),
+        ),
         text=Text(tokens, tokens * CAPTION_WIDTH),
         references=edits,
     )

@@ -1,0 +1,1 @@
+"""LoRA, DoRA, LyCORIS and full fine-tuning; file formats in and out; verification."""

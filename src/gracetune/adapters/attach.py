@@ -1,0 +1,245 @@
+"""Makes a frozen denoiser trainable, and undoes it.
+
+    attached = attach(denoiser, config.adapter, family="wan", stage="high_noise", default_targets=..., seed=42)
+    optimizer = AdamW(attached.parameters().values())
+    with attached.disabled(): ...                  # the base model's own prediction
+    file = write(attached.state())
+
+What is trained is held in fp32 whatever the base is; the base stays as it is and gets no gradient. Each layer's first
+values depend on seed, stage and path alone, and no global generator moves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from gracetune.adapters import full, lycoris, peft_lora
+from gracetune.adapters.layer import AttachedLayer, seeded
+from gracetune.adapters.loading import fitted
+from gracetune.adapters.options import LayerOptions, resolver
+from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
+from gracetune.config.run_config import Adapter
+from gracetune.errors import ConfigError, GracetuneError, Problem
+
+_EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
+_WHOLE = "a full fine-tune has no adapter beside the model: "
+
+
+class Attached(ABC):
+    """A denoiser with something to train in it."""
+
+    def __init__(self, selection: Selection | None) -> None:
+        self.selection = selection
+        """What was chosen and why; None for a full fine-tune of everything."""
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that is trained, as it is now, by names that stay the same over runs, libraries and sharding."""
+
+    @abstractmethod
+    def state(self) -> AdapterState:
+        """A copy, on the CPU and in fp32. The strength is not in it: it belongs to the run, not to the file."""
+
+    @abstractmethod
+    def load(self, state: AdapterState) -> None:
+        """Take another adapter's values. Everything has to fit; what does not is listed, and nothing is changed."""
+
+    @abstractmethod
+    @contextmanager
+    def scale(self, strength: float) -> Iterator[None]:
+        """Inside, the adapter works with this times the config's own strength; 0 is exactly the base model."""
+        yield
+
+    @abstractmethod
+    def detach(self) -> None:
+        """The model is again the one that was given: modules, names, values, gradient flags."""
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        with self.scale(0.0):
+            yield
+
+
+def attach(
+    denoiser: nn.Module,
+    adapter: Adapter,
+    *,
+    family: str,
+    stage: Stage = "",
+    default_targets: Sequence[str],
+    untrained: Sequence[str] = (),
+    seed: int,
+) -> Attached:
+    """`default_targets` and `untrained` are the family's (`ModelSpec`); targets of the config take their place."""
+    if any(isinstance(module, LoraLayer | lycoris.Factors) for module in denoiser.modules()):
+        raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
+    if adapter.strength == 0:
+        raise ConfigError([Problem("adapter.strength", "0", "another number", "at 0 nothing would be trained")])
+    modules = describe(denoiser)
+    if adapter.kind == "full_finetune":
+        chosen = None
+        if adapter.targets or adapter.exclude:
+            chosen = select(
+                _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, kinds=_EVERY_KIND
+            )
+        return _FullAttached(denoiser, chosen)
+    chosen = select(modules, adapter.targets or default_targets, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
+    resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
+    plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
+    return _LayersAttached(denoiser, plan, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength)
+
+
+def describe(model: nn.Module) -> Modules:
+    """What `select` chooses from: modules without children, and parameters of modules that have some."""
+    found: dict[str, ModuleInfo] = {}
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    for path, module in model.named_modules():
+        owners = _owners(path, classes)
+        if next(module.children(), None) is None:
+            found[path] = ModuleInfo(classes[path], _kind(module), owners)
+            continue
+        for name, _parameter in module.named_parameters(recurse=False):
+            own = f"{path}.{name}" if path else name
+            found[own] = ModuleInfo("Parameter", "parameter", (classes[path], *owners))
+    return found
+
+
+def _with_parameters(model: nn.Module, modules: Modules) -> Modules:
+    owners = {name.rpartition(".")[0] for name, _parameter in model.named_parameters()}
+    return {path: info for path, info in modules.items() if info.kind == "parameter" or path in owners}
+
+
+def _owners(path: str, classes: Mapping[str, str]) -> tuple[str, ...]:
+    parts = path.split(".") if path else []
+    return tuple(classes[".".join(parts[:length])] for length in range(len(parts) - 1, -1, -1))
+
+
+def _kind(module: nn.Module) -> Kind:
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        # peft builds its convolutions without these; none of our families has them.
+        plain = module.groups == 1 and set(module.dilation) == {1} and module.padding_mode == "zeros"
+        return "conv" if plain else "other"
+    return "norm" if "Norm" in type(module).__name__ else "other"
+
+
+def _spatial(module: nn.Module) -> bool:
+    return isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and set(module.kernel_size) != {1}
+
+
+def _frozen(model: nn.Module, undo: ExitStack) -> None:
+    for parameter in model.parameters():
+        undo.callback(parameter.requires_grad_, parameter.requires_grad)
+        parameter.requires_grad_(False)
+
+
+class _LayersAttached(Attached):
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, LayerOptions],
+        selection: Selection,
+        *,
+        family: str,
+        stage: Stage,
+        seed: int,
+        strength: float,
+    ) -> None:
+        super().__init__(selection)
+        self._family, self._stage = family, stage
+        self._strength, self._factor = strength, 1.0
+        self._layers: dict[str, AttachedLayer] = {}
+        with ExitStack() as undo:
+            _frozen(model, undo)
+            for path, options in plan.items():
+                with seeded(seed, stage, path):
+                    layer = _made(model, path, options)
+                undo.callback(layer.remove, model)
+                layer.set_strength(strength)
+                self._layers[path] = layer
+            self._undo = undo.pop_all()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            f"{path}.{name}": parameter
+            for path, layer in self._layers.items()
+            for name, parameter in layer.parameters().items()
+        }
+
+    def state(self) -> AdapterState:
+        return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
+
+    def load(self, state: AdapterState) -> None:
+        for path, tensors in fitted(state, self._family, self._stage, self._layers).items():
+            self._layers[path].load(tensors)
+
+    @contextmanager
+    def scale(self, strength: float) -> Iterator[None]:
+        before = self._factor
+        self._set(strength)
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, factor: float) -> None:
+        self._factor = factor
+        for layer in self._layers.values():
+            layer.set_strength(self._strength * factor)
+
+    def detach(self) -> None:
+        self._undo.close()
+        self._layers = {}
+
+
+def _made(model: nn.Module, path: str, options: LayerOptions) -> AttachedLayer:
+    layer = model.get_submodule(path)
+    if options.algorithm in peft_lora.ALGORITHMS:
+        return peft_lora.PeftLayer(path, layer, options, model)
+    return lycoris.LycorisLayer(path, layer, options)
+
+
+class _FullAttached(Attached):
+    def __init__(self, model: nn.Module, selection: Selection | None) -> None:
+        super().__init__(selection)
+        self._model = model
+        with ExitStack() as undo:
+            _frozen(model, undo)
+            if selection is not None:
+                full.bridge(model, selection, undo)
+            for parameter in self.parameters().values():
+                undo.callback(_set_dtype, parameter, parameter.dtype)
+                _set_dtype(parameter, torch.float32)
+                parameter.requires_grad_(True)
+            self._undo = undo.pop_all()
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return full.trained_parameters(self._model, self.selection)
+
+    def state(self) -> AdapterState:
+        raise GracetuneError(_WHOLE + "save the model's own weights")
+
+    def load(self, state: AdapterState) -> None:
+        raise GracetuneError(_WHOLE + "merge the adapter into the base weights and start from those")
+
+    @contextmanager
+    def scale(self, strength: float) -> Iterator[None]:
+        if strength != 1:
+            raise GracetuneError(_WHOLE + "its strength cannot be changed; remove adapter_strength")
+        yield
+
+    def detach(self) -> None:
+        """Gradient flags and precisions are as they were; the values are the trained ones."""
+        self._undo.close()
+
+
+def _set_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,193 @@
+"""An adapter's safetensors file: read whole or refused, written whole or not at all, never over another.
+
+Written by us and not by the safetensors library, whose header comes out in another order each time: the same adapter
+must give the same bytes. The format is described in `memory.weights.files`; ours has its entries sorted, the widest
+numbers first so that every tensor is aligned, and its header filled with spaces to a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from gracetune.adapters.file_errors import UnreadableAdapterError
+from gracetune.adapters.formats.diffusers import PEFT_CONFIG
+from gracetune.errors import ConfigError, Problem
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights.files import open_weights
+
+SUFFIX = ".safetensors"
+_PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ALIGNMENT = 8
+_LEGACY_START, _LEGACY_LENGTH = 0x100000, 0x10000
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFile:
+    path: Path
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def read(path: Path) -> AdapterFile:
+    """The tensors and the header of one file. Nothing in it is run; a pickle is refused by its content."""
+    if path.is_dir():
+        inside = path / _PEFT_FILE
+        if not inside.is_file():
+            found = sorted(entry.name for entry in path.iterdir() if entry.suffix == SUFFIX)
+            hint = f"name the file: {found[0]}" if found else "name the adapter's file itself"
+            raise _unreadable(path, "a folder", "a safetensors file", hint)
+        path = inside
+    _refuse_pickle(path)
+    try:
+        header = open_weights(path)
+    except WeightFileError as error:
+        raise UnreadableAdapterError(error.problems) from None
+    odd = sorted({entry.dtype for entry in header.entries.values()} - set(_DTYPES.values()))
+    if odd:
+        hint = "save it in bf16, fp16 or fp32 where it was made"
+        raise _unreadable(path, f"numbers of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
+    tensors = load_file(path)
+    metadata = dict(header.metadata)
+    config = path.with_name(_PEFT_CONFIG_FILE)
+    if path.name == _PEFT_FILE and config.is_file():
+        metadata[PEFT_CONFIG] = config.read_text(encoding="utf-8", errors="replace")
+    return AdapterFile(path, tensors, metadata)
+
+
+def _refuse_pickle(path: Path) -> None:
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would wait for a writer
+            raise _unreadable(path, "not a regular file", "a safetensors file", "copy it first")
+        with path.open("rb") as file:
+            start = file.read(9)
+    except OSError as error:
+        raise _unreadable(path, error.strerror or str(error), "a readable file", "check the path") from None
+    # The length of a safetensors header can begin with the same bytes as a pickle, but then a brace follows it.
+    safetensors = start[8:] == b"{"
+    if not safetensors and (start.startswith(_PICKLE_STARTS) or (path.suffix in _PICKLE_SUFFIXES and start)):
+        hint = "convert it to safetensors where it was made, by someone who trusts it"
+        raise _unreadable(path, "a pickle: loading it would run the code in it", "a safetensors file", hint)
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    """Appears under its name complete and on the disk, or does not appear. A file that is there stays as it is."""
+    try:
+        if path.exists():
+            raise _exists(path)
+        return _write(path, tensors, metadata)
+    except OSError as error:
+        hint = "check the path, its permissions and the space left on its disk"
+        problem = Problem("--output", error.strerror or str(error), "a place that can be written to", hint, str(path))
+        raise ConfigError([problem]) from error
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")  # not longer by the file's own name, which may just fit
+    try:
+        with temporary.open("xb") as file:
+            for piece in _pieces(tensors, metadata):
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+    return path
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    """A link fails where the name is taken, a rename would replace; only file systems without links get a rename."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise _exists(path) from None
+    except OSError:
+        if path.exists():
+            raise _exists(path) from None
+        temporary.rename(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# -- the bytes --------------------------------------------------------------------------------------------------------
+
+
+def data_hash(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of the file's data, that is of all bytes behind the header."""
+    digest = hashlib.sha256()
+    for _, tensor in _ordered(tensors):
+        digest.update(_bytes(tensor))
+    return digest.hexdigest()
+
+
+def legacy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """The old A1111 hash: 64 KiB from the first MiB on, of the file with this header."""
+    digest, position = hashlib.sha256(), 0
+    for piece in _pieces(tensors, metadata):
+        begin = max(0, _LEGACY_START - position)
+        end = max(0, _LEGACY_START + _LEGACY_LENGTH - position)
+        digest.update(piece[begin:end])
+        position += len(piece)
+        if position >= _LEGACY_START + _LEGACY_LENGTH:
+            break
+    return digest.hexdigest()[:8]
+
+
+def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, tensor in _ordered(tensors):
+        end = offset + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for _, tensor in _ordered(tensors):
+        yield _bytes(tensor)
+
+
+def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _unreadable(path: Path, found: str, expected: str, hint: str) -> UnreadableAdapterError:
+    return UnreadableAdapterError([Problem("file", found, expected, hint, str(path))])
+
+
+def _exists(path: Path) -> ConfigError:
+    return ConfigError(
+        [Problem("--output", "a file of this name", "a name that is free", "another --output", str(path))]
+    )

@@ -1,0 +1,153 @@
+"""diffusers and PEFT: `<component>.<diffusers path>.lora_A.weight`, alpha in the header's `lora_adapter_metadata`.
+
+Without that entry diffusers loads every layer with a scale of 1, whatever it was trained with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.formats.layers import Convention, LayerError, common_alpha, common_rank
+from gracetune.adapters.formats.reading import Reading, Scale, read_states
+from gracetune.adapters.formats.writing import (
+    Written,
+    cast,
+    identity,
+    refuse_what_does_not_fit,
+    row_magnitude,
+)
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.models.key_maps import KEY_MAPS
+
+HEADER_ENTRY = "lora_adapter_metadata"
+PEFT_CONFIG = "gracetune.adapter_config"
+"""Where `adapters.files` puts the adapter_config.json it found beside PEFT's adapter_model.safetensors."""
+_REPEATS, _NESTED = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+_MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
+
+
+def write(state: AdapterState, dtype: torch.dtype) -> Written:
+    keys = KEY_MAPS[state.family]
+    refuse_what_does_not_fit(state, "diffusers", lambda layer, path: refusal(layer))
+    tensors: dict[str, Tensor] = {}
+    for path, layer in state.layers.items():
+        stem = f"{keys.component}.{path}"
+        for name, tensor in _spelled(layer).items():
+            tensors[f"{stem}.{name}"] = cast(tensor, dtype, f"{stem}.{name}")
+    config = {f"{keys.component}.{name}": value for name, value in _config(state).items()}
+    return tensors, identity(state, "diffusers") | {HEADER_ENTRY: json.dumps(config, sort_keys=True)}
+
+
+def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
+    scale = scale_in(metadata, KEY_MAPS[family].component)
+    peft = any(key.startswith("base_model.model.") for key in tensors)
+    rule = Convention(without_alpha="undefined" if peft and scale is None else "rank")
+    return read_states(tensors, metadata, family, rule, scale)
+
+
+def refusal(layer: Layer) -> str | None:
+    if layer.algorithm not in ("lora", "dora", "locon"):
+        return "diffusers loads LoRA and DoRA for this family, nothing else"
+    if "lora_mid.weight" in layer.tensors:
+        return "PEFT has no Tucker form"
+    if "dora_scale" in layer.tensors and row_magnitude(layer) is None:
+        return "PEFT's DoRA has a magnitude for each output, this one for each input"
+    return None
+
+
+def _spelled(layer: Layer) -> dict[str, Tensor]:
+    names = {
+        "lora_down.weight": "lora_A.weight",
+        "lora_up.weight": "lora_B.weight",
+        "dora_scale": "lora_magnitude_vector",
+    }
+    spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
+    if "lora_magnitude_vector" in spelled:
+        kernel = spelled["lora_A.weight"].ndim - 2
+        rows = spelled["lora_magnitude_vector"].reshape(-1)
+        spelled["lora_magnitude_vector"] = rows.reshape(1, -1, *(1,) * kernel) if kernel else rows
+    return spelled
+
+
+def _config(state: AdapterState) -> dict[str, Any]:
+    """A `LoraConfig` that says what differs from its defaults. `^` ties a pattern to the whole path."""
+    rank, alpha = common_rank(state), common_alpha(state)
+    ranks = {f"^{path}": layer.rank for path, layer in state.layers.items() if layer.rank != rank}
+    alphas = {f"^{path}": _number(layer.alpha) for path, layer in state.layers.items() if layer.alpha != alpha}
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": _number(alpha or 0.0),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "target_modules": _targets(state),
+        "use_dora": any("dora_scale" in layer.tensors for layer in state.layers.values()),
+        "bias": "none",
+    }
+
+
+def _targets(state: AdapterState) -> list[str] | str:
+    """PEFT takes a name in a list for the end of any path: a top-level `proj_out` would be found in every block."""
+    paths = sorted(state.layers)
+    if all("." in path for path in paths):
+        return paths
+    return "|".join(re.escape(path) for path in paths)
+
+
+def _number(value: float) -> int | float:
+    return int(value) if value == int(value) else value
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
+    """Alpha by path and rank, as the header or PEFT's config beside the file gives it; None where neither is there."""
+    text = metadata.get(HEADER_ENTRY) or metadata.get(PEFT_CONFIG)
+    if text is None:
+        return None
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    if not isinstance(found, dict):
+        return None
+    config = {name.removeprefix(f"{component}."): value for name, value in found.items()}
+    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
+    if not isinstance(alpha, int | float):
+        return None
+    values = patterns if isinstance(patterns, dict) else {}
+    given = {text: _compiled(text) for text in values}
+    rank_stabilised = config.get("use_rslora") is True
+
+    def scale(path: str, rank: int) -> float:
+        value = alpha
+        for text, pattern in given.items():
+            if pattern is None:
+                raise LayerError(f"the header's alpha_pattern {text!s:.40} cannot be followed")
+            if pattern.fullmatch(path):
+                value = values[text]
+                break
+        if not isinstance(value, int | float) or abs(value) > sys.float_info.max:
+            raise LayerError(f"an alpha of {value!s:.20} in the header: no number")
+        return float(value) * (math.sqrt(rank) if rank_stabilised else 1.0)
+
+    return scale
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """PEFT's patterns are regular expressions for the end of a path; None for one that might take for ever."""
+    if len(pattern) > _LONGEST_PATTERN or len(_REPEATS.findall(pattern)) > _MOST_REPEATS or _NESTED.search(pattern):
+        return None
+    try:
+        return re.compile(rf"(.*\.)?({pattern})")
+    except (re.error, OverflowError):
+        return None

@@ -1,0 +1,141 @@
+"""LoRAs, or differences, of several layers as one of the matrix they are stacked into, and back.
+
+Stacked by output rows, the parts' deltas are `B_i A_i`. One LoRA of rank `n r` holds them all without loss: the A's one
+below the other, the B's along the diagonal, zeros elsewhere. A part that has no adapter is a block of zeros, and a
+block of zeros in both matrices is read as no adapter. kohya's scripts (`split_qkv`) and diffusers use the same form.
+
+A LoRA that was trained on the stacked matrix has no such blocks; each part then gets all of A and its rows of B.
+Differences are simply stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.formats.layers import LayerError
+from gracetune.adapters.state import Layer
+from gracetune.models.keys import Place
+
+
+def joined(layers: Mapping[int, Layer], place: Place) -> Layer:
+    """`layers` by their position in `place`. Raises `LayerError`."""
+    first = next(iter(layers.values()))
+    if all(layer.algorithm == "full_delta" for layer in layers.values()):
+        return _stacked(layers, place)
+    for layer in layers.values():
+        if layer.algorithm not in ("lora", "locon") or set(layer.tensors) not in _PLAIN:
+            raise LayerError(f"{layer.algorithm} on part of a matrix that holds {_parts(place)} in one")
+        if (layer.rank, layer.alpha) != (first.rank, first.alpha):
+            raise LayerError(f"different ranks or alphas on {_parts(place)}, which are one matrix there")
+    index, present = next(iter(layers.items()))
+    down, up = _matrices(present)
+    assert present.rank is not None
+    rank, unit = present.rank, up.shape[0] // place.shares[index]
+    rows = [unit * share for share in place.shares]
+    joined_down = down.new_zeros(rank * len(rows), *down.shape[1:])
+    joined_up = up.new_zeros(sum(rows), rank * len(rows), *up.shape[2:])
+    for part, layer in layers.items():
+        down, up = _matrices(layer)
+        top, left = sum(rows[:part]), rank * part
+        if up.shape[0] != rows[part] or down.shape[1:] != joined_down.shape[1:]:
+            raise LayerError(f"{place.paths[part]} is {up.shape[0]}x{down.shape[1]}, which does not fit its neighbours")
+        joined_down[left : left + rank] = down
+        joined_up[top : top + rows[part], left : left + rank] = up
+    tensors = {"lora_A.weight": joined_down, "lora_B.weight": joined_up}
+    return Layer("lora", tensors, first.alpha * len(rows), rank * len(rows))
+
+
+def parted(layer: Layer, place: Place) -> dict[str, Layer]:
+    """The layers of `place` that one of the whole matrix stands for. Raises `LayerError`."""
+    if layer.algorithm == "full_delta":
+        return _unstacked(layer, place)
+    if layer.algorithm not in ("lora", "locon") or set(layer.tensors) not in _PLAIN:
+        raise LayerError(f"{layer.algorithm} over {_parts(place)} in one matrix: it cannot be cut into these layers")
+    assert layer.rank is not None
+    down, up = _matrices(layer)
+    unit = _unit(up.shape[0], place)
+    ups = up.split([unit * share for share in place.shares])
+    count = len(ups)
+    if layer.rank % count or not _along_diagonal(ups, layer.rank // count):
+        each = zip(place.paths, ups, strict=True)
+        return {path: _layer(layer, down.clone(), rows.clone(), layer.alpha) for path, rows in each}
+    rank = layer.rank // count
+    parts = {}
+    for part, (path, rows) in enumerate(zip(place.paths, ups, strict=True)):
+        block = slice(part * rank, (part + 1) * rank)
+        parts[path] = _layer(layer, down[block].clone(), rows[:, block].clone(), layer.alpha / count)
+    return _not_empty(parts)
+
+
+def _stacked(layers: Mapping[int, Layer], place: Place) -> Layer:
+    index, present = next(iter(layers.items()))
+    names = set(present.tensors)
+    if any(set(layer.tensors) != names for layer in layers.values()):
+        raise LayerError(f"a bias on some of {_parts(place)} only, which are one matrix there")
+    unit = present.tensors["diff"].shape[0] // place.shares[index]
+    tensors = {}
+    for name in sorted(names):
+        like = present.tensors[name]
+        blank = [like.new_zeros(unit * share, *like.shape[1:]) for share in place.shares]
+        pieces = [layers[part].tensors[name] if part in layers else rows for part, rows in enumerate(blank)]
+        if any(piece.shape != rows.shape for piece, rows in zip(pieces, blank, strict=True)):
+            raise LayerError(f"the sizes of {_parts(place)} do not fit together")
+        tensors[name] = torch.cat(pieces)
+    return Layer("full_delta", tensors, 1.0, None)
+
+
+def _unstacked(layer: Layer, place: Place) -> dict[str, Layer]:
+    unit = _unit(layer.tensors["diff"].shape[0], place)
+    rows = [unit * share for share in place.shares]
+    if any(tensor.shape[:1] != (sum(rows),) for tensor in layer.tensors.values()):
+        raise LayerError(f"a bias of another size than the {sum(rows)} outputs")
+    pieces = {name: tensor.split(rows) for name, tensor in layer.tensors.items()}
+    return _not_empty(
+        {
+            path: Layer("full_delta", {name: cut[part].clone() for name, cut in pieces.items()}, 1.0, None)
+            for part, path in enumerate(place.paths)
+        }
+    )
+
+
+def _not_empty(parts: Mapping[str, Layer]) -> dict[str, Layer]:
+    """Parts that are zero throughout have no adapter; where all are, training has not begun, and they all have one."""
+    filled = {path: layer for path, layer in parts.items() if any(tensor.any() for tensor in layer.tensors.values())}
+    return filled or dict(parts)
+
+
+def _unit(outputs: int, place: Place) -> int:
+    """Rows of a share of one."""
+    unit, left_over = divmod(outputs, sum(place.shares))
+    if left_over or not unit:
+        raise LayerError(f"{outputs} outputs do not divide among {_parts(place)}")
+    return unit
+
+
+_PLAIN = ({"lora_A.weight", "lora_B.weight"}, {"lora_down.weight", "lora_up.weight"})
+
+
+def _matrices(layer: Layer) -> tuple[Tensor, Tensor]:
+    if layer.algorithm == "locon":
+        return layer.tensors["lora_down.weight"], layer.tensors["lora_up.weight"]
+    return layer.tensors["lora_A.weight"], layer.tensors["lora_B.weight"]
+
+
+def _layer(like: Layer, down: Tensor, up: Tensor, alpha: float) -> Layer:
+    names = ("lora_down.weight", "lora_up.weight") if like.algorithm == "locon" else ("lora_A.weight", "lora_B.weight")
+    return Layer(like.algorithm, dict(zip(names, (down, up), strict=True)), alpha, down.shape[0])
+
+
+def _along_diagonal(ups: tuple[Tensor, ...], rank: int) -> bool:
+    for part, rows in enumerate(ups):
+        outside = torch.cat((rows[:, : part * rank], rows[:, (part + 1) * rank :]), dim=1)
+        if outside.any():
+            return False
+    return True
+
+
+def _parts(place: Place) -> str:
+    return ", ".join(path.rpartition(".")[2] for path in place.paths)

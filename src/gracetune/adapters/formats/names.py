@@ -1,0 +1,113 @@
+"""A key of a file taken apart: which expert, which layer, which tensor.
+
+A key is `<prefixes><layer><suffix>`. Programs differ in all three, and some stack prefixes
+(`transformer.transformer_1.`), so prefixes are peeled off until what remains is a layer the family knows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gracetune.adapters.state import Stage
+from gracetune.models.keys import KeyMap, Place
+
+_SUFFIXES: tuple[tuple[str, str], ...] = (
+    (r"\.lora_(?P<side>[AB])(?:\.(?!weight$)[^.]+)?\.weight", "lora_{side}.weight"),  # PEFT may name the adapter
+    (r"\.lora_(?P<side>[AB])", "lora_{side}.weight"),
+    (r"\.lora_down\.weight", "lora_A.weight"),
+    (r"\.lora_up\.weight", "lora_B.weight"),
+    (r"\.lora_mid\.weight", "lora_mid.weight"),
+    (r"[._]lora\.down\.weight", "lora_A.weight"),
+    (r"[._]lora\.up\.weight", "lora_B.weight"),
+    (r"\.lora_linear_layer\.down\.weight", "lora_A.weight"),
+    (r"\.lora_linear_layer\.up\.weight", "lora_B.weight"),
+    (r"\.lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?", "magnitude"),
+    (r"\.(?P<name>lokr_(?:w1|w2)(?:_[ab])?|lokr_t2|hada_w[12]_[ab]|hada_t[12])", "{name}"),
+    (r"\.(?P<name>alpha|dora_scale|oft_blocks|rescale|diff|diff_b|on_input)", "{name}"),
+    (r"\.weight", "weight"),  # (IA)3's; last, since most of the others end like it
+)
+_ENDINGS = tuple((re.compile(rf"(?P<stem>.+?){pattern}"), name) for pattern, name in _SUFFIXES)
+
+_PREFIXES = (
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "diffusion_model_",
+    "lora_unet_",
+    "lora_transformer_",
+    "lycoris_unet_",
+    "lycoris_",
+    "lora_",
+    "transformer.",
+    "unet.",
+    "unet_",
+)
+_EXPERT = re.compile(r"transformer_?([12])[._]")
+_STAGES: dict[str, Stage] = {"1": "high_noise", "2": "low_noise"}
+
+
+@dataclass(frozen=True)
+class Split:
+    """A key without its spelling of the tensor."""
+
+    stem: str
+    tensor: str
+    """`lora_A.weight`, `lokr_w1`, `alpha`: the names of `adapters.state`, LoRA's throughout; PEFT's `magnitude`."""
+
+
+@dataclass(frozen=True)
+class Located:
+    stage: Stage
+    """Empty where the key does not say."""
+    place: Place
+    prefixes: tuple[str, ...]
+
+
+def split(key: str) -> Split | None:
+    """None for a key that ends like no tensor of an adapter."""
+    tidy = _tidy(key)
+    for pattern, name in _ENDINGS:
+        found = pattern.fullmatch(tidy)
+        if found:
+            groups = {group: value for group, value in found.groupdict().items() if group != "stem"}
+            return Split(found["stem"], name.format(**groups))
+    return None
+
+
+def _tidy(key: str) -> str:
+    """ai-toolkit writes `$$` for dots while it trains, and some tools double a separator where they join names."""
+    return re.sub(r"_{2,}", "_", re.sub(r"\.{2,}", ".", key.replace("$$", ".")))
+
+
+def locate(stem: str, keys: KeyMap) -> Located | None:
+    """The layer a stem names. Never two: what is peeled off first wins only if the rest agrees."""
+    found = list(_peeled(stem, keys, "", ()))
+    if not found:
+        return None
+    meanings = {(located.stage, located.place.paths) for located in found}
+    return found[0] if len(meanings) == 1 else None
+
+
+def _peeled(stem: str, keys: KeyMap, stage: Stage, prefixes: tuple[str, ...]) -> Iterator[Located]:
+    place = _find(stem, keys)
+    if place is not None:
+        yield Located(stage, place, prefixes)
+        return
+    expert = _EXPERT.match(stem) if keys.experts and not stage else None
+    if expert:
+        yield from _peeled(stem[expert.end() :], keys, _STAGES[expert[1]], (*prefixes, expert[0]))
+    for prefix in _PREFIXES:
+        if stem.startswith(prefix) and prefix not in prefixes:
+            yield from _peeled(stem[len(prefix) :], keys, stage, (*prefixes, prefix))
+
+
+def _find(stem: str, keys: KeyMap) -> Place | None:
+    """diffusers once put `processor` in front of an attention's layers, and left the 0 of `to_out.0` out."""
+    place = keys.find(stem)
+    if place is not None or not ("processor" in stem or stem.endswith("to_out")):
+        return place
+    plain = stem.replace(".processor.", ".").replace("_processor_", "_")
+    zero = (f"{plain}.0", f"{plain}_0") if plain.endswith("to_out") else ()
+    return next((found for name in (plain, *zero) if (found := keys.find(name)) is not None), None)

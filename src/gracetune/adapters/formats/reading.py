@@ -1,0 +1,218 @@
+"""Any spelling of an adapter's keys into states: everything in the file is understood, or named as a problem."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
+from gracetune.adapters.file_errors import (
+    AdapterFileError,
+    BrokenLayerError,
+    MixedStagesError,
+    NotFiniteError,
+    UnknownKeysError,
+)
+from gracetune.adapters.formats import fusing
+from gracetune.adapters.formats.layers import Convention, LayerError, assemble
+from gracetune.adapters.formats.names import Located, locate, split
+from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
+from gracetune.adapters.state import AdapterState, Layer, Stage
+from gracetune.errors import Problem
+from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import KeyMap
+
+Scale = Callable[[str, int], float]
+"""Alpha of a layer, by path and rank."""
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All that a file holds, and all that is wrong with it."""
+
+    family: str
+    states: Mapping[Stage, AdapterState]
+    unknown: tuple[str, ...] = ()
+    """Keys that name no layer, or no tensor of an adapter."""
+    broken: Mapping[str, str] = field(default_factory=dict)
+    """By layer: why its tensors are no adapter."""
+    not_finite: tuple[str, ...] = ()
+    contradictions: tuple[str, ...] = ()
+    """Where the file says two things about its expert."""
+
+    def checked(self, file: str | None = None) -> Reading:
+        """Itself, if nothing is wrong with the file."""
+        for error in self.errors(file):
+            raise error
+        return self
+
+    def errors(self, file: str | None = None) -> list[AdapterFileError]:
+        found: list[AdapterFileError] = []
+        if self.unknown:
+            found.append(UnknownKeysError([self._unknown_problem(file)]))
+        if self.broken:
+            hint = "save it again where it was trained; it cannot be used as it is"
+            problems = [
+                Problem(layer, why, "the complete tensors of one adapter layer", hint, file)
+                for layer, why in list(self.broken.items())[:_SHOWN]
+            ]
+            found.append(BrokenLayerError(problems))
+        if self.not_finite:
+            problem = Problem(
+                "weights",
+                f"NaN or infinity in {_listed(self.not_finite)}",
+                "finite numbers",
+                "take an earlier checkpoint: the training run has diverged",
+                file,
+            )
+            found.append(NotFiniteError([problem]))
+        if self.contradictions:
+            hint = "rename the file, or write it anew where it was made"
+            problems = [Problem("stage", text, "one expert", hint, file) for text in self.contradictions]
+            found.append(MixedStagesError(problems))
+        return found
+
+    def _unknown_problem(self, file: str | None) -> Problem:
+        text = any(key.startswith(("lora_te", "text_encoder")) for key in self.unknown)
+        hint = "if it is of another family, name that one with --family; gracetune adapter inspect shows what fits"
+        if text:
+            hint = "layers of text encoders are not supported; remove them where the file was made"
+        return Problem("keys", _listed(self.unknown), f"layers of {self.family} and tensors of an adapter", hint, file)
+
+
+@dataclass
+class _Gathered:
+    """One layer on its way: tensors as they are found."""
+
+    located: Located
+    stem: str
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    alpha: float | None = None
+
+
+def read_states(
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    family: str,
+    convention: Convention,
+    scale: Scale | None = None,
+) -> Reading:
+    """The states in a file, by stage; the stage is empty where the keys do not tell it."""
+    keys = KEY_MAPS[family]
+    kinds = metadata.get("gracetune.algorithm", "").split(",")
+    if "locon" in kinds and "lora" not in kinds:
+        convention = replace(convention, lora_is_locon=True)
+    elif "dora" in kinds or "lora" in kinds:
+        convention = replace(convention, lora_is_locon=False)
+    convention = replace(convention, dora_by_base=metadata.get(DORA_ENTRY) == BY_BASE)
+    gathered, unknown, broken = _gather(tensors, keys)
+    layers: dict[Stage, dict[str, Layer]] = {}
+    for found in gathered:
+        try:
+            parts = _layers(found, convention, scale)
+        except LayerError as fault:
+            broken[found.stem] = str(fault)
+            continue
+        of_stage = layers.setdefault(found.located.stage, {})
+        for path, layer in parts.items():
+            if path in of_stage:
+                broken[found.stem] = f"a second adapter for {path}"
+            of_stage[path] = layer
+    states = {
+        stage: AdapterState(family, stage, {path: found[path] for path in keys.in_order(found)}, dict(metadata))
+        for stage, found in layers.items()
+    }
+    return Reading(family, states, tuple(unknown), broken, not_finite(tensors))
+
+
+def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Keys of tensors with a NaN or an infinity. Alpha is no weight: its own rules apply."""
+    return tuple(
+        key
+        for key, tensor in tensors.items()
+        if tensor.is_floating_point() and not key.endswith("alpha") and not tensor.isfinite().all()
+    )
+
+
+def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered], list[str], dict[str, str]]:
+    unknown: list[str] = []
+    broken: dict[str, str] = {}
+    gathered: dict[tuple[Stage, tuple[str, ...]], _Gathered] = {}
+    places: dict[str, Located | None] = {}
+    for key in sorted(tensors):
+        parts = split(key)
+        if parts is not None and parts.stem not in places:
+            places[parts.stem] = locate(parts.stem, keys)
+        located = places[parts.stem] if parts else None
+        if parts is None or located is None:
+            unknown.append(key)
+            continue
+        entry = gathered.setdefault((located.stage, located.place.paths), _Gathered(located, parts.stem))
+        if parts.tensor == "alpha":
+            if tensors[key].numel() != 1:
+                broken[parts.stem] = f"an alpha of {tensors[key].numel()} numbers"
+            elif entry.alpha is not None:
+                broken[parts.stem] = f"two alphas, one of them {key}"
+            else:
+                entry.alpha = _number(tensors[key])
+            continue
+        name, tensor = _canonical(parts.tensor, tensors[key])
+        if name in entry.tensors:
+            broken[parts.stem] = f"{name} twice, once as {key}"
+        entry.tensors[name] = tensor
+    return list(gathered.values()), unknown, broken
+
+
+def _number(alpha: Tensor) -> float:
+    """The shortest number that has this value in fp32: 0.1, and not 0.10000000149."""
+    return float(str(alpha.float().reshape(()).numpy()))
+
+
+def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
+    """PEFT's magnitudes of a convolution have the outputs in the second place."""
+    return ("dora_scale", tensor.reshape(-1)) if name == "magnitude" else (name, tensor)
+
+
+def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> dict[str, Layer]:
+    place = found.located.place
+    alpha, down = found.alpha, found.tensors.get("lora_A.weight")
+    if alpha is None and scale is not None and down is not None and down.ndim > 1:
+        alpha = scale(place.paths[0], down.shape[0])
+    layer = assemble(found.tensors, alpha, convention)
+    if convention.dora_by_base:
+        layer = _by_base(layer)
+    if place.fused:
+        return fusing.parted(layer, place)
+    if place.halves_swapped:
+        decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
+        if layer.algorithm not in ("lora", "locon", "full_delta") or decomposed:
+            raise LayerError(f"{layer.algorithm} on a layer whose rows are in another order in diffusers")
+        layer = swapped(layer)
+    return {place.paths[0]: layer}
+
+
+def _by_base(layer: Layer) -> Layer:
+    magnitude = row_magnitude(layer)
+    if magnitude is None:
+        return layer
+    others = {name: tensor for name, tensor in layer.tensors.items() if name != MAGNITUDE}
+    return replace(layer, tensors={**others, BASE_MAGNITUDE: magnitude})
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The precision most of a file's weights have."""
+    sizes: dict[torch.dtype, int] = {}
+    for key, tensor in tensors.items():
+        if tensor.is_floating_point() and not key.endswith("alpha"):
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.numel()
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else torch.float32

@@ -1,0 +1,225 @@
+"""What all formats share when they write: names and tensors of each layer, precision, and one list of refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
+from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats import fusing
+from gracetune.adapters.formats.layers import LayerError, algorithms, is_by_input
+from gracetune.adapters.shapes import outputs
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import Problem
+from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import KeyMap
+
+FormatName = Literal["comfyui", "diffusers", "kohya", "lycoris"]
+Written = tuple[dict[str, Tensor], dict[str, str]]
+"""Tensors by key, and the header's entries the format itself needs."""
+
+_FILE_NAMES = {
+    "down": {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"},
+    "A": {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
+}
+_HALVES = ("lora_B.weight", "lora_up.weight", "diff", "diff_b")
+_ALWAYS_FP32 = (MAGNITUDE, "rescale", "lora_magnitude_vector")
+"""Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They cost next to nothing."""
+DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
+"""The header's word that a file's dora_scale by rows is ComfyUI's."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """How one format writes a layer whose stem is decided."""
+
+    format: FormatName
+    lora: Literal["A", "down"]
+    """`lora_A`, `lora_B` or `lora_down`, `lora_up`."""
+    alpha: Callable[[Layer], float | None]
+    refusal: Callable[[Layer, str, KeyMap], str | None]
+    """Why the format cannot hold this layer at this path."""
+
+
+@dataclass(frozen=True)
+class Stem:
+    """A key without its tensor's name, and the layer behind it."""
+
+    name: str
+    layer: Layer
+
+
+Fault = tuple[str, str]
+"""A path, and why its layer cannot be written."""
+Stems = Callable[[AdapterState, KeyMap, list[Fault]], Iterator[Stem]]
+"""All layers of a state under the names of a format; what cannot be named that way goes into the list."""
+
+
+def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: Stems) -> Written:
+    keys = KEY_MAPS[state.family]
+    refuse_what_does_not_fit(state, spelling.format, lambda layer, path: spelling.refusal(layer, path, keys))
+    tensors: dict[str, Tensor] = {}
+    faults: list[Fault] = []
+    for stem in stems(state, keys, faults):
+        for name, tensor in _spelled(stem.layer, spelling.lora).items():
+            tensors[f"{stem.name}.{name}"] = cast(tensor, dtype, f"{stem.name}.{name}")
+        alpha = spelling.alpha(stem.layer)
+        if alpha is not None:
+            # A scalar costs nothing, and in half precision alpha could become inf.
+            tensors[f"{stem.name}.alpha"] = torch.tensor(alpha, dtype=torch.float32)
+    if faults:
+        raise cannot_hold(state, spelling.format, faults)
+    return tensors, identity(state, spelling.format)
+
+
+def our_stems(prefix: str, separator: str) -> Stems:
+    """Layers by diffusers' paths."""
+
+    def stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
+        for path, layer in state.layers.items():
+            yield Stem(prefix.format(keys.component) + path.replace(".", separator), layer)
+
+    return stems
+
+
+def original_stems(prefix: str, separator: str) -> Stems:
+    """Layers by the original model's names; those that are one matrix there are joined."""
+
+    def stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
+        done: set[str] = set()
+        for path, layer in state.layers.items():
+            original = keys.original(path)
+            if original is None or original.name in done:
+                continue
+            done.add(original.name)
+            name = prefix + original.name.replace(".", separator)
+            if not original.place.fused:
+                yield Stem(name, swapped(layer) if original.place.halves_swapped else layer)
+                continue
+            parts = {
+                index: state.layers[part] for index, part in enumerate(original.place.paths) if part in state.layers
+            }
+            try:
+                yield Stem(name, fusing.joined(parts, original.place))
+            except LayerError as fault:
+                faults.append((original.place.paths[next(iter(parts))], str(fault)))
+
+    return stems
+
+
+def original_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    """What the original layout itself leaves no room for."""
+    original = keys.original(path)
+    if original is None:
+        return None
+    joinable = layer.algorithm == "full_delta" or (layer.algorithm in ("lora", "locon") and len(layer.tensors) == 2)
+    if original.place.fused and not joinable:
+        parts = ", ".join(part.rpartition(".")[2] for part in original.place.paths)
+        only = "only plain LoRAs or differences of its parts can be joined"
+        return f"{parts} are one matrix in the original model, and {only}"
+    if original.place.halves_swapped and layer.algorithm not in ("lora", "locon", "full_delta"):
+        return "the rows of this layer are in another order in the original model, and this kind cannot be reordered"
+    if original.place.halves_swapped and not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors):
+        return "the rows of this layer are in another order in the original model, and DoRA's would have to follow"
+    return None
+
+
+def refuse_what_does_not_fit(
+    state: AdapterState, format: FormatName, refusal: Callable[[Layer, str], str | None]
+) -> None:
+    keys = KEY_MAPS[state.family]
+    reasons = [(path, f"no layer of {state.family} is called this") for path in state.layers if not keys.knows(path)]
+    for path, layer in state.layers.items():
+        reason = refusal(layer, path)
+        if reason is None and format != "comfyui" and BASE_MAGNITUDE in layer.tensors:
+            reason = "its DoRA was converted for ComfyUI and means something else elsewhere: use the file it came from"
+        if reason is not None:
+            reasons.append((path, reason))
+    if reasons:
+        raise cannot_hold(state, format, reasons)
+
+
+def cannot_hold(state: AdapterState, format: FormatName, reasons: Iterable[Fault]) -> CannotHoldError:
+    """One problem for each reason, however many layers share it."""
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in reasons:
+        by_reason.setdefault(reason, []).append(path)
+    return CannotHoldError(
+        Problem(
+            key=f"{'+'.join(algorithms(state))} for {state.family} as {format}",
+            found=f"{paths[0]}{f' and {len(paths) - 1} more layers' if paths[1:] else ''}: {reason}",
+            expected=f"an adapter the format {format} has a place for",
+            hint="another format, --lora-rank N (a LoRA that comes close), or --merge-into MODEL",
+        )
+        for reason, paths in by_reason.items()
+    )
+
+
+def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
+    """Entries of the header by which we know our own files again."""
+    found = {
+        "gracetune.family": state.family,
+        "gracetune.algorithm": ",".join(sorted(algorithms(state))),
+        "gracetune.format": format,
+    }
+    if any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
+        found[DORA_ENTRY] = BY_BASE
+    return found | ({"gracetune.stage": state.stage} if state.stage else {})
+
+
+def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """Floating-point tensors in the precision of the file; what does not fit into it is refused, not made inf."""
+    if name.endswith(_ALWAYS_FP32):
+        dtype = torch.float32
+    if not tensor.is_floating_point():
+        return tensor.detach().cpu().contiguous()
+    result = tensor.detach().to("cpu", dtype).contiguous()
+    if not result.isfinite().all() and tensor.isfinite().all():
+        largest = tensor.abs().max().item()
+        raise CannotHoldError(
+            [
+                Problem(
+                    name,
+                    f"values up to {largest:.3g}",
+                    f"values of {dtype} (up to {torch.finfo(dtype).max:.3g})",
+                    "--dtype bf16 or --dtype fp32",
+                )
+            ]
+        )
+    return result
+
+
+def row_magnitude(layer: Layer) -> Tensor | None:
+    """DoRA's magnitudes where they belong to the weight's rows."""
+    found, rows = layer.tensors.get(MAGNITUDE), outputs(layer)
+    if found is None or rows is None or layer.algorithm == "dora":  # PEFT knows rows only
+        return found
+    return None if is_by_input(found, rows) else found
+
+
+def _spelled(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
+    names = _FILE_NAMES["down" if "lora_mid.weight" in layer.tensors else lora]  # a core is always down, mid, up
+    spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
+    rows = spelled.pop(BASE_MAGNITUDE, row_magnitude(layer))
+    if rows is not None:
+        spelled[MAGNITUDE] = rows.reshape(-1, *(1,) * (_weight_dimensions(layer) - 1))
+    return spelled
+
+
+def _weight_dimensions(layer: Layer) -> int:
+    """Of the weight the layer sits on, as far as its tensors tell: a factor that keeps the kernel has them all."""
+    return max(2, *(tensor.ndim for tensor in layer.tensors.values()))
+
+
+def swapped(layer: Layer) -> Layer:
+    """The two halves of a layer's output rows in each other's place."""
+    tensors = {
+        name: torch.cat(tuple(reversed(tensor.chunk(2)))) if name in _HALVES else tensor
+        for name, tensor in layer.tensors.items()
+    }
+    return replace(layer, tensors=tensors)

@@ -1,0 +1,88 @@
+"""One adapted layer of a living model: what `Attached` is made of, whichever library made the layer.
+
+Whoever wants another forward (a factorised LoKr) writes another one of these; nothing else has to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from gracetune.adapters.state import Algorithm, Layer
+
+
+class AttachedLayer(ABC):
+    def __init__(self, path: str, algorithm: Algorithm, alpha: float, rank: int | None) -> None:
+        self.path = path
+        self.algorithm = algorithm
+        self.alpha = 1.0 if rank is None else alpha
+        self.rank = rank
+
+    @abstractmethod
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By the names of `adapters.state`. Asked for anew each time: FSDP replaces parameters."""
+
+    @abstractmethod
+    def set_strength(self, strength: float) -> None:
+        """0 is exactly the base layer, without the adapter's work."""
+
+    @abstractmethod
+    def remove(self, model: nn.Module) -> None:
+        """The model's layer is again what it was."""
+
+    @property
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors of a file that are not trained."""
+        return MappingProxyType({})
+
+    @property
+    def scale(self) -> float:
+        return 1.0 if self.rank is None else self.alpha / self.rank
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the tensors as `state` gives and `load` takes them."""
+        return {name: parameter.shape for name, parameter in self.parameters().items()}
+
+    def state(self) -> Layer:
+        """A copy on the CPU, in fp32. With sharded parameters a collective: every rank has to call it."""
+        shapes = self.shapes()
+        tensors = {name: _whole(parameter).reshape(shapes[name]) for name, parameter in self.parameters().items()}
+        return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Names and shapes have been checked."""
+        for name, parameter in self.parameters().items():
+            tensor = tensors[name].to(parameter.device, parameter.dtype).reshape(parameter.shape)
+            if isinstance(parameter, DTensor):
+                tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+            parameter.copy_(tensor)
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    tensor = parameter.detach()
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.to("cpu", torch.float32, copy=True).contiguous()
+
+
+@contextmanager
+def seeded(seed: int, *names: str) -> Iterator[None]:
+    """Draws inside depend on the seed and the names alone, and leave the CPU's generator as it was.
+
+    Libraries draw their initial weights on the CPU from the global generator; those of GPUs are not touched.
+    """
+    digest = hashlib.sha256("\0".join((str(seed), *names)).encode()).digest()
+    before = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+    finally:
+        torch.set_rng_state(before)

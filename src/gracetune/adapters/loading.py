@@ -1,0 +1,121 @@
+"""Whether an adapter fits the layers it is to be loaded into: everything, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.delta import BASE_MAGNITUDE
+from gracetune.adapters.layer import AttachedLayer
+from gracetune.adapters.state import AdapterState, Algorithm, Layer, Stage
+from gracetune.errors import ConfigError, Problem
+
+_SHOWN = 8
+_RENAMED: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("locon", "lora"): {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
+    ("lora", "locon"): {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"},
+    ("locon", "dora"): {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
+}
+"""The same tensors under other names. A locon file may be a DoRA; its `dora_scale` says so."""
+_LINEAR = ("lora_B.weight", "lora_up.weight", "lokr_w1", "lokr_w1_a", "hada_w1_a")
+"""One of them is in every decomposed layer, and the change is proportional to it."""
+
+
+def fitted(
+    state: AdapterState, family: str, stage: Stage, layers: Mapping[str, AttachedLayer]
+) -> dict[str, dict[str, Tensor]]:
+    """Path -> tensors as the layers have them. A file's other alpha is multiplied in: the effect is the file's."""
+    problems = _of_the_whole(state, family, stage)
+    problems += _listed([path for path in layers if path not in state.layers], _missing)
+    problems += _listed([path for path in state.layers if path not in layers], _unexpected)
+    fitting: dict[str, dict[str, Tensor]] = {}
+    wrong: list[Problem] = []
+    for path, target in layers.items():
+        if path in state.layers:
+            layer = _as(state.layers[path], target.algorithm)
+            wrong += _mismatches(path, layer, target)
+            fitting[path] = _rescaled(layer, target.scale)
+    problems += wrong[:_SHOWN]
+    if len(wrong) > _SHOWN:
+        problems.append(_more(len(wrong) - _SHOWN, wrong[_SHOWN]))
+    if problems:
+        raise ConfigError(problems)
+    return fitting
+
+
+def _of_the_whole(state: AdapterState, family: str, stage: Stage) -> list[Problem]:
+    problems = []
+    if state.family != family:
+        problems.append(Problem("adapter", f"made for {state.family}", f"one for {family}", "give another file"))
+    if state.stage and stage and state.stage != stage:
+        hint = f"give the file of the {stage} expert"
+        problems.append(Problem("adapter", f"of the {state.stage} expert", f"one of the {stage} expert", hint))
+    return problems
+
+
+def _as(layer: Layer, algorithm: Algorithm) -> Layer:
+    names = _RENAMED.get((layer.algorithm, algorithm))
+    if names is None or "lora_mid.weight" in layer.tensors:
+        return layer
+    tensors = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
+    if "dora_scale" in tensors:
+        tensors["dora_scale"] = tensors["dora_scale"].flatten()
+    return Layer(algorithm, tensors, layer.alpha, layer.rank)
+
+
+def _mismatches(path: str, layer: Layer, target: AttachedLayer) -> list[Problem]:
+    if BASE_MAGNITUDE in layer.tensors:
+        hint = "give the file it was converted from"
+        return [Problem(path, "a DoRA converted for ComfyUI", "one as it was trained", hint)]
+    if layer.algorithm != target.algorithm:
+        hint = f"--set adapter.kind={layer.algorithm}, or give another file"
+        return [Problem(path, layer.algorithm, target.algorithm, hint)]
+    shapes = {**target.shapes(), **{name: tensor.shape for name, tensor in target.constants.items()}}
+    hint = "train with the rank, factor and targets the file was made with, or give another file"
+    problems = []
+    for name in [*shapes, *(name for name in layer.tensors if name not in shapes)]:
+        tensor, shape = layer.tensors.get(name), shapes.get(name)
+        if tensor is None:
+            problems.append(Problem(f"{path}.{name}", "missing", f"a tensor {list(shape or ())}", hint))
+        elif shape is None:
+            problems.append(Problem(f"{path}.{name}", f"a tensor {list(tensor.shape)}", "no such tensor", hint))
+        elif name in target.constants and not torch.equal(tensor.float(), target.constants[name].float()):
+            problems.append(Problem(f"{path}.{name}", str(tensor.tolist()), str(target.constants[name].tolist()), hint))
+        elif tensor.shape != shape:
+            problems.append(Problem(f"{path}.{name}", f"shape {list(tensor.shape)}", f"shape {list(shape)}", hint))
+        elif not bool(torch.isfinite(tensor).all()):
+            hint_finite = "take an earlier checkpoint: this one was saved after training had diverged"
+            problems.append(Problem(f"{path}.{name}", "NaN or infinite values", "finite numbers", hint_finite))
+    return problems
+
+
+def _rescaled(layer: Layer, scale: float) -> dict[str, Tensor]:
+    tensors = dict(layer.tensors)
+    if layer.scale != scale:
+        name = next((name for name in _LINEAR if name in tensors), None)
+        if name is not None:
+            tensors[name] = tensors[name].float() * (layer.scale / scale)
+    return tensors
+
+
+def _missing(paths: str) -> Problem:
+    return Problem(paths, "missing: the adapter has nothing for it", "every layer this run trains",
+                   "name in adapter.targets what the file was trained on")  # fmt: skip
+
+
+def _unexpected(paths: str) -> Problem:
+    return Problem(paths, "unexpected: this run does not train it", "only layers this run trains",
+                   "name in adapter.targets what the file was trained on")  # fmt: skip
+
+
+def _listed(paths: list[str], problem: Callable[[str], Problem]) -> list[Problem]:
+    problems = [problem(path) for path in paths[:_SHOWN]]
+    if len(paths) > _SHOWN:
+        problems.append(_more(len(paths) - _SHOWN, problems[-1]))
+    return problems
+
+
+def _more(count: int, last: Problem) -> Problem:
+    return Problem("...", f"{count:,} more of this kind", last.expected, last.hint)

@@ -1,0 +1,281 @@
+"""Adapters made part of the weights they were trained on: in a model in memory, or from one folder to another.
+
+A merged folder is what diffusers itself would have saved: `config.json`, `diffusion_pytorch_model.safetensors` or
+numbered shards with an index. It holds the same tensors as the source, each in the precision it had. One tensor at a
+time is in memory, and the folder appears whole or not at all (a name of its own, fsync, rename).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.adapters.delta import FLAG, apply, bias_delta
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.memory.weights.destinations import torch_dtype
+from gracetune.memory.weights.files import TensorEntry, Weights, open_weights, read_fully, shortened
+from gracetune.units import GIB
+
+STEM = "diffusion_pytorch_model"
+SHARD_BYTES = 10 * GIB
+"""diffusers' own limit for one file."""
+_MERGEABLE = ("F64", "F32", "F16", "BF16")
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """An adapter and how much of it."""
+
+    state: AdapterState
+    strength: float = 1.0
+
+
+Adapters = AdapterState | Weighted | Sequence[AdapterState | Weighted]
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    folder: Path
+    files: tuple[str, ...]
+    changed: tuple[str, ...]
+    """Names of the tensors that are no longer those of the source."""
+    tensors: int
+
+
+def merge_into(
+    adapters: Adapters, source: Path, out: Path, *, variant: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> MergeReport:
+    """From the denoiser's folder (`transformer`, `unet`) to a new one. Several adapters add up, in their order."""
+    weights = open_weights(_weight_file(source, variant))
+    shapes = {name: entry.shape for name, entry in weights.entries.items()}
+    changes = _changes(_listed(adapters), shapes, str(source))
+    unfit = [
+        Problem(
+            name, entry.dtype, f"one of {', '.join(_MERGEABLE)}", "merge into the weights as published", str(source)
+        )
+        for name, entry in weights.entries.items()
+        if name in changes and entry.dtype not in _MERGEABLE
+    ]
+    if unfit:
+        raise ConfigError(shortened(unfit))
+    with _new_folder(out) as folder:
+        if (source / _CONFIG).is_file():
+            _write(folder / _CONFIG, (source / _CONFIG).read_bytes())
+        files = _write_shards(weights, changes, folder, shard_bytes)
+    return MergeReport(out, files, tuple(name for name in weights.entries if name in changes), len(weights.entries))
+
+
+@torch.no_grad()
+def merge_module(adapters: Adapters, model: nn.Module) -> tuple[str, ...]:
+    """The same in place, on a model without an attached adapter. Gives the names of the changed parameters."""
+    parameters = dict(model.named_parameters())
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    changes = _changes(_listed(adapters), shapes, type(model).__name__)
+    for name, change in changes.items():
+        parameters[name].copy_(_merged(parameters[name], change))
+    return tuple(changes)
+
+
+# -- what changes -----------------------------------------------------------------------------------------------------
+
+Change = list[tuple[Layer, float, bool]]
+"""Layers to apply to one tensor, each with its strength; True where the tensor is the bias."""
+
+
+def _listed(adapters: Adapters) -> list[Weighted]:
+    several = [adapters] if isinstance(adapters, AdapterState | Weighted) else list(adapters)
+    return [one if isinstance(one, Weighted) else Weighted(one) for one in several]
+
+
+def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Change]:
+    """Everything is tried on empty tensors first: a misfit is found before anything is written."""
+    changes: dict[str, Change] = {}
+    problems: list[Problem] = []
+    for adapter in adapters:
+        for path, layer in adapter.state.layers.items():
+            biased = bias_delta(layer) is not None
+            for name, is_bias in ((f"{path}.weight", False), (f"{path}.bias", True)):
+                if is_bias and not biased:
+                    continue
+                if name not in shapes:
+                    problems.append(_absent(name, where))
+                elif not _fits(layer, shapes[name], is_bias):
+                    problems.append(_misfit(name, layer, shapes[name], where))
+                changes.setdefault(name, []).append((layer, adapter.strength, is_bias))
+    if problems:
+        raise ConfigError(shortened(problems))
+    return changes
+
+
+def _fits(layer: Layer, shape: tuple[int, ...], is_bias: bool) -> bool:
+    bias = bias_delta(layer)
+    if is_bias:
+        return bias is not None and tuple(bias.shape) == shape
+    tensors = {name: tensor if name == FLAG else tensor.detach().to("meta") for name, tensor in layer.tensors.items()}
+    try:
+        return (
+            apply(Layer(layer.algorithm, tensors, layer.alpha, layer.rank), torch.empty(shape, device="meta")).shape
+            == shape
+        )
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _merged(tensor: Tensor, change: Change) -> Tensor:
+    merged = tensor.detach().float()
+    for layer, strength, is_bias in change:
+        bias = bias_delta(layer)
+        merged = (
+            merged + strength * bias.to(merged.device)
+            if is_bias and bias is not None
+            else apply(layer, merged, strength=strength)
+        )
+    return merged.to(tensor.dtype)
+
+
+def _absent(name: str, where: str) -> Problem:
+    return Problem(
+        name, "the adapter changes it", "a tensor of this model", "merge into the model it was trained on", where
+    )
+
+
+def _misfit(name: str, layer: Layer, shape: tuple[int, ...], where: str) -> Problem:
+    tensors = ", ".join(f"{key} {list(tensor.shape)}" for key, tensor in layer.tensors.items())
+    return Problem(name, f"{layer.algorithm} ({tensors})", f"one for a tensor {list(shape)}",
+                   "merge into the model it was trained on", where)  # fmt: skip
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def _weight_file(folder: Path, variant: str | None) -> Path:
+    middle = f".{variant}" if variant else ""
+    candidates = (f"{STEM}{middle}.safetensors", f"{STEM}.safetensors.index{middle}.json",
+                  f"{STEM}{middle}.safetensors.index.json")  # fmt: skip
+    for name in candidates:
+        if (folder / name).is_file():
+            return folder / name
+    found = "no such folder"
+    if folder.is_dir():
+        held = sorted(path.name for path in folder.iterdir())
+        found = f"it holds {', '.join(held[:8])}" if held else "it is empty"
+    raise ConfigError([Problem("source", f"{folder}: {found}", f"{candidates[0]}, or its shards and their index",
+                               "give the folder of the denoiser: transformer, transformer_2 or unet")])  # fmt: skip
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    if out.exists() or out.is_symlink():
+        raise ConfigError([Problem("out", f"{out} exists", "a folder that does not exist yet", "give another name")])
+    unfinished = out.with_name(f".{out.name}.{uuid.uuid4().hex}.unfinished")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.mkdir()
+        yield unfinished
+        _sync(unfinished)
+        unfinished.rename(out)
+        _sync(out.parent)
+    except OSError as error:
+        raise GracetuneError(
+            f"{out} cannot be written: {error.strerror or error}\n  try  look at `df -h` of it"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, data: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_shards(weights: Weights, changes: Mapping[str, Change], folder: Path, limit: int) -> tuple[str, ...]:
+    shards = _shards(list(weights.entries.values()), limit)
+    names = [f"{STEM}.safetensors"]
+    if len(shards) > 1:
+        names = [f"{STEM}-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+    for name, entries in zip(names, shards, strict=True):
+        _write_shard(folder / name, entries, changes)
+    if len(shards) == 1:
+        return tuple(names)
+    index = {
+        "metadata": {"total_size": weights.size},
+        "weight_map": {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries},
+    }
+    _write(folder / f"{STEM}.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+    return (*names, f"{STEM}.safetensors.index.json")
+
+
+def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
+    shards: list[list[TensorEntry]] = [[]]
+    for entry in entries:
+        if shards[-1] and sum(other.size for other in shards[-1]) + entry.size > limit:
+            shards.append([])
+        shards[-1].append(entry)
+    return shards
+
+
+def _write_shard(path: Path, entries: Sequence[TensorEntry], changes: Mapping[str, Change]) -> None:
+    # The format's own order, wide types first, keeps every tensor aligned.
+    ordered = sorted(entries, key=lambda entry: (-entry.size // max(1, math.prod(entry.shape)), entry.name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for entry in ordered:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
+        end += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in ordered:
+            _write_tensor(file, entry, changes.get(entry.name))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: io.BufferedWriter, entry: TensorEntry, change: Change | None) -> None:
+    data = _read(entry)
+    if change is None or not data:
+        file.write(data)
+        return
+    tensor = torch.frombuffer(data, dtype=torch_dtype(entry)).reshape(entry.shape)
+    merged = _merged(tensor, change).contiguous()
+    file.write(merged.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _read(entry: TensorEntry) -> bytearray:
+    data = bytearray(entry.size)
+    try:
+        with entry.path.open("rb", buffering=0) as file:
+            got = read_fully(file.fileno(), memoryview(data), entry.start)
+    except OSError as error:
+        raise GracetuneError(f"{entry.path} cannot be read: {error.strerror or error}") from error
+    if got < entry.size:
+        raise GracetuneError(f"{entry.path} became shorter while it was read: download it again")
+    return data

@@ -1,0 +1,127 @@
+"""What we write into a file's header, so that other programs know what they are looking at.
+
+`ss_*` are kohya's fields, which ComfyUI and the web interfaces show; `modelspec.*` is Stability AI's model
+specification; `gracetune.*` is how we know our own files again. Both hashes are of this very file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from gracetune.adapters.files import SUFFIX, data_hash, legacy_hash
+from gracetune.adapters.formats.diffusers import HEADER_ENTRY, PEFT_CONFIG
+from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
+from gracetune.adapters.formats.writing import DORA_ENTRY
+from gracetune.adapters.state import AdapterState, Stage
+
+SPECIFICATION = "1.0.1"
+_ARCHITECTURE = "modelspec.architecture"
+_ARCHITECTURES = {
+    "wan": "wan",
+    "qwen_image": "qwen-image",
+    "flux": "flux-1",
+    "sdxl": "stable-diffusion-xl-v1-base",
+    "stable_audio": "stable-audio-open-1.0",
+}
+_BASE_VERSIONS = {
+    "qwen_image": "qwen_image",
+    "flux": "flux1",
+    "sdxl": "sdxl_base_v1-0",
+    "stable_audio": "stable_audio_open_1.0",
+}
+_DUAL_WAN = ("wan2.2", "wan_2.2_14b")
+"""Only Wan 2.2 14B has two experts; which Wan another adapter is for, only the caller can say."""
+_OF_ONE_FILE = (
+    "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", HEADER_ENTRY, PEFT_CONFIG, "gracetune.family",
+    "gracetune.algorithm", "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
+    "ss_network_alpha", "ss_network_args",
+)  # fmt: skip
+"""Entries that describe the very file they are in: made anew for each, never carried over."""
+
+
+@dataclass(frozen=True)
+class About:
+    """What only the caller knows."""
+
+    title: str = ""
+    date: str = ""
+    """ISO 8601; given, so that the same adapter gives the same file."""
+    base_version: str = ""
+    """kohya's name of the base model, where it is not the family's usual one."""
+    architecture: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """A summary of the run: steps, rate, data. Written as JSON."""
+
+
+def header(
+    state: AdapterState, tensors: Mapping[str, Tensor], of_format: Mapping[str, str], about: About | None = None
+) -> dict[str, str]:
+    """The complete header. What `state.metadata` says about the training is carried over; `about` overrides it."""
+    about = about or About()
+    carried = {name: value for name, value in state.metadata.items() if name not in _OF_ONE_FILE}
+    if "/" in carried.get(_ARCHITECTURE, ""):  # `<model>/<algorithm>`; a LoKr may have become a LoRA
+        carried[_ARCHITECTURE] = f"{carried[_ARCHITECTURE].rpartition('/')[0]}/{algorithms(state)[0]}"
+    found = {"format": "pt", **_defaults(state), **carried, **_network(state), **_given(about), **of_format}
+    found = {name: value for name, value in found.items() if value}
+    kept = {name: value for name, value in found.items() if name.startswith("ss_")}
+    digest = data_hash(tensors)
+    found["modelspec.hash_sha256"] = f"0x{digest}"
+    found["sshs_model_hash"] = digest
+    found["sshs_legacy_hash"] = legacy_hash(tensors, kept)
+    return found
+
+
+def _defaults(state: AdapterState) -> dict[str, str]:
+    architecture, version = _ARCHITECTURES[state.family], _BASE_VERSIONS.get(state.family, "")
+    if state.stage:
+        architecture, version = _DUAL_WAN
+    return {
+        "ss_base_model_version": version,
+        "modelspec.sai_model_spec": SPECIFICATION,
+        _ARCHITECTURE: f"{architecture}/{algorithms(state)[0]}",
+        "modelspec.implementation": "diffusers",
+    }
+
+
+def _network(state: AdapterState) -> dict[str, str]:
+    kinds = algorithms(state)
+    rank, alpha = common_rank(state), common_alpha(state)
+    found = {"ss_network_module": "networks.lora" if kinds == ("lora",) else "lycoris.kohya"}
+    if rank is not None and alpha is not None:
+        found |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
+    if kinds != ("lora",):
+        found["ss_network_args"] = json.dumps({"algo": kinds[0]})
+    return found
+
+
+def _given(about: About) -> dict[str, str]:
+    training = json.dumps(about.training, sort_keys=True, default=str) if about.training else ""
+    found = {
+        "ss_output_name": about.title,
+        "modelspec.title": about.title,
+        "modelspec.date": about.date,
+        "ss_base_model_version": about.base_version,
+        _ARCHITECTURE: about.architecture,
+        "gracetune.training": training,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def file_name(name: str, stage: Stage, step: int | None = None) -> str:
+    """`<name>[_<step>]_high_noise.safetensors`: nine digits, so that the names sort as the steps do."""
+    parts = [name, *([f"{step:09d}"] if step is not None else []), *([stage] if stage else [])]
+    return "_".join(parts) + SUFFIX
+
+
+def other_stage(path: Path) -> Path | None:
+    """Where the other expert's file of a pair would be; None where the name tells no stage."""
+    for stage, other in (("high_noise", "low_noise"), ("low_noise", "high_noise")):
+        if path.stem.endswith(f"_{stage}"):
+            return path.with_name(f"{path.stem.removesuffix(stage)}{other}{path.suffix}")
+    return None

@@ -1,0 +1,93 @@
+"""An adapter's file as states: read, recognised, and everything in it accounted for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from gracetune.adapters import files, metadata
+from gracetune.adapters.file_errors import BrokenLayerError, MixedStagesError, UnclearFamilyError
+from gracetune.adapters.formats.detect import Detected, detect
+from gracetune.adapters.formats.reading import Reading
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.writing import FormatName
+from gracetune.adapters.state import AdapterState, Stage
+from gracetune.errors import Problem
+
+_ORDER: tuple[Stage, ...] = ("", "high_noise", "low_noise")
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    file: files.AdapterFile
+    detected: Detected
+    reading: Reading
+
+    def states(self) -> list[AdapterState]:
+        """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""
+        self.reading.checked(str(self.file.path))
+        if not self.reading.states:
+            hint = "check that it is the file of an adapter"
+            problem = Problem("layers", "none", "at least one layer", hint, str(self.file.path))
+            raise BrokenLayerError([problem])
+        return sorted(self.reading.states.values(), key=lambda state: _ORDER.index(state.stage))
+
+    def state(self) -> AdapterState:
+        """The one adapter in the file; a file of both experts is refused."""
+        found = self.states()
+        if len(found) > 1:
+            names = " and ".join(state.stage for state in found)
+            hint = "gracetune adapter convert --split makes two files of it"
+            problem = Problem("stages", f"layers of {names} in one file", "one expert", hint, str(self.file.path))
+            raise MixedStagesError([problem])
+        return found[0]
+
+
+def open_adapter(path: Path, family: str | None = None) -> Opened:
+    """Reads a file in any of the known spellings; `family` is only needed where the keys fit two."""
+    file = files.read(path)
+    try:
+        detected = detect(file.tensors, file.metadata, name=file.path.stem, family=family)
+    except UnclearFamilyError as error:
+        raise UnclearFamilyError([replace(problem, file=str(path)) for problem in error.problems]) from None
+    spelled = FORMATS["comfyui" if detected.format == "other" else detected.format]
+    reading = spelled.read(file.tensors, file.metadata, detected.family)
+    states = _with_stages(reading.states, detected, file)
+    return Opened(file, detected, replace(reading, states=states, contradictions=detected.contradictions))
+
+
+def _with_stages(
+    states: Mapping[Stage, AdapterState], detected: Detected, file: files.AdapterFile
+) -> dict[Stage, AdapterState]:
+    """States without a stage in their keys get the one the header or the file's name tells."""
+    if "" not in states:
+        return dict(states)
+    if len(states) == 1:
+        stage = detected.stages[0]
+    elif set(states) == {"", "low_noise"}:  # diffusers' names: transformer and transformer_2
+        stage = "high_noise"
+    else:
+        problem = Problem(
+            "stages",
+            f"layers of {', '.join(stage for stage in states if stage)} beside layers of no expert",
+            "every key with its expert, or none",
+            "give each expert a file of its own where it was made",
+            str(file.path),
+        )
+        raise MixedStagesError([problem])
+    return {new: replace(state, stage=new) for old, state in states.items() for new in [old or stage]}
+
+
+def save(
+    path: Path,
+    state: AdapterState,
+    format: FormatName,
+    dtype: torch.dtype,
+    about: metadata.About | None = None,
+) -> Path:
+    """Writes one adapter. The same state, format, precision and `about` give the same bytes."""
+    tensors, of_format = FORMATS[format].write(state, dtype)
+    return files.write(path, tensors, metadata.header(state, tensors, of_format, about))

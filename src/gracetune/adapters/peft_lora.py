@@ -1,0 +1,110 @@
+"""LoRA and DoRA by peft: its layer takes the place of the model's own, one at a time and by exact path.
+
+peft's own selection goes by suffixes, and would find a top-level `proj_out` in every block; so each layer is handed to
+it alone, in a box with a single name.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gracetune.adapters.layer import AttachedLayer
+from gracetune.adapters.options import LayerOptions
+
+ALGORITHMS = ("lora", "dora")
+_NAME = "default"
+_BOX = "layer"
+
+
+class PeftLayer(AttachedLayer):
+    def __init__(self, path: str, layer: nn.Module, options: LayerOptions, model: nn.Module) -> None:
+        super().__init__(path, options.algorithm, options.alpha, options.rank)
+        self._base = layer
+        self._layer = _wrapped(layer, options)
+        self._interpolation: RemovableHandle | None = None
+        model.set_submodule(path, self._layer, strict=True)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        parts = cast(Any, self._layer)
+        found = {"lora_A.weight": parts.lora_A[_NAME].weight, "lora_B.weight": parts.lora_B[_NAME].weight}
+        if self.algorithm == "dora":
+            found["dora_scale"] = parts.lora_magnitude_vector[_NAME].weight
+        return found
+
+    def set_strength(self, strength: float) -> None:
+        layer = cast(LoraLayer, self._layer)
+        flags = [(parameter, parameter.requires_grad) for parameter in self.parameters().values()]
+        layer.enable_adapters(strength != 0)
+        for parameter, trained in flags:  # peft sets them; whether an expert is trained is not its business
+            parameter.requires_grad_(trained)
+        if self.algorithm == "lora":
+            layer.scaling[_NAME] = self.scale * strength
+            return
+        # peft would scale D inside m (W + D) / |W + D|, which at 0 is still not W.
+        if self._interpolation is not None:
+            self._interpolation.remove()
+            self._interpolation = None
+        if strength not in (0, 1):
+            self._interpolation = self._layer.register_forward_hook(_between(strength))
+
+    def remove(self, model: nn.Module) -> None:
+        model.set_submodule(self.path, self._base, strict=True)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """peft gives a convolution's lengths as [1, out, 1, 1]."""
+        shapes = super().shapes()
+        if self.algorithm == "dora":
+            shapes["dora_scale"] = torch.Size((shapes["dora_scale"].numel(),))
+        return shapes
+
+
+def _between(strength: float) -> Any:
+    def interpolate(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        base: Tensor = cast(LoraLayer, layer).get_base_layer()(*inputs)
+        return base + strength * (output - base)
+
+    return interpolate
+
+
+def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=cast(int, options.alpha),  # annotated as an int; any number works
+        lora_dropout=options.dropout,
+        target_modules=[_BOX],
+        use_dora=options.algorithm == "dora",
+    )
+    flags = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
+    drawing = torch.get_rng_state()
+    box = inject_adapter_in_model(config, nn.ModuleDict({_BOX: layer}), _NAME)
+    for parameter, trained in flags:
+        parameter.requires_grad_(trained)
+    wrapped = box.get_submodule(_BOX)
+    wrapped.train(layer.training)
+    torch.set_rng_state(drawing)
+    _to_fp32(wrapped, dora=options.algorithm == "dora")
+    return wrapped
+
+
+def _to_fp32(wrapped: nn.Module, *, dora: bool) -> None:
+    """peft makes its tensors in the base weight's precision, and DoRA's lengths from the rounded weight's.
+
+    The first values are drawn anew by peft's own rule, on the CPU: the same for every base, with all digits of fp32.
+    """
+    parts = cast(Any, wrapped)
+    down = parts.lora_A[_NAME]
+    drawn = nn.init.kaiming_uniform_(torch.empty(down.weight.shape), a=math.sqrt(5))
+    down.weight = nn.Parameter(drawn.to(down.weight.device))
+    parts.lora_B.float()
+    if dora:
+        magnitude = parts.lora_magnitude_vector[_NAME]
+        weight = parts.get_base_layer().weight.detach().float()
+        length = weight.flatten(1).norm(dim=1)
+        magnitude.weight = nn.Parameter(length.reshape(magnitude.weight.shape))

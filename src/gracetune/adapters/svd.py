@@ -1,0 +1,156 @@
+"""Any adapter as a LoRA: the nearest one of a given rank, and how far away it is.
+
+Exact (singular values in float64) where the matrix is small, for LoRA and LoKr always: the singular vectors of a
+product follow from its factors', those of a Kronecker product are Kronecker products. Larger matrices are projected on
+a random subspace first, which finds the leading vectors to many digits; the error told is that of the result, not an
+estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters.delta import apply, bias_delta, delta, kronecker_factors, needs_weight
+from gracetune.adapters.shapes import misfit
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import ConfigError, Problem
+
+EXACT_UP_TO = 1536
+"""Of the shorter side: a second or so on one core."""
+_OVERSAMPLING, _ITERATIONS, _SEED = 16, 6, 0
+
+
+@dataclass(frozen=True)
+class Conversion:
+    state: AdapterState
+    errors: Mapping[str, float]
+    """Relative Frobenius error of each layer's change."""
+    error: float
+    """The same of all changes taken together."""
+
+
+def to_lora(layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float]:
+    """The LoRA nearest to a layer's change, and its relative error. The shape is enough where the weight is not needed.
+
+    A LoRA of a lower rank comes out unchanged in effect and at its own rank.
+    """
+    converted, missed, norm = _converted("layer", layer, rank, weight)
+    return converted, missed / norm if norm else 0.0
+
+
+def state_to_lora(
+    state: AdapterState,
+    rank: int,
+    weight: Callable[[str], Tensor | Sequence[int]],
+) -> Conversion:
+    """All layers; `weight` gives the base weight, or its shape, of a path."""
+    layers: dict[str, Layer] = {}
+    errors: dict[str, float] = {}
+    missed_all = norm_all = 0.0
+    for path, layer in state.layers.items():
+        layers[path], missed, norm = _converted(path, layer, rank, weight(path))
+        errors[path] = missed / norm if norm else 0.0
+        missed_all, norm_all = math.hypot(missed_all, missed), math.hypot(norm_all, norm)
+    converted = AdapterState(state.family, state.stage, layers, state.metadata)
+    return Conversion(converted, errors, missed_all / norm_all if norm_all else 0.0)
+
+
+def _converted(path: str, layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float, float]:
+    bias = bias_delta(layer)
+    if bias is not None and bool(bias.any()):
+        hint = "merge it into the model instead: --merge-into MODEL"
+        raise ConfigError([Problem(f"{path}.diff_b", "a change of the bias", "changes of weights alone", hint)])
+    shape = weight.shape if isinstance(weight, Tensor) else torch.Size(weight)
+    unfit = misfit(layer, shape)
+    if unfit is not None:
+        hint = "give the model it was trained on; gracetune adapter verify shows what fits"
+        raise ConfigError([Problem(path, unfit, "a layer of the base model's size", hint)])
+    try:
+        left, values, right, missed, norm = _decomposed(layer, rank, weight, shape)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # what LAPACK says of infinity
+        hint = "take an earlier checkpoint: the training run has diverged"
+        raise ConfigError([Problem(path, "a change beyond the range of numbers", "finite numbers", hint)]) from None
+    return _layer(left, values, right, shape), missed, norm
+
+
+def _decomposed(
+    layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size
+) -> tuple[Tensor, Tensor, Tensor, float, float]:
+    """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
+    exact = None if needs_weight(layer) else _EXACT.get(layer.algorithm)
+    if exact is not None and "lora_mid.weight" not in layer.tensors:
+        left, values, right, norm = exact(layer, rank)
+        return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
+    change = _change(layer, weight, shape).flatten(1).double()
+    left, values, right = _leading(change, rank)
+    return left, values, right, float((change - (left * values) @ right).norm()), float(change.norm())
+
+
+def _change(layer: Layer, weight: Tensor | Sequence[int], shape: torch.Size) -> Tensor:
+    if not needs_weight(layer):
+        return delta(layer, shape)
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"what {layer.algorithm} changes depends on the weight: give it, not its shape")
+    return apply(layer, weight) - weight.detach().float()
+
+
+def _of_product(layer: Layer, rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    """The singular values of B A are those of a matrix of the rank's size: R_B R_A', the triangles of both."""
+    up, down = (layer.tensors[name].detach().double().flatten(1) for name in _PAIRS[layer.algorithm])
+    (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+    inner, values, outer = torch.linalg.svd(layer.scale * first @ second.T, full_matrices=False)
+    return left @ inner[:, :rank], values[:rank], outer[:rank] @ right.T, float(values.norm())
+
+
+def _of_kronecker(layer: Layer, rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
+    tensors = {name: tensor.detach().double() for name, tensor in layer.tensors.items()}
+    (u1, s1, v1), (u2, s2, v2) = (
+        torch.linalg.svd(factor, full_matrices=False) for factor in kronecker_factors(tensors)
+    )
+    values = layer.scale * torch.outer(s1, s2)
+    kept = values.abs().flatten().topk(min(rank, values.numel())).indices
+    first, second = kept // len(s2), kept % len(s2)
+    left = torch.einsum("ak,bk->abk", u1[:, first], u2[:, second]).flatten(0, 1)
+    right = torch.einsum("kc,kd->kcd", v1[first], v2[second]).flatten(1)
+    return left, values.flatten()[kept], right, float(values.norm())
+
+
+_PAIRS = {"lora": ("lora_B.weight", "lora_A.weight"), "locon": ("lora_up.weight", "lora_down.weight")}
+_EXACT = {"lora": _of_product, "locon": _of_product, "lokr": _of_kronecker}
+"""Kinds whose singular vectors follow from their factors, without the whole matrix."""
+
+
+def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    rank = min(rank, *matrix.shape)
+    if min(matrix.shape) > EXACT_UP_TO and rank + _OVERSAMPLING < min(matrix.shape):
+        basis = _range(matrix, rank + _OVERSAMPLING)
+        left, values, right = torch.linalg.svd(basis.T @ matrix, full_matrices=False)
+        left = basis @ left
+    else:
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left[:, :rank], values[:rank], right[:rank]
+
+
+def _range(matrix: Tensor, width: int) -> Tensor:
+    """An orthonormal basis of (almost) what the leading singular vectors span, by repeated multiplication."""
+    generator = torch.Generator().manual_seed(_SEED)
+    start = torch.randn(matrix.shape[1], width, generator=generator, dtype=matrix.dtype).to(matrix.device)
+    basis: Tensor = torch.linalg.qr(matrix @ start).Q
+    for _ in range(_ITERATIONS):
+        basis = torch.linalg.qr(matrix @ torch.linalg.qr(matrix.T @ basis).Q).Q
+    return basis
+
+
+def _layer(left: Tensor, values: Tensor, right: Tensor, shape: torch.Size) -> Layer:
+    """The singular values are shared evenly: neither factor is much smaller than the other in half precision."""
+    rank, kernel = len(values), shape[2:]
+    root = values.abs().sqrt()
+    down = (root[:, None] * right).float().reshape(rank, shape[1], *kernel)
+    up = (left * (root * values.sign())).float().reshape(shape[0], rank, *(1 for _ in kernel))
+    tensors = {"lora_A.weight": down.contiguous(), "lora_B.weight": up.contiguous()}
+    return Layer("lora", tensors, float(rank), rank)

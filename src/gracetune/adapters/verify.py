@@ -1,0 +1,82 @@
+"""Whether an adapter fits a model: every layer there, of the right size, with nothing left over and no NaN.
+
+An adapter need not sit on every layer, so a layer without one is no fault. What is worth knowing is a layer left out
+where the same layer of other blocks has an adapter; that is told, and counts as no mismatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gracetune.adapters.formats.reading import Reading
+from gracetune.adapters.shapes import misfit
+from gracetune.adapters.state import Stage
+
+Shapes = Mapping[str, Sequence[int]]
+"""Weight shapes of a model's layers, by path."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    stage: Stage
+    matched: tuple[str, ...]
+    missing: tuple[str, ...]
+    """Layers some of whose tensors are missing or do not belong together, with the reason."""
+    unexpected: tuple[str, ...]
+    """Layers the model does not have, and keys that name none."""
+    mismatched: tuple[str, ...]
+    """Layers of another size, with both; places that disagree about the expert."""
+    not_finite: tuple[str, ...]
+    left_out: tuple[str, ...]
+    """Layers without an adapter, while their like in other blocks has one."""
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.matched) and not (self.missing or self.unexpected or self.mismatched or self.not_finite)
+
+
+def verify(reading: Reading, models: Mapping[Stage, Shapes]) -> list[Verified]:
+    """One report per expert in the file. `models` has the experts' shapes; `""` stands for any that is not named."""
+    broken = tuple(f"{layer}: {why}" for layer, why in reading.broken.items())
+    reports = []
+    for stage, state in sorted(reading.states.items()):
+        shapes = models.get(stage) or models.get("") or next(iter(models.values()))
+        misfits = {path: misfit(layer, shapes[path]) for path, layer in state.layers.items() if path in shapes}
+        matched = tuple(path for path, why in misfits.items() if why is None)
+        reports.append(
+            Verified(
+                stage=stage,
+                matched=matched,
+                missing=broken,
+                unexpected=(*(path for path in state.layers if path not in shapes), *reading.unknown),
+                mismatched=(
+                    *reading.contradictions,
+                    *(f"{path}: {why}" for path, why in misfits.items() if why is not None),
+                ),
+                not_finite=reading.not_finite,
+                left_out=_left_out(state.layers, shapes),
+            )
+        )
+    if not reports:
+        reports.append(Verified("", (), broken, reading.unknown, (), reading.not_finite, ()))
+    return reports
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of every layer an adapter can sit on; the model may be on the meta device."""
+    kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return {path: tuple(layer.weight.shape) for path, layer in model.named_modules() if isinstance(layer, kinds)}
+
+
+def _left_out(adapted: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
+    have = set(adapted)
+    roles = {_role(path) for path in have if re.search(r"\.\d+\.", path)}
+    return tuple(path for path in shapes if path not in have and _role(path) in roles)
+
+
+def _role(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "#", path)

@@ -1,0 +1,114 @@
+"""What goes wrong with caches. Each message says what was found, what was expected and what to type."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable
+from pathlib import Path
+
+from gracetune.errors import GracetuneError, Problem
+from gracetune.units import format_bytes
+
+_SHOWN = 8
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
+
+
+class CacheError(GracetuneError):
+    """A cache cannot be used as it is."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class ForeignFolderError(CacheError):
+    """A folder that is not a cache of ours, or of a release newer than this one. Nothing in it was touched."""
+
+
+class ReadOnlyCacheError(CacheError):
+    """The cache can be read, and not written to."""
+
+
+class CacheFullError(CacheError):
+    """No room on the disk. Everything flushed earlier is complete; nothing half was left behind."""
+
+
+class CacheBusyError(CacheError):
+    """Another process uses the cache in a way that forbids what was asked."""
+
+
+class EntriesError(CacheError):
+    """Some entries cannot be had; `keys` names them all."""
+
+    def __init__(self, keys: Iterable[str], problem: Problem) -> None:
+        super().__init__(problem)
+        self.keys = tuple(keys)
+
+
+class MissingEntryError(EntriesError):
+    """The cache has no such entries."""
+
+    def __init__(self, keys: Iterable[str], folder: Path) -> None:
+        keys = tuple(keys)
+        super().__init__(
+            keys,
+            Problem(
+                key=f"{len(keys):,} cache entries are missing",
+                found=listed(keys),
+                expected="every entry the run wants",
+                hint="gracetune cache build CONFIG; it encodes only what is missing",
+                file=str(folder),
+            ),
+        )
+
+
+class CorruptEntryError(EntriesError):
+    """The bytes of these entries are not those that were written. From here on the store counts them as missing."""
+
+    def __init__(self, keys: Iterable[str], folder: Path) -> None:
+        keys = tuple(keys)
+        super().__init__(
+            keys,
+            Problem(
+                key=f"{len(keys):,} cache entries are damaged",
+                found=f"bytes that do not match their checksum: {listed(keys)}",
+                expected="the bytes that were written",
+                hint="gracetune cache build CONFIG encodes them again; look at the disk (`dmesg`, `smartctl -a`) too",
+                file=str(folder),
+            ),
+        )
+
+
+def listed(names: Iterable[str]) -> str:
+    names = tuple(names)
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None) -> CacheError:
+    """The error of ours for one that writing gave."""
+    why = error.strerror or str(error)
+    where = str(folder)
+    if error.errno in _FULL:
+        found = why if free is None else f"{why}; {format_bytes(free)} free"
+        expected = f"room for {format_bytes(needed)}" if needed else "room for a few small files"
+        hint = (
+            f"free space on that disk (`df -h {where}`) or set cache.cache_dir to another, and start again: it goes on"
+        )
+        return CacheFullError(Problem("cache", found, expected, hint, where))
+    if error.errno in _FORBIDDEN:
+        hint = f"look at `ls -ld {where}` and `findmnt -T {where}`, or set cache.cache_dir to a folder of yours"
+        return ReadOnlyCacheError(Problem("cache", f"not writable: {why}", "a folder we may write to", hint, where))
+    if error.errno in _IN_THE_WAY:
+        hint = f"look at `ls -ld {where}` and the folders above it, or set cache.cache_dir to another folder"
+        return CacheError(Problem("cache", f"something else is in its place: {why}", "a folder", hint, where))
+    return CacheError(
+        Problem("cache", f"it cannot be written: {why}", "a folder that takes files", "look at the disk", where)
+    )
+
+
+def unreadable(error: OSError, path: Path) -> CacheError:
+    hint = f"look at `ls -l {path}`"
+    return CacheError(Problem("cache", f"it cannot be read: {error.strerror}", "a folder we may read", hint, str(path)))

@@ -1,0 +1,337 @@
+"""Which entry lies where: the headers of all shards as sorted columns, and the index file that saves reading them.
+
+The index (`index.safetensors`) is an accelerator and nothing more: it holds what the shards' headers say, is written
+whole, vouches for itself with checksums, and is made anew from the shards where it is missing, old or damaged. A key
+may be there more than once (two processes encoded the same sample): either copy will do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from gracetune.cache.keys import Key
+from gracetune.cache.locks import write_file
+from gracetune.cache.shards import (
+    DamagedFileError,
+    Layout,
+    Shard,
+    layout_as_json,
+    layout_from_json,
+    pack_header,
+    read_header,
+)
+from gracetune.memory.weights.files import read_fully
+
+INDEX_FORMAT = "gracetune-cache-index 1"
+_EMPTY = np.empty(0, np.uint64)
+_DTYPES = {np.dtype(np.uint64): "U64", np.dtype(np.uint32): "U32"}
+
+U64 = NDArray[np.uint64]
+U32 = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """One row for each entry, sorted by key. The columns are apart because searching wants them side by side."""
+
+    high: U64
+    """The key's first eight bytes, as a number."""
+    low: U64
+    """And its last eight."""
+    shard: U32
+    layout: U32
+    start: U64
+    checksum: U64
+
+    def __len__(self) -> int:
+        return len(self.high)
+
+    def columns(self) -> dict[str, U64 | U32]:
+        return {one.name: self.__dict__[one.name] for one in fields(self)}
+
+    def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Table:
+        return Table(**{name: column[chosen] for name, column in self.columns().items()})  # type: ignore[arg-type]
+
+    def copies(self, high: int, low: int) -> list[int]:
+        """The rows of one key."""
+        row = int(np.searchsorted(self.high, np.uint64(high)))
+        found = []
+        while row < len(self) and int(self.high[row]) == high:
+            if int(self.low[row]) == low:
+                found.append(row)
+            row += 1
+        return found
+
+    def find(self, high: U64, low: U64) -> NDArray[np.intp]:
+        """The first row of each key; -1 where there is none."""
+        rows = np.searchsorted(self.high, high)
+        found = np.full(len(high), -1, np.intp)
+        open_ = np.arange(len(high))
+        while len(open_):  # more than one round only where two keys share their first half
+            open_ = open_[rows[open_] < len(self)]
+            open_ = open_[self.high[rows[open_]] == high[open_]]
+            here = self.low[rows[open_]] == low[open_]
+            found[open_[here]] = rows[open_[here]]
+            open_ = open_[~here]
+            rows[open_] += 1
+        return found
+
+
+def split_keys(keys: Sequence[Key]) -> tuple[U64, U64]:
+    halves = np.frombuffer(bytes.fromhex("".join(keys)), ">u8").astype(np.uint64).reshape(-1, 2)
+    return np.ascontiguousarray(halves[:, 0]), np.ascontiguousarray(halves[:, 1])
+
+
+def join_keys(table: Table) -> list[Key]:
+    raw = np.stack([table.high, table.low], axis=1).astype(">u8").tobytes().hex()
+    return [Key(raw[at : at + 32]) for at in range(0, len(raw), 32)]
+
+
+def merge(tables: Sequence[Table]) -> Table:
+    joined = Table(
+        **{name: np.concatenate([table.columns()[name] for table in tables]) for name in tables[0].columns()}
+    )
+    return joined.rows(np.lexsort((joined.low, joined.high)))
+
+
+def empty_table() -> Table:
+    return Table(*(np.empty(0, kind) for kind in (np.uint64, np.uint64, np.uint32, np.uint32, np.uint64, np.uint64)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Entries of one shard that lie side by side and have a checksum together; those of more than one entry."""
+
+    start: U64
+    size: U64
+    """In bytes."""
+    checksum: U64
+
+    @classmethod
+    def of(cls, shard: Shard) -> Runs:
+        counts = np.array([count for count, _ in shard.runs], np.intp)
+        ends = np.cumsum(counts)
+        several = counts > 1
+        first, last = (ends - counts)[several], ends[several] - 1
+        starts = np.array([row[1] for row in shard.rows], np.uint64) + np.uint64(shard.data_start)
+        sizes = np.array([shard.layouts[row[2]].size for row in shard.rows], np.uint64)
+        checksums = _numbers([summary for _, summary in shard.runs])
+        return cls(starts[first], starts[last] + sizes[last] - starts[first], checksums[several])
+
+
+def _numbers(summaries: Sequence[str]) -> U64:
+    return np.frombuffer(bytes.fromhex("".join(summaries)), ">u8").astype(np.uint64)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One copy of an entry."""
+
+    shard: str
+    layout: Layout
+    start: int
+    checksum: int
+
+
+class Catalogue:
+    """All entries a process knows of. Not safe for several threads: the store holds its lock."""
+
+    def __init__(self) -> None:
+        self.shards: list[str] = []
+        """By number; numbers are never used again, so those of removed shards stay."""
+        self.sizes: dict[str, int] = {}
+        """Of the shards that are there."""
+        self.layouts: list[Layout] = []
+        self.runs: dict[str, Runs] = {}
+        """Of each shard that is there."""
+        self._numbers: dict[str, int] = {}
+        self._layout_numbers: dict[Layout, int] = {}
+        self._tables: list[Table] = []
+
+    def __len__(self) -> int:
+        """Entries, copies counted as often as they are there."""
+        return sum(len(table) for table in self._tables)
+
+    def add(self, shard: Shard) -> None:
+        if shard.name in self.sizes:  # another thread listed the folder just after the file was written
+            return
+        rows = shard.rows
+        number = self._number(shard.name, shard.size)
+        layouts = np.array([self._layout_number(layout) for layout in shard.layouts], np.uint32)
+        high, low = split_keys(shard.keys)
+        table = Table(
+            high,
+            low,
+            np.full(len(rows), number, np.uint32),
+            layouts[[row[2] for row in rows]],
+            np.array([row[1] for row in rows], np.uint64) + np.uint64(shard.data_start),
+            _numbers([row[3] for row in rows]),
+        )
+        self.runs[shard.name] = Runs.of(shard)
+        self._append(table.rows(np.lexsort((low, high))))
+
+    def _append(self, table: Table) -> None:
+        """Tables at least halve in length, so there are few, and a row is merged few times."""
+        self._tables.append(table)
+        while len(self._tables) > 1 and 2 * len(self._tables[-1]) > len(self._tables[-2]):
+            self._tables.append(merge([self._tables.pop(), self._tables.pop()]))
+
+    def _number(self, name: str, size: int) -> int:
+        self._numbers[name] = len(self.shards)
+        self.sizes[name] = size
+        self.shards.append(name)
+        return self._numbers[name]
+
+    def _layout_number(self, layout: Layout) -> int:
+        number = self._layout_numbers.setdefault(layout, len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(layout)
+        return number
+
+    def drop_shards(self, names: Iterable[str]) -> None:
+        gone = [self._numbers.pop(name) for name in names]
+        for number in gone:
+            del self.sizes[self.shards[number]], self.runs[self.shards[number]]
+        if gone:
+            self._keep(lambda table: ~np.isin(table.shard, np.array(gone, np.uint32)))
+
+    def drop_copy(self, place: Place) -> None:
+        """That copy is damaged: it is not counted, found or read any more."""
+        number = self._numbers.get(place.shard, -1)
+        self._keep(lambda table: ~((table.shard == number) & (table.start == np.uint64(place.start))))
+
+    def _keep(self, chosen: Callable[[Table], NDArray[np.bool_]]) -> None:
+        kept = [table.rows(chosen(table)) for table in self._tables]
+        self._tables = [table for table in kept if len(table)]
+
+    def copies(self, key: Key) -> list[Place]:
+        high, low = int(key[:16], 16), int(key[16:], 16)
+        return [self._place(table, row) for table in self._tables for row in table.copies(high, low)]
+
+    def _place(self, table: Table, row: int) -> Place:
+        layout = self.layouts[int(table.layout[row])]
+        return Place(self.shards[int(table.shard[row])], layout, int(table.start[row]), int(table.checksum[row]))
+
+    def present(self, keys: Sequence[Key]) -> NDArray[np.bool_]:
+        high, low = split_keys(keys)
+        found = np.zeros(len(keys), np.bool_)
+        for table in self._tables:
+            found |= table.find(high, low) >= 0
+        return found
+
+    def rows(self, keys: Sequence[Key]) -> tuple[Table, NDArray[np.bool_]]:
+        """One copy of each key that is there, in the keys' order, and which of the keys those are."""
+        high, low = split_keys(keys)
+        found = np.zeros(len(keys), np.bool_)
+        parts, positions = [empty_table()], [np.empty(0, np.intp)]
+        for table in self._tables:
+            open_ = np.flatnonzero(~found)
+            rows = table.find(high[open_], low[open_])
+            here = rows >= 0
+            found[open_[here]] = True
+            parts.append(table.rows(rows[here]))
+            positions.append(open_[here])
+        joined = Table(
+            **{name: np.concatenate([part.columns()[name] for part in parts]) for name in parts[0].columns()}
+        )
+        return joined.rows(np.argsort(np.concatenate(positions), kind="stable")), found
+
+    def keys(self) -> list[Key]:
+        """Every key once, sorted."""
+        if not self._tables:
+            return []
+        keys = join_keys(self._merged())
+        return [key for at, key in enumerate(keys) if at == 0 or keys[at - 1] != key]
+
+    def keys_of(self, shard: str) -> Iterator[tuple[Key, Place]]:
+        for table in self._tables:
+            rows = np.flatnonzero(table.shard == self._numbers[shard])
+            for key, row in zip(join_keys(table.rows(rows)), rows.tolist(), strict=True):
+                yield key, self._place(table, row)
+
+    def counts(self) -> Mapping[str, int]:
+        """Entries of each shard."""
+        counted = np.zeros(len(self.shards), np.int64)
+        for table in self._tables:
+            counted += np.bincount(table.shard, minlength=len(self.shards))
+        return {name: int(counted[number]) for name, number in self._numbers.items()}
+
+    def _merged(self) -> Table:
+        if len(self._tables) > 1:
+            self._tables = [merge(self._tables)]
+        return self._tables[0] if self._tables else empty_table()
+
+    # -- the index file
+
+    def write_index(self, path: Path) -> None:
+        columns = self._merged().columns()
+        alive = [number for number, name in enumerate(self.shards) if self._numbers.get(name) == number]
+        renumbered = np.zeros(len(self.shards), np.uint32)
+        renumbered[alive] = np.arange(len(alive), dtype=np.uint32)
+        columns["shard"] = renumbered[columns["shard"]]
+        rows = len(columns["high"])
+        runs = [self.runs[self.shards[number]] for number in alive]
+        for one in fields(Runs):
+            columns[f"run_{one.name}"] = np.concatenate([_EMPTY, *(some.__dict__[one.name] for some in runs)])
+        raws = [np.ascontiguousarray(column).view(np.uint8) for column in columns.values()]
+        digest = xxhash.xxh3_128()
+        tensors, end = {}, 0
+        for (name, column), raw in zip(columns.items(), raws, strict=True):
+            digest.update(raw.data)
+            begin, end = end, end + len(raw)
+            tensors[name] = {"dtype": _DTYPES[column.dtype], "shape": [len(column)], "data_offsets": [begin, end]}
+        metadata = {
+            "format": INDEX_FORMAT,
+            "data": digest.hexdigest(),
+            "shards": json.dumps([[self.shards[number], self.sizes[self.shards[number]]] for number in alive]),
+            "layouts": json.dumps([layout_as_json(layout) for layout in self.layouts]),
+            "runs": json.dumps([len(some.start) for some in runs]),
+            "rows": str(rows),
+        }
+        header, _ = pack_header(metadata, tensors)
+        write_file(path, [memoryview(header), *(raw.data for raw in raws)])
+
+    @classmethod
+    def from_index(cls, path: Path) -> Catalogue:
+        """DamagedFileError where the file is not as we wrote it; OSError where it cannot be read."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            metadata, data_start = read_header(descriptor)
+            if metadata.get("format") != INDEX_FORMAT:
+                raise DamagedFileError(f"its format is {metadata.get('format')!r}")
+            data = np.empty(os.fstat(descriptor).st_size - data_start, np.uint8)
+            read_fully(descriptor, data.data, data_start)
+        finally:
+            os.close(descriptor)
+        if xxhash.xxh3_128_hexdigest(data.data) != metadata["data"]:
+            raise DamagedFileError("its data does not match its checksum")
+        return cls._unpacked(metadata, data)
+
+    @classmethod
+    def _unpacked(cls, metadata: Mapping[str, str], data: NDArray[np.uint8]) -> Catalogue:
+        self = cls()
+        rows, counts = int(metadata["rows"]), json.loads(metadata["runs"])
+        kinds = [(column.dtype, rows) for column in empty_table().columns().values()]
+        kinds += [(_EMPTY.dtype, sum(counts))] * len(fields(Runs))
+        columns, begin = [], 0
+        for kind, length in kinds:
+            end = begin + length * kind.itemsize
+            columns.append(data[begin:end].view(kind))
+            begin = end
+        own, first = len(fields(Table)), 0
+        for (name, size), count in zip(json.loads(metadata["shards"]), counts, strict=True):
+            self._number(name, size)
+            self.runs[name] = Runs(*(column[first : first + count] for column in columns[own:]))
+            first += count
+        for one in json.loads(metadata["layouts"]):
+            self._layout_number(layout_from_json(one))
+        self._tables = [Table(*columns[:own])] if rows else []
+        return self

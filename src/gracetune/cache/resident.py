@@ -1,0 +1,329 @@
+"""The resident store: entries of disk stores in memory, for as long as a run reads them.
+
+    visits = latent_visits(index, encoder_id)
+    with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
+        for line in store.report.lines(): ...
+        entry = store.get(key)              # views of the slab, or read from disk where it stayed there
+
+The views are for reading: whoever writes into one writes into the cache of every rank. Only `BatchSource` reads them,
+and it copies.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from gracetune.cache.errors import CacheError, MissingEntryError
+from gracetune.cache.keys import Key
+from gracetune.cache.loading import (
+    Contents,
+    LoadReport,
+    Selection,
+    Views,
+    load_into,
+    pack_index,
+    select,
+    unpack_index,
+)
+from gracetune.cache.slabs import (
+    CacheRole,
+    CacheType,
+    ManagedSlab,
+    MemorySlab,
+    Residence,
+    Slab,
+    Where,
+    choose_residence,
+)
+from gracetune.cache.stats import StoreCounter, StoreStats
+from gracetune.cache.store import DiskStore
+from gracetune.cache.visits import Visits
+from gracetune.data.backends.errors import StagingError
+from gracetune.data.backends.handle import SegmentHandle, StagedHandle, own_start
+from gracetune.data.backends.numa import choose_nodes
+from gracetune.data.backends.share import LocalRanks, Offer, fetch
+from gracetune.errors import Problem
+from gracetune.hardware.allocation import host_reserve
+from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.sensors import HostSensor
+from gracetune.units import format_bytes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gracetune.cache.encoder import Entry
+
+MOST_MADE = 1 << 14
+"""About 1 KB each."""
+
+
+class ResidentStore:
+    """Made by `load_resident`. Safe for several threads."""
+
+    def __init__(
+        self,
+        stores: Sequence[DiskStore],
+        slab: Slab | None,
+        contents: Contents | None,
+        report: LoadReport,
+        *,
+        pin: bool,
+        offer: Offer | None = None,
+    ) -> None:
+        self.report = report
+        self._stores, self._slab, self._contents = tuple(stores), slab, contents
+        self._views = Views(slab.view, contents) if slab is not None and contents is not None else None
+        self._made: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
+        """Views and bytes of entries that were asked for: an epoch later they are again."""
+        self._pin = pin
+        self._offer = offer
+        self._counter = StoreCounter()
+
+    @property
+    def stats(self) -> StoreStats:
+        return self._counter.snapshot()
+
+    def __contains__(self, key: Key) -> bool:
+        """In memory, so that `get` is quick."""
+        return self._contents is not None and self._contents.find(key) is not None
+
+    def get(self, key: Key) -> Mapping[str, Tensor]:
+        """Views of the entry, or its tensors read from disk. MissingEntryError, CorruptEntryError."""
+        found = self.look_up(key)
+        return self.read(key) if found is None else found
+
+    def look_up(self, key: Key) -> Mapping[str, Tensor] | None:
+        """Views of an entry that is in memory; None for any other."""
+        found = self._made.get(key)
+        if found is None:
+            found = None if self._views is None else self._views.find(key)
+            if found is None:
+                return None
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            self._made[key] = found
+        self._counter.hit(found[1])
+        return found[0]
+
+    def read(self, key: Key) -> Entry:
+        """From disk, whether it is in memory or not; page-locked where a GPU will copy it."""
+        began = time.perf_counter()
+        entry = self._from_disk(key)
+        if self._pin:
+            entry = {name: tensor.pin_memory() for name, tensor in entry.items()}
+        self._counter.read(sum(tensor.nbytes for tensor in entry.values()), time.perf_counter() - began)
+        return entry
+
+    def _from_disk(self, key: Key) -> Entry:
+        for store in self._stores[:-1]:
+            with suppress(MissingEntryError):
+                return store.read(key)
+        return self._stores[-1].read(key)
+
+    def close(self) -> None:
+        """Gives the memory back when the last view is gone. The disk stores stay open: they are the caller's."""
+        if self._offer is not None:
+            self._offer.close()
+            self._offer = None
+        self._contents = self._views = None
+        self._made.clear()
+        if self._slab is not None:
+            self._slab.close()
+            self._slab = None
+
+    def __enter__(self) -> ResidentStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_resident(
+    stores: Sequence[DiskStore],
+    visits: Mapping[Key, Visits],
+    *,
+    name: str,
+    role: CacheRole,
+    kind: CacheType,
+    where: Where,
+    budget: int | None = None,
+    threads: int | None = None,
+    residence: Residence | None = None,
+) -> ResidentStore:
+    """Bring what is read most into memory, as much as the budget (bytes) and the machine allow.
+
+    With several local ranks rank 0 loads and the others map its pages; all of them call this with the same `name`, and
+    with another one for every load of a run.
+    `residence` overrules the choice by role and machine, to measure one against the other.
+    """
+    if not stores:
+        raise ValueError("a resident store without a disk store")
+    job = _Job(tuple(stores), visits, name, role, kind, where, budget, threads, residence)
+    ranks = where.ranks
+    if kind == "disk" or ranks is None or ranks.count == 1:
+        return job.load()
+    if ranks.rank > 0:
+        return _join(job, ranks)
+    offer = Offer(ranks, _offered(name))  # before anything that can fail: the others wait for an answer
+    try:
+        store = job.load()
+    except Exception as error:
+        offer.refuse(str(error) or type(error).__name__)
+        raise
+    except BaseException:
+        offer.close()
+        raise
+    _publish(store, offer)
+    return store
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """Everything that was asked for."""
+
+    stores: tuple[DiskStore, ...]
+    visits: Mapping[Key, Visits]
+    name: str
+    role: CacheRole
+    kind: CacheType
+    where: Where
+    budget: int | None
+    threads: int | None
+    residence: Residence | None
+
+    def load(self) -> ResidentStore:
+        began = time.perf_counter()
+        pin = self.where.device is not None
+        limit, why = (0, "as asked") if self.kind == "disk" else _limit(self.where, self.budget)
+        selection = select(self.stores, self.visits, limit)
+        residence = self.residence or self._choose(selection.size)
+        if residence.place == "disk":
+            return ResidentStore(self.stores, None, None, _report(self.name, residence, selection, why), pin=pin)
+        slab, residence = _slab(residence, selection.size, self.where)
+        try:
+            contents, damaged = load_into(slab.host, selection, self.threads)
+            slab.settle()
+        except BaseException:
+            slab.close()
+            raise
+        report = replace(
+            _report(self.name, residence, selection, why),
+            entries=len(contents.table),
+            damaged=damaged,
+            seconds=time.perf_counter() - began,
+        )
+        return ResidentStore(self.stores, slab, contents, report, pin=pin)
+
+    def _choose(self, size: int) -> Residence:
+        where = self.where
+        return choose_residence(
+            self.kind,
+            self.role,
+            where.profile,
+            size=size,
+            device_bytes=where.device_bytes,
+            local_ranks=where.local_ranks,
+            no_managed=where.no_heap if where.heap is None else None,
+        )
+
+
+def _report(name: str, residence: Residence, selection: Selection, why: str) -> LoadReport:
+    return LoadReport(
+        name,
+        residence,
+        size=selection.size,
+        on_disk=len(selection.left),
+        on_disk_size=selection.left_size,
+        why_on_disk=why if selection.left else "",
+        missing=len(selection.missing),
+    )
+
+
+def _limit(where: Where, budget: int | None) -> tuple[int | None, str]:
+    """Bytes that may be taken, and what limits them. Unknown headroom is no limit: the plan has one."""
+    headroom = HostSensor(nodes=where.machine.host.numa_nodes).read().headroom
+    free = None if headroom is None else max(0, headroom - host_reserve(where.machine))
+    if free is not None and (budget is None or free < budget):
+        return free, f"main memory has {format_bytes(free)} to spare"
+    return budget, "" if budget is None else f"the plan gives this cache {format_bytes(budget)}"
+
+
+def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residence]:
+    if residence.is_managed and where.heap is not None:
+        try:
+            return ManagedSlab(where.heap, size, "host" if residence.place == "managed_host" else "device"), residence
+        except UnifiedMemoryError as error:
+            note = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
+            residence = residence.instead("pinned_host", "page-locked main memory", note)
+    nodes = choose_nodes(where.machine)
+    if where.local_ranks > 1 or nodes.nodes:
+        slab = MemorySlab.shared(size, nodes, where.device)
+    else:
+        slab = MemorySlab.own(size, where.device)
+    return slab, replace(residence, notes=(*residence.notes, *slab.notes))
+
+
+# -- one copy for all local ranks -------------------------------------------------------------------------------------
+
+
+def _offered(name: str) -> str:
+    return f"cache: {name}"  # no dataset is called so
+
+
+def _publish(store: ResidentStore, offer: Offer) -> None:
+    slab, contents = store._slab, store._contents
+    assert isinstance(slab, MemorySlab), "shared caches lie in memory files"
+    assert slab.file is not None
+    assert contents is not None
+    store._offer = offer
+    try:
+        with io.FileIO(os.memfd_create("gracetune-cache-index", os.MFD_CLOEXEC), "r+") as index:
+            _write(index, pack_index(contents, store.report))
+            files = (slab.file, index)
+            handle = StagedHandle(
+                pid=os.getpid(),
+                started=own_start(),
+                root=store.report.name,
+                source=None,
+                segments=tuple(_segment(file, name) for file, name in zip(files, ("entries", "index"), strict=True)),
+            )
+            offer.publish(handle, [file.fileno() for file in files])
+    except BaseException:
+        store.close()
+        raise
+
+
+def _write(file: io.FileIO, raw: bytes) -> None:
+    view = memoryview(raw)
+    while view:
+        view = view[file.write(view) or 0 :]
+
+
+def _segment(file: io.FileIO, name: str) -> SegmentHandle:
+    found = os.fstat(file.fileno())
+    return SegmentHandle(descriptor=file.fileno(), inode=found.st_ino, size=found.st_size, identity=name)
+
+
+def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
+    try:
+        _, files = fetch(ranks, _offered(job.name))
+    except StagingError as error:
+        hint = "look at the messages of local rank 0"
+        raise CacheError(Problem(f"{job.name} of rank 0", str(error), "its cache in memory", hint)) from error
+    data, index = files
+    with index:
+        raw = os.pread(index.fileno(), os.fstat(index.fileno()).st_size, 0)
+    slab = MemorySlab.join(data, job.where.device)
+    contents, report = unpack_index(raw)
+    residence = replace(report.residence, notes=(*report.residence.notes, *slab.notes))
+    report = replace(report, residence=residence)
+    return ResidentStore(job.stores, slab, contents, report, pin=job.where.device is not None)

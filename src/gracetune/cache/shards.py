@@ -1,0 +1,297 @@
+"""One shard: an immutable safetensors file of whole entries, which describes itself.
+
+The data: entry after entry, each beginning at a multiple of 64 bytes of the file. An entry's tensors are called
+`<key>/<name>` and lie side by side, those of wide elements first, so that each is aligned; `<key>/.padding` fills up
+to the next 64 bytes. The header's `__metadata__`:
+
+    checksum   xxh3-128 of the header (its length included), with zeros in place of this checksum
+    format     "gracetune-cache-shard 1"
+    layouts    JSON: every distinct layout, as a list of [name, dtype, shape, offset in the entry, size]
+    parts      JSON: every distinct part of an origin, as [name, value]
+    entries    JSON: [key, offset in the data, layout number, xxh3-64 of the entry's bytes, kind, source, part numbers,
+               note]; the note is for people and empty for what we encoded ourselves
+    runs       JSON: [entries, xxh3-64 of their bytes] for each run of entries, one after the other, of about 1 MiB:
+               what reads all of a run checks it at once
+
+What the checksums do not confirm is not used: a wrong byte anywhere makes an error, never a wrong tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from gracetune.cache.keys import Key, Origin
+from gracetune.cache.locks import write_file
+from gracetune.memory.weights.files import MAX_HEADER, read_fully
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gracetune.cache.encoder import Entry
+
+ALIGNMENT = 64
+RUN = 1 * MIB
+"""Worth a call; and its checksum is taken while it is still in the processor's cache."""
+SHARD_FORMAT = "gracetune-cache-shard 1"
+_PADDING = ".padding"
+_BEFORE = b'{"__metadata__":'
+_START = _BEFORE + b'{"checksum":"'
+_BLANK = "0" * 32
+_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+
+
+class DamagedFileError(Exception):
+    """Not a file as we wrote it, and why. Stays inside the store, which leaves such a file out and lists it."""
+
+
+class OtherFormatError(DamagedFileError):
+    """Whole, and not of the format this release reads: never to be removed."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    name: str
+    dtype: str
+    """As safetensors spells it: "BF16"."""
+    shape: tuple[int, ...]
+    offset: int
+    """From the entry's first byte; a multiple of the element's size."""
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What lies where inside an entry. Entries of one bucket usually share one layout."""
+
+    tensors: tuple[TensorSpec, ...]
+    size: int
+    """Of the whole entry, padding included: a multiple of 64."""
+
+    def views(self, raw: Tensor) -> Entry:
+        """The entry's tensors, as views of its `size` bytes (uint8; on any device, aligned to 64 bytes)."""
+        from gracetune.memory.weights.destinations import TORCH_DTYPES
+
+        return {
+            one.name: raw[one.offset : one.offset + one.size].view(TORCH_DTYPES[one.dtype]).reshape(one.shape)
+            for one in self.tensors
+        }
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An entry as the bytes that are stored."""
+
+    key: Key
+    origin: Origin
+    layout: Layout
+    raw: NDArray[np.uint8]
+    checksum: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StoredEntry:
+    key: Key
+    origin: Origin
+    layout: Layout
+    start: int
+    """From the beginning of the file."""
+    checksum: int
+    note: str = ""
+    """Where an entry came from that we did not encode ourselves."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The header of a shard, read and checked. Origins are made only when they are asked for: a million take long."""
+
+    name: str
+    size: int
+    data_start: int
+    layouts: tuple[Layout, ...]
+    parts: tuple[tuple[str, str], ...]
+    rows: Sequence[Sequence[Any]]
+    """As in the header's `entries`."""
+    runs: Sequence[tuple[int, str]]
+    """As in the header."""
+
+    @property
+    def keys(self) -> list[Key]:
+        return [row[0] for row in self.rows]
+
+    def entries(self) -> Iterator[StoredEntry]:
+        for key, offset, layout, summary, kind, source, numbers, note in self.rows:
+            origin = Origin(kind, source, tuple([self.parts[number] for number in numbers]))
+            start, found = self.data_start + offset, int(summary, 16)
+            yield StoredEntry(key, origin, self.layouts[layout], start, found, note)
+
+
+def is_shard(name: str) -> bool:
+    return _NAME.fullmatch(name) is not None
+
+
+def pack(key: Key, origin: Origin, entry: Entry, note: str = "") -> Packed:
+    """`key` is the origin's. Copies the tensors: the caller may reuse them at once."""
+    import torch
+
+    if not entry:
+        raise ValueError("an entry without tensors")
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in entry.items()}
+    layout = _layout(plain)
+    raw = np.zeros(layout.size, np.uint8)
+    for one in layout.tensors:
+        raw[one.offset : one.offset + one.size] = plain[one.name].reshape(-1).view(torch.uint8).numpy()
+    return Packed(key, origin, layout, raw, checksum(raw.data), note)
+
+
+def checksum(raw: memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(raw)
+
+
+def _layout(entry: Mapping[str, Tensor]) -> Layout:
+    from gracetune.memory.weights.destinations import TORCH_DTYPES
+
+    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+    specs: list[TensorSpec] = []
+    end = 0
+    for name, tensor in sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0])):
+        if name == _PADDING or tensor.dtype not in names:
+            raise ValueError(f"a cache cannot hold a tensor called {name!r} of {tensor.dtype}")
+        size = tensor.numel() * tensor.element_size()
+        specs.append(TensorSpec(name, names[tensor.dtype], tuple(tensor.shape), end, size))
+        end += size
+    return Layout(tuple(specs), max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_shard(folder: Path, entries: Sequence[Packed]) -> Shard:
+    """A new file of those entries, on disk when this returns. OSError leaves nothing behind."""
+    name = f"{secrets.token_hex(16)}.safetensors"
+    layouts: dict[Layout, int] = {}
+    parts: dict[tuple[str, str], int] = {}
+    rows: list[list[Any]] = []
+    tensors: dict[str, Any] = {}
+    end = 0
+    for entry in entries:
+        origin = entry.origin
+        numbers = [parts.setdefault(part, len(parts)) for part in origin.parts]
+        layout = layouts.setdefault(entry.layout, len(layouts))
+        rows.append([entry.key, end, layout, f"{entry.checksum:016x}", origin.kind, origin.source, numbers, entry.note])
+        _describe(entry, end, tensors)
+        end += entry.layout.size
+    metadata = {
+        "format": SHARD_FORMAT,
+        "layouts": _json([layout_as_json(one) for one in layouts]),
+        "parts": _json([*parts]),
+        "entries": _json(rows),
+        "runs": _json(runs := _runs(entries)),
+    }
+    header, data_start = pack_header(metadata, tensors)
+    write_file(folder / name, [memoryview(header), *(entry.raw.data for entry in entries)])
+    return Shard(name, data_start + end, data_start, tuple(layouts), tuple(parts), rows, runs)
+
+
+def _runs(entries: Sequence[Packed]) -> list[tuple[int, str]]:
+    runs = []
+    count, size, digest = 0, 0, xxhash.xxh3_64()
+    for number, entry in enumerate(entries):
+        count, size = count + 1, size + entry.layout.size
+        digest.update(entry.raw.data)
+        if size >= RUN or number == len(entries) - 1:
+            runs.append((count, digest.hexdigest()))
+            count, size, digest = 0, 0, xxhash.xxh3_64()
+    return runs
+
+
+def layout_as_json(layout: Layout) -> list[Any]:
+    return [[one.name, one.dtype, one.shape, one.offset, one.size] for one in layout.tensors]
+
+
+def layout_from_json(value: Sequence[Any]) -> Layout:
+    tensors = tuple(TensorSpec(name, dtype, tuple(shape), offset, size) for name, dtype, shape, offset, size in value)
+    end = tensors[-1].offset + tensors[-1].size
+    return Layout(tensors, max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
+
+
+def _describe(entry: Packed, start: int, tensors: dict[str, Any]) -> None:
+    """The entry's lines in the header, in the order of the data."""
+    end = start
+    for one in entry.layout.tensors:
+        begin, end = start + one.offset, start + one.offset + one.size
+        tensors[f"{entry.key}/{one.name}"] = _tensor(one.dtype, one.shape, begin, end)
+    last = start + entry.layout.size
+    if end < last:
+        tensors[f"{entry.key}/{_PADDING}"] = _tensor("U8", (last - end,), end, last)
+
+
+def _tensor(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> tuple[bytes, int]:
+    """A safetensors header that vouches for itself, and where the data begins: at a multiple of 64."""
+    text = _json({"__metadata__": {"checksum": _BLANK, **metadata}, **tensors}).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    raw = len(text).to_bytes(8, "little") + text
+    place = 8 + len(_START)
+    return raw[:place] + xxhash.xxh3_128_hexdigest(raw).encode() + raw[place + 32 :], len(raw)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_shard(path: Path) -> Shard:
+    """The header alone. DamagedFileError where the file is not as it was written; OSError where it cannot be read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        metadata, data_start = read_header(descriptor)
+    finally:
+        os.close(descriptor)
+    if metadata.get("format") != SHARD_FORMAT:
+        raise OtherFormatError(f"its format is {metadata.get('format')!r}, not {SHARD_FORMAT!r}")
+    layouts = tuple(layout_from_json(one) for one in json.loads(metadata["layouts"]))
+    parts = tuple((part, value) for part, value in json.loads(metadata["parts"]))
+    rows, runs = json.loads(metadata["entries"]), json.loads(metadata["runs"])
+    expected = data_start + max((row[1] + layouts[row[2]].size for row in rows), default=0)
+    if size != expected:
+        raise DamagedFileError(f"{size:,} bytes long instead of {expected:,}")
+    return Shard(path.name, size, data_start, layouts, parts, rows, runs)
+
+
+def read_header(descriptor: int) -> tuple[dict[str, str], int]:
+    """The metadata of a header made by `pack_header`, checked, and where the data begins."""
+    first = bytearray(8)
+    got = read_fully(descriptor, memoryview(first), 0)
+    length = int.from_bytes(first, "little")
+    if got < 8 or not len(_START) + 32 <= length <= MAX_HEADER:
+        raise DamagedFileError("it does not begin with the length of a header")
+    text = bytearray(min(length, os.fstat(descriptor).st_size))
+    if read_fully(descriptor, memoryview(text), 8) < length:
+        raise DamagedFileError("it ends inside its header")
+    place = slice(len(_START), len(_START) + 32)
+    found = bytes(text[place])
+    text[place] = _BLANK.encode()
+    if not text.startswith(_START) or xxhash.xxh3_128_hexdigest(bytes(first) + text).encode() != found:
+        raise DamagedFileError("its header does not match its checksum")
+    # The tensors' lines say the same as the metadata, and reading them takes three times as long.
+    metadata, _ = json.JSONDecoder().raw_decode(text.decode(), len(_BEFORE))
+    return metadata, 8 + length

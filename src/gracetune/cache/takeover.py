@@ -1,0 +1,103 @@
+"""`cache build --import-ai-toolkit`: what ai-toolkit cached beside the data is taken over before anything is encoded.
+
+What may be taken, and why not, is decided in imports.py. Here the entries that are missing meet their files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.cache.encoder import KnowsMore, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.imports import ImportReport, LatentWish, TextWish, import_latents, import_text
+from gracetune.cache.store import DiskStore
+from gracetune.cache.wanted import LatentItem, TextItem, by_folder
+from gracetune.config.aitoolkit.model import ARCHS
+from gracetune.config.run_config import Model
+from gracetune.data.index import DataIndex
+from gracetune.data.items import DatasetIndex
+from gracetune.data.refs import SampleRef
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+FOLDERS = ("_latent_cache", "_t_e_cache")
+_SPACES = {"flux": "flux1"}
+"""ai-toolkit's name of a model's latents where that is not the model's `arch`."""
+
+StoreOf = Callable[[Path], DiskStore]
+
+
+def folders_there(index: DataIndex) -> list[Path]:
+    """Caches of ai-toolkit beside the pictures, without a look at what is in them."""
+    roots = _roots(index)
+    parents = dict.fromkeys((roots[one.id] / item.path).parent for one in _datasets(index) for item in one.items)
+    return [folder / name for folder in parents for name in FOLDERS if (folder / name).is_dir()]
+
+
+def take_latents(
+    encoder: LatentEncoder, index: DataIndex, model: Model, missing: Sequence[LatentItem], store_of: StoreOf
+) -> ImportReport:
+    """`encoder` encodes a few of them anew, to compare."""
+
+    def encode(ref: SampleRef) -> Entry:
+        return encoder.encode([index.load(ref)])[0]
+
+    spaces = [_SPACES.get(arch, arch) for arch in _archs(model)]
+    beside = encoder.beside if isinstance(encoder, KnowsMore) else None
+    roots, reports = _roots(index), []
+    for folder, items in by_folder(missing).items():
+        wishes = [LatentWish(item.origin, item.ref, roots[item.ref.dataset] / item.ref.path) for item in items]
+        with store_of(folder).writer() as writer:
+            reports.append(import_latents(writer, wishes, spaces=spaces, encode=encode, beside=beside))
+    return _joined(reports)
+
+
+def take_texts(
+    encoder: TextEncoder, index: DataIndex, model: Model, missing: Sequence[TextItem], store_of: StoreOf
+) -> ImportReport:
+    pictures = dict(_spoken(index))
+    reports = []
+    for folder, items in by_folder(missing).items():
+        wishes = [
+            TextWish(item.origin, item.text, pictures[item.text], reads_pictures=bool(item.pictures))
+            for item in items if item.text in pictures
+        ]  # fmt: skip
+        with store_of(folder).writer() as writer:
+            reports.append(
+                import_text(writer, wishes, archs=_archs(model), encode=lambda text: encoder.encode([Prompt(text)])[0])
+            )
+    return _joined(reports)
+
+
+def _archs(model: Model) -> list[str]:
+    """Every one of the family: its models share their encoders more often than not, and comparing tells."""
+    return [name for name, arch in ARCHS.items() if arch.family == model.family]
+
+
+def _spoken(index: DataIndex) -> Iterator[tuple[str, Path]]:
+    """Captions with one of the pictures each belongs to; ai-toolkit stores an embedding for every picture."""
+    roots = _roots(index)
+    for one in _datasets(index):
+        for item in one.items:
+            yield from ((caption, roots[one.id] / item.path) for caption in item.captions)
+
+
+def _datasets(index: DataIndex) -> Iterator[DatasetIndex]:
+    yield from index.datasets
+    yield from index.held_out
+
+
+def _roots(index: DataIndex) -> dict[str, Path]:
+    return {one.id: Path(os.path.expanduser(index.backend_of(one.id).root)) for one in _datasets(index)}  # noqa: PTH111
+
+
+def _joined(reports: Sequence[ImportReport]) -> ImportReport:
+    return ImportReport(
+        sum(one.imported for one in reports),
+        sum(one.compared for one in reports),
+        tuple(refusal for one in reports for refusal in one.refused),
+        sum(one.without_file for one in reports),
+    )

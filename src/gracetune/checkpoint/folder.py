@@ -1,0 +1,159 @@
+"""What lies in a folder of checkpoints, and which of it may be deleted. What is not ours is never touched.
+
+checkpoint-<step>/           whole checkpoints (see `manifest`)
+set-aside-checkpoint-<step>/ later than the step a run was resumed from; never read, never deleted
+.gracetune-<32 hex>.tmp/     being written, or being deleted; removed by the next run if a process left it
+.gracetune.lock              held by the process that writes
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.cache.locks import lock, sync_folder
+from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
+from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
+from gracetune.errors import Problem
+
+LOCK_FILE = ".gracetune.lock"
+_TEMPORARY = re.compile(r"\.gracetune-[0-9a-f]{32}\.tmp")
+_ASIDE = "set-aside-"
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder with the name of a checkpoint; nobody has looked into it yet."""
+
+    step: int
+    path: Path
+
+
+def checkpoints(folder: Path) -> list[Found]:
+    """The oldest first; empty where there is no such folder."""
+    try:
+        inside = [*folder.iterdir()]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise unreadable(error, folder) from error
+    found = [(step_of(path.name), path) for path in inside if path.is_dir() and not path.is_symlink()]
+    return sorted((Found(step, path) for step, path in found if step is not None), key=lambda one: one.step)
+
+
+def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None:
+    """None where it is damaged, of another run, or not what its name says."""
+    try:
+        manifest = read_manifest(path)
+    except (BadManifestError, OSError):
+        return None
+    same = dict(manifest.metadata.identity) == dict(identity) and manifest.step == step_of(path.name)
+    return manifest if same else None
+
+
+def temporary_path(folder: Path) -> Path:
+    return folder / f".gracetune-{secrets.token_hex(16)}.tmp"
+
+
+def sweep(folder: Path) -> int:
+    """Remove what a process that is no more left half written or half deleted. Only while the lock is held."""
+    left = [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)
+    return len(left)
+
+
+def take_lock(folder: Path) -> tuple[int, bool]:
+    """A descriptor that holds the folder until it is closed; False where the disk knows no locks."""
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    grip = lock(descriptor, exclusive=True)
+    if grip == "busy":
+        os.close(descriptor)
+        raise BusyFolderError(
+            Problem(
+                "another process writes checkpoints here",
+                f"a process that holds {LOCK_FILE}",
+                "one run for each output folder",
+                f"wait for it or stop it (`fuser {folder / LOCK_FILE}` names it), or set another output_dir",
+                str(folder),
+            )
+        )
+    return descriptor, grip == "held"
+
+
+# -- retention --------------------------------------------------------------------------------------------------------
+
+
+def superfluous(steps: Iterable[int], keep_last: int, keep_every: int | None) -> tuple[int, ...]:
+    """Which of these steps' checkpoints are not to be kept. Pure."""
+    ordered = sorted(set(steps))
+    kept = set(ordered[-keep_last:])
+    if keep_every is not None:
+        kept.update(step for step in ordered if step % keep_every == 0)
+    return tuple(step for step in ordered if step not in kept)
+
+
+@dataclass(frozen=True)
+class Removal:
+    removed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def remove_superfluous(
+    folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int]
+) -> Removal:
+    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note."""
+    ours: dict[int, tuple[Path, Manifest]] = {}
+    for one in checkpoints(folder):
+        manifest = manifest_if_ours(one.path, identity)
+        if manifest is not None:
+            ours[one.step] = (one.path, manifest)
+    removed, notes = [], []
+    for step in superfluous(ours, keep_last, keep_every):
+        if step in protected:
+            continue
+        path, manifest = ours[step]
+        try:
+            strangers = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
+            if strangers:
+                notes.append(f"{path} is not deleted: it holds files that are not ours: {listed(sorted(strangers))}")
+                continue
+            _delete(folder, path)
+        except OSError as error:
+            notes.append(f"{path} could not be deleted: {error.strerror or error}")
+            continue
+        removed.append(path.name)
+    return Removal(tuple(removed), tuple(notes))
+
+
+def _delete(folder: Path, path: Path) -> None:
+    """Out of sight in one step, so that nobody ever sees half of it; then for good."""
+    trash = temporary_path(folder)
+    path.rename(trash)
+    sync_folder(folder)
+    shutil.rmtree(trash)
+
+
+def set_aside(folder: Path, later: Sequence[Found]) -> tuple[str, ...]:
+    """Rename them, so that `latest` never means a checkpoint of an abandoned line. Returns what was done."""
+    notes = []
+    for one in later:
+        target = _free_name(folder, f"{_ASIDE}{one.path.name}")
+        one.path.rename(target)
+        notes.append(f"{one.path.name} lies after the step this run begins at; it is now called {target.name}")
+    if later:
+        sync_folder(folder)
+    return tuple(notes)
+
+
+def _free_name(folder: Path, name: str) -> Path:
+    path, number = folder / name, 1
+    while path.exists() or path.is_symlink():
+        number += 1
+        path = folder / f"{name}-{number}"
+    return path

@@ -1,0 +1,77 @@
+"""Where a run begins: `latest`, `none`, or a checkpoint's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.checkpoint.errors import ResumeError, listed
+from gracetune.checkpoint.folder import checkpoints
+from gracetune.checkpoint.manifest import MANIFEST, step_of
+from gracetune.checkpoint.reading import Checkpoint
+from gracetune.checkpoint.store import CheckpointStore
+from gracetune.errors import Problem
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins, and why."""
+
+    checkpoint: Checkpoint | None
+    """None: at step 0."""
+    reason: str
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+def begin(asked: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False) -> Start:
+    """Find, check and open the checkpoint that was asked for, and take the folder for this run. Called by all ranks.
+
+    `allow_other_run` takes over the state of a checkpoint made by another run; the folder itself must still be this
+    run's own.
+    """
+    path, reason = resolve(asked, store)
+    if path is None:
+        return Start(None, reason, store.begin(identity, None))
+    checkpoint = store.open(path)
+    different = checkpoint.differences(identity)
+    if different and not allow_other_run:
+        checkpoint.refuse_other_run(identity)
+    notes = tuple(f"{path.name} is of another run: {line}" for line in different)
+    return Start(checkpoint, reason, notes + store.begin(identity, checkpoint))
+
+
+def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:
+    """The folder that is meant, and why; nothing in it has been read."""
+    if asked == "none":
+        return None, "begins anew, as asked"
+    if asked == "latest":
+        path = store.latest()
+        if path is None:
+            return None, f"begins anew: no checkpoint in {store.folder}"
+        return path, f"goes on from {path.name}, the latest"
+    path = Path(asked).expanduser().absolute()
+    if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
+        return path, f"goes on from {path}, as asked"
+    raise _no_checkpoint(asked, path, store)
+
+
+def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeError:
+    found = "a file" if path.is_file() else "a folder that is no checkpoint" if path.is_dir() else "nothing there"
+    for folder in (path, path / "checkpoints", path.parent, store.folder):
+        there = checkpoints(folder) if folder.is_dir() else []
+        if there:
+            named = next((one.path for one in there if one.path.name == path.name), there[-1].path)
+            found += f"; {folder} holds {listed(one.path.name for one in there)}"
+            hint = f"--resume {named}"
+            break
+    else:
+        hint = "--resume latest (which begins anew where there is no checkpoint), or --resume none"
+    return ResumeError(
+        Problem(f"resume {asked!r}", found, "latest, none, or the folder of a checkpoint", hint, str(path))
+    )

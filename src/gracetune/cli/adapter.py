@@ -1,0 +1,301 @@
+"""`gracetune adapter`: what is in an adapter's file, whether it fits, and the same in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from gracetune.cli.config import AsJson
+from gracetune.cli.console import out, print_json, say_error
+from gracetune.config.families import FAMILIES, Family, flavours
+from gracetune.config.spelling import nearest
+from gracetune.errors import ConfigError, GracetuneError, Problem
+
+if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs them, not by every `--help`
+    import torch
+
+    from gracetune.adapters.bases import Base
+    from gracetune.adapters.opening import Opened
+    from gracetune.adapters.state import AdapterState, Stage
+    from gracetune.cli.adapter_view import Converted
+
+app = typer.Typer(help="Look into adapter files, check them, convert them.", no_args_is_help=True)
+
+
+class To(StrEnum):
+    COMFYUI = "comfyui"
+    DIFFUSERS = "diffusers"
+    KOHYA = "kohya"
+    LYCORIS = "lycoris"
+
+
+class Precision(StrEnum):
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP32 = "fp32"
+
+
+File = Annotated[Path, typer.Argument(readable=False, metavar="FILE", help="A safetensors file, or a PEFT folder.")]
+FamilyName = Annotated[
+    str | None, typer.Option("--family", metavar="NAME", help="Where the keys fit two families: which one it is.")
+]
+
+
+@app.command()
+def inspect(
+    files: Annotated[list[Path], typer.Argument(readable=False, metavar="FILE...", help="Safetensors files.")],
+    family: FamilyName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Family, expert, algorithm, rank, format, sizes of the changes. Exit 1 if anything in a file is wrong."""
+    from gracetune.adapters.opening import open_adapter
+    from gracetune.cli.adapter_view import inspected, print_inspected
+
+    reports, failed = [], False
+    for path in files:
+        try:
+            report = inspected(open_adapter(path, _family(family)))
+        except GracetuneError as error:
+            failed = True
+            reports.append({"file": str(path), "error": str(error)})
+            if not as_json:
+                say_error(error)
+            continue
+        failed = failed or not report["usable"]
+        reports.append(report)
+        if not as_json:
+            print_inspected(report, out())
+    if as_json:
+        print_json({"files": reports})
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def convert(
+    file: File,
+    to: Annotated[To | None, typer.Option("--to", help="The format to write.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file, or folder, to write."),
+    ] = None,
+    dtype: Annotated[Precision | None, typer.Option(help="Precision to write; as it is, if not given.")] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Write the LoRA of this rank that comes closest.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The base model, where its weights are needed: see docs/adapters.md."),
+    ] = None,
+    merge_into: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Merge into this model's weights, into the folder --output.")
+    ] = None,
+    split: Annotated[bool, typer.Option("--split", help="A file of both experts becomes two files.")] = False,
+    family: FamilyName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an adapter in another format, as a LoRA, or into a model's weights. Never overwrites."""
+    from gracetune.adapters.opening import open_adapter
+    from gracetune.cli.adapter_view import conversions_json, print_conversions
+
+    others = {"--to": to, "--lora-rank": lora_rank, "--model": model, "--dtype": dtype, "--split": split or None}
+    _refuse_contradictions(merge_into, output, others)
+    opened = open_adapter(file, _family(family))
+    states = opened.states() if split or merge_into else [opened.state()]
+    if merge_into is not None:
+        assert output is not None
+        done = _merged(states, merge_into, output)
+    else:
+        assert to is not None
+        done = _converted(opened, states, to, output, dtype, lora_rank, model)
+    if as_json:
+        print_json(conversions_json(done))
+    else:
+        print_conversions(done, out())
+
+
+@app.command()
+def verify(
+    file: File,
+    model: Annotated[str | None, typer.Option(metavar="MODEL", help="The model's folder or hub id.")] = None,
+    family: FamilyName = None,
+    flavour: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Instead of --model: a published model, which need not be here.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whether an adapter fits a model: layers matched, missing, unexpected, of another size. Exit 1 on any mismatch."""
+    from gracetune.adapters.bases import Base, published_shapes
+    from gracetune.adapters.opening import open_adapter
+    from gracetune.adapters.verify import verify as verify_reading
+    from gracetune.cli.adapter_view import print_verified, verified_json
+
+    if (model is None) == (flavour is None):
+        found = "neither" if model is None else "both"
+        raise ConfigError([Problem("--model, --flavour", found, "one of them", "--model FOLDER")])
+    opened = open_adapter(file, _family(family))
+    found = opened.detected.family
+    if model is not None:
+        against, shapes = model, Base(cast(Family, found), model).shapes()
+    else:
+        assert flavour is not None
+        _refuse_other_family(found, flavour)
+        against, shapes = f"{found} {flavour}", published_shapes(found, flavour)
+    reports = verify_reading(opened.reading, cast("dict[Stage, dict[str, tuple[int, ...]]]", shapes))
+    if as_json:
+        print_json(verified_json(opened, against, reports))
+    else:
+        print_verified(opened, against, reports, out())
+    raise typer.Exit(0 if all(report.ok for report in reports) else 1)
+
+
+# -- what convert does ------------------------------------------------------------------------------------------------
+
+
+def _converted(
+    opened: Opened,
+    states: list[AdapterState],
+    to: To,
+    output: Path | None,
+    dtype: Precision | None,
+    lora_rank: int | None,
+    model: str | None,
+) -> list[Converted]:
+    from gracetune.adapters.opening import save
+    from gracetune.cli.adapter_view import Converted
+
+    base = _base(states[0].family, model) if model is not None else None
+    if base is not None and lora_rank is None and not any(_for_comfyui(state, to) for state in states):
+        hint = "remove --model, or add --lora-rank N"
+        raise ConfigError([Problem("--model", "nothing that needs it", "a DoRA for ComfyUI, or --lora-rank", hint)])
+    precision = _precision(opened, dtype)
+    targets = [_target(opened.file.path, state, to, output, several=len(states) > 1) for state in states]
+    done = []
+    for state, target in zip(states, targets, strict=True):
+        error = None
+        if lora_rank is not None:
+            state, error = _as_lora(state, lora_rank, base)
+        elif base is not None and _for_comfyui(state, to):
+            state = _measured_by_base(state, base)
+        save(target, state, to.value, precision)
+        done.append(Converted(state, str(target), to.value, error))
+    return done
+
+
+def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[AdapterState, float]:
+    from gracetune.adapters.delta import needs_weight
+    from gracetune.adapters.shapes import flat_shape
+    from gracetune.adapters.svd import state_to_lora
+
+    if base is not None:
+        conversion = state_to_lora(state, rank, base.weight(state.stage))
+        return conversion.state, conversion.error
+    shapes = {path: flat_shape(layer) for path, layer in state.layers.items() if not needs_weight(layer)}
+    unknown = [path for path in state.layers if shapes.get(path) is None]
+    if unknown:
+        found = f"{len(unknown)} layers whose change or shape depends on the weights, such as {unknown[0]}"
+        raise ConfigError([Problem("--lora-rank", found, "the base model", "--model FOLDER")])
+    conversion = state_to_lora(state, rank, lambda path: shapes[path] or ())
+    return conversion.state, conversion.error
+
+
+def _for_comfyui(state: AdapterState, to: To) -> bool:
+    """Whether its magnitudes have to be measured against the base weights before ComfyUI gets them right."""
+    return to is To.COMFYUI and any("dora_scale" in layer.tensors for layer in state.layers.values())
+
+
+def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
+    from gracetune.adapters.delta import measured_by_base
+    from gracetune.adapters.shapes import misfit
+
+    weight, layers = base.weight(state.stage), {}
+    for path, layer in state.layers.items():
+        found = weight(path)
+        unfit = misfit(layer, found.shape)
+        if unfit is not None:
+            raise ConfigError([Problem(path, unfit, "a layer of the base model's size", "--model FOLDER")])
+        layers[path] = measured_by_base(layer, found)
+    return replace(state, layers=layers)
+
+
+def _merged(states: list[AdapterState], model: str, output: Path) -> list[Converted]:
+    from gracetune.adapters.merge import merge_into
+    from gracetune.cli.adapter_view import Converted
+
+    base = _base(states[0].family, model)
+    targets = [output / base.expert(state.stage).component for state in states]
+    taken = [target for target in targets if target.exists()]
+    if taken:  # seen before the first of two is written for minutes
+        raise ConfigError([Problem("--output", f"{taken[0]} exists", "a folder without it", "another --output")])
+    for state, target in zip(states, targets, strict=True):
+        merge_into(state, base.folder(state.stage), target)
+    return [Converted(state, str(target), "merged", None) for state, target in zip(states, targets, strict=True)]
+
+
+def _base(family: str, model: str) -> Base:
+    from gracetune.adapters.bases import Base
+
+    return Base(cast(Family, family), model)
+
+
+def _target(file: Path, state: AdapterState, to: To, output: Path | None, *, several: bool) -> Path:
+    """Beside the file, unless said otherwise; each expert's name ends in its stage."""
+    from gracetune.adapters.files import SUFFIX
+
+    chosen = output or file.with_name(f"{_without_stage(file.stem)}_{to.value}{SUFFIX}")
+    if chosen.suffix != SUFFIX:
+        raise ConfigError([Problem("--output", str(chosen), f"a name ending in {SUFFIX}", f"{chosen}{SUFFIX}")])
+    if not state.stage or (output is not None and not several):
+        return chosen
+    return chosen.with_name(f"{_without_stage(chosen.stem)}_{state.stage}{SUFFIX}")
+
+
+def _without_stage(stem: str) -> str:
+    return stem.removesuffix("_high_noise").removesuffix("_low_noise")
+
+
+def _precision(opened: Opened, dtype: Precision | None) -> torch.dtype:
+    import torch
+
+    from gracetune.adapters.formats.reading import dtype_of
+
+    if dtype is not None:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype.value]
+    found = dtype_of(opened.file.tensors)
+    return found if found in (torch.bfloat16, torch.float16) else torch.float32
+
+
+def _family(name: str | None) -> str | None:
+    if name is None or name in FAMILIES:
+        return name
+    hint = f"--family {nearest(name, FAMILIES) or FAMILIES[0]}"
+    raise ConfigError([Problem("--family", name, ", ".join(FAMILIES), hint)])
+
+
+def _refuse_other_family(found: str, flavour: str) -> None:
+    owners = [family for family in FAMILIES if any(known.name == flavour for known in flavours(family))]
+    if owners and found not in owners:
+        hint = "give the file of that model, or another --flavour"
+        raise ConfigError([Problem("--flavour", f"{flavour} is of {owners[0]}", f"a flavour of {found}", hint)])
+
+
+def _refuse_contradictions(merge_into: str | None, output: Path | None, others: Mapping[str, object]) -> None:
+    """Options that would be asked for and not followed."""
+    given = [name for name, value in others.items() if value is not None]
+    if merge_into is None:
+        if "--to" not in given:
+            raise ConfigError([_missing("--to", ", ".join(To), "--to comfyui")])
+        return
+    if given:
+        hint = f"remove {', '.join(given)}: merging takes the adapter as it is, and keeps the model's precision"
+        raise ConfigError([Problem("--merge-into", f"together with {', '.join(given)}", "one of them", hint)])
+    if output is None:
+        raise ConfigError([_missing("--output", "the folder to write the merged weights into", "--output merged")])
+
+
+def _missing(key: str, expected: str, hint: str) -> Problem:
+    return Problem(key, "not given", expected, hint)

@@ -1,0 +1,221 @@
+"""Adapter files for people and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gracetune.adapters.formats.layers import algorithms
+from gracetune.adapters.formats.reading import dtype_of
+from gracetune.adapters.opening import Opened
+from gracetune.adapters.state import AdapterState
+from gracetune.adapters.statistics import norms, zero_tensors
+from gracetune.adapters.verify import Verified
+from gracetune.cli.console import mark, shown
+from gracetune.config.draft import visible
+from gracetune.units import format_bytes
+
+_SHOWN = 8
+_HEADER = (
+    "ss_output_name", "modelspec.title", "modelspec.date", "ss_base_model_version", "ss_network_module",
+    "sshs_model_hash", "gracetune.training", "training_info", "software",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Converted:
+    state: AdapterState
+    path: str
+    format: str
+    error: float | None
+    """Relative Frobenius error of a conversion to LoRA."""
+
+
+def inspected(opened: Opened) -> dict[str, Any]:
+    tensors, detected = opened.file.tensors, opened.detected
+    problems = [str(error) for error in opened.reading.errors()]
+    return {
+        "file": str(opened.file.path),
+        "usable": not problems,
+        "family": detected.family,
+        "stages": [stage for stage in detected.stages if stage],
+        "algorithm": detected.algorithm,
+        "format": detected.format,
+        "evidence": list(detected.evidence),
+        "dtype": str(dtype_of(tensors)).removeprefix("torch."),
+        "tensors": len(tensors),
+        "parameters": sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("alpha")),
+        "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        "adapters": [_state(state) for state in opened.reading.states.values()],
+        "not_finite": list(opened.reading.not_finite),
+        "zero": list(zero_tensors(tensors)),
+        "problems": problems,
+        "metadata": dict(opened.file.metadata),
+    }
+
+
+def _state(state: AdapterState) -> dict[str, Any]:
+    found = norms(state)
+    return {
+        "stage": state.stage or None,
+        "algorithms": list(algorithms(state)),
+        "layers": len(state.layers),
+        "ranks": _counted(layer.rank for layer in state.layers.values()),
+        "alphas": _counted(layer.alpha if layer.rank is not None else None for layer in state.layers.values()),
+        "norm": {
+            "smallest": _finite(found.smallest),
+            "median": _finite(found.median),
+            "largest": _finite(found.largest),
+            "largest_layer": found.largest_layer,
+        },
+        "unchanged_layers": list(found.unchanged),
+    }
+
+
+def _counted(values: Iterable[float | None]) -> dict[str, int]:
+    """How many layers have each value; "full" where nothing is decomposed."""
+    counts = Counter("full" if value is None else f"{value:g}" for value in values)
+    return dict(counts.most_common())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def print_inspected(report: dict[str, Any], console: Console) -> None:
+    console.print(f"{mark(console, ok=report['usable'])} [bold]{shown(report['file'])}[/]")
+    table = _table()
+    stages = f", {' and '.join(report['stages'])}" if report["stages"] else ""
+    table.add_row("family", _plain(report["family"] + stages))
+    table.add_row("algorithm", _plain(f"{report['algorithm']}, format {report['format']}"))
+    size = f"{report['parameters']:,} parameters in {report['tensors']:,} tensors"
+    table.add_row("size", _plain(f"{size}, {report['dtype']}, {format_bytes(report['bytes'])}"))
+    for adapter in report["adapters"]:
+        name = adapter["stage"] or "adapter"
+        table.add_row(name, _plain(f"{adapter['layers']} layers, {_scales(adapter)}"))
+        norm = adapter["norm"]
+        three = [norm[key] for key in ("smallest", "median", "largest")]
+        values = " / ".join("not a number" if value is None else f"{value:.4g}" for value in three)
+        table.add_row("norms", _plain(f"{values} (smallest, median, largest: {norm['largest_layer']})"))
+        if adapter["unchanged_layers"]:
+            table.add_row("unchanged", _plain(_some(adapter["unchanged_layers"])))
+    table.add_row("told by", _plain("; ".join(report["evidence"])))
+    for key in ("not_finite", "zero"):
+        if report[key]:
+            table.add_row("NaN or inf" if key == "not_finite" else "zero", _plain(_some(report[key])))
+    for key in _HEADER:
+        if key in report["metadata"]:
+            table.add_row(key, _plain(report["metadata"][key][:200]))
+    console.print(table, soft_wrap=False)
+    for problem in report["problems"]:
+        first, *more = problem.splitlines()
+        console.print(f"[bold red]wrong[/] {shown(first)}", *(shown(line) for line in more), sep="\n")
+
+
+def _scales(adapter: dict[str, Any]) -> str:
+    if adapter["ranks"].keys() == {"full"}:
+        return "nothing decomposed: no rank, no alpha"
+    return f"rank {_listed_counts(adapter['ranks'])}, alpha {_listed_counts(adapter['alphas'])}"
+
+
+def _listed_counts(counts: dict[str, int]) -> str:
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(f"{value} ({count} layers)" for value, count in list(counts.items())[:_SHOWN])
+
+
+# -- convert ----------------------------------------------------------------------------------------------------------
+
+
+def conversions_json(done: Sequence[Converted]) -> dict[str, Any]:
+    return {
+        "written": [
+            {
+                "path": one.path,
+                "format": one.format,
+                "family": one.state.family,
+                "stage": one.state.stage or None,
+                "algorithms": list(algorithms(one.state)),
+                "layers": len(one.state.layers),
+                "relative_error": one.error,
+            }
+            for one in done
+        ]
+    }
+
+
+def print_conversions(done: Sequence[Converted], console: Console) -> None:
+    for one in done:
+        what = f"{'+'.join(algorithms(one.state))} for {one.state.family}"
+        stage = f", {one.state.stage}" if one.state.stage else ""
+        console.print(f"{mark(console, ok=True)} [bold]{shown(one.path)}[/]")
+        console.print(f"    {what}{stage}, {len(one.state.layers)} layers, {one.format}")
+        if one.error is not None:
+            console.print(f"    the LoRA misses {one.error:.2%} of the change (relative Frobenius error, all layers)")
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> dict[str, Any]:
+    return {
+        "file": str(opened.file.path),
+        "model": against,
+        "ok": all(report.ok for report in reports),
+        "adapters": [
+            {
+                "stage": report.stage or None,
+                "ok": report.ok,
+                "matched": len(report.matched),
+                "missing": list(report.missing),
+                "unexpected": list(report.unexpected),
+                "mismatched": list(report.mismatched),
+                "not_finite": list(report.not_finite),
+                "left_out": list(report.left_out),
+            }
+            for report in reports
+        ],
+    }
+
+
+def print_verified(opened: Opened, against: str, reports: Sequence[Verified], console: Console) -> None:
+    for report in reports:
+        stage = f" ({report.stage})" if report.stage else ""
+        name = shown(str(opened.file.path)) + stage
+        console.print(f"{mark(console, ok=report.ok)} [bold]{name}[/] on {shown(against)}")
+        table = _table()
+        table.add_row("matched", _plain(f"{len(report.matched)} layers"))
+        for label, entries in (
+            ("missing", report.missing),
+            ("unexpected", report.unexpected),
+            ("other size", report.mismatched),
+            ("NaN or inf", report.not_finite),
+            ("left out", report.left_out),
+        ):
+            if entries:
+                table.add_row(label, _plain(f"{len(entries)}: {_some(entries)}"))
+        console.print(table, soft_wrap=False)
+
+
+def _plain(text: str) -> Text:
+    """Names come out of files anyone may have made: they must not steer the terminal."""
+    return Text(visible(text))
+
+
+def _table() -> Table:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def _some(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
+    return ", ".join(entries[:_SHOWN]) + more

@@ -1,0 +1,283 @@
+"""`gracetune cache build | audit | clear`: the latents and embeddings of a run, before it or without it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
+from gracetune.cli.console import out, print_json, session
+from gracetune.config import Resolved, load
+from gracetune.config.run_config import RunConfig, Validation
+from gracetune.config.this_machine import path_problems
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
+    import torch
+
+    from gracetune.cache.audit import Audit
+    from gracetune.cache.places import Places
+    from gracetune.cache.session import Caches, Encoders, Needs
+    from gracetune.cli.cache_view import Bars, Cleared
+    from gracetune.data.index import DataIndex
+
+app = typer.Typer(help="Build, check and clear the caches of a run.", no_args_is_help=True)
+
+Config = Annotated[Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")]
+TakeOver = Annotated[
+    bool,
+    typer.Option(
+        "--import-ai-toolkit",
+        help="Take over what fits of ai-toolkit's caches beside the data; a few entries are encoded anew to compare.",
+    ),
+]
+
+INTERRUPTED = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every command here begins with."""
+
+    config: RunConfig
+    index: DataIndex
+    encoders: Encoders
+    places: Places
+    epoch: int
+    """Whose entries count, where some are drawn anew for each."""
+    notes: tuple[str, ...]
+
+    def needs(self) -> Needs:
+        from gracetune.cache.session import needs
+
+        return needs(self.config, self.index, self.encoders, self.places, epoch=self.epoch)
+
+
+@app.callback()
+def cache() -> None:
+    """Build, check and clear the caches of a run."""
+
+
+@app.command()
+def build(
+    context: typer.Context,
+    config_file: Config,
+    overrides: Overrides = None,
+    take_over: TakeOver = False,
+    allow_unsupported: AllowUnsupported = False,
+    json_output: AsJson = False,
+) -> None:
+    """Encode what the caches lack: captions, then latents. Nothing but the encoders is loaded, one after the other."""
+    from gracetune.cache.passes import How
+    from gracetune.cache.session import Caches
+    from gracetune.cache.session import build as build_caches
+    from gracetune.cli.cache_view import BuiltView, bars
+
+    with bars(quiet=json_output) as progress:
+        job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
+        with Caches(job.places, writable=True) as caches:
+            if not take_over:
+                _tell_of_others(job, caches)
+            try:
+                built = build_caches(
+                    job.config, job.index, job.encoders, caches, epoch=job.epoch, check=True, take_over=take_over,
+                    how=How(workers=_workers()), on_text=progress.on_text, on_latents=progress.on_latents,
+                    on_checked=progress.on_checked,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                progress.stop()
+                kept = sum(len(store.created) for store in caches.stores)
+                typer.echo(
+                    f"interrupted: {kept} new entries are kept, and the same command goes on from there", err=True
+                )
+                raise typer.Exit(INTERRUPTED) from None
+            notes = [*job.notes, *built.notes]
+            if not job.config.cache.persistent_cache:
+                notes.append("persistent_cache is false: a run removes at its end what it added; these entries stay")
+            view = BuiltView.of(built, caches, tuple(notes))
+    if json_output:
+        print_json(view.as_json())
+    else:
+        view.print(out())
+
+
+@app.command()
+def audit(
+    context: typer.Context,
+    config_file: Config,
+    overrides: Overrides = None,
+    allow_unsupported: AllowUnsupported = False,
+    json_output: AsJson = False,
+) -> None:
+    """Compare what the caches hold with what the run wants, byte by byte. Exit 1 if anything it needs is not there."""
+    from gracetune.cli.cache_view import AuditView, bars
+
+    with bars(quiet=json_output) as progress:
+        job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
+        job = _without_unreadable(job)
+        wanted = job.needs()
+        audits = _audits(wanted, progress)
+    view = AuditView.of(audits, wanted, job.notes)
+    if json_output:
+        print_json(view.as_json())
+    else:
+        view.print(out())
+    raise typer.Exit(0 if view.ok else 1)
+
+
+@app.command()
+def clear(
+    context: typer.Context,
+    config_file: Config,
+    overrides: Overrides = None,
+    allow_unsupported: AllowUnsupported = False,
+    json_output: AsJson = False,
+) -> None:
+    """Remove the entries this configuration wants, and files of the cache that are damaged. All others stay."""
+    from gracetune.cli.cache_view import ClearedView, bars
+
+    with bars(quiet=json_output) as progress:
+        job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
+        view = ClearedView(tuple(_cleared(job)), job.notes)
+    if json_output:
+        print_json(view.as_json())
+    else:
+        view.print(out())
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _open(
+    context: typer.Context, config_file: Path, overrides: list[str] | None, progress: Bars, *, allow_unsupported: bool
+) -> Job:
+    from gracetune.cache.places import places_of
+    from gracetune.cache.session import current_epoch
+    from gracetune.data.build import build_index, scan_folder
+    from gracetune.models.encoders import encoders_of
+    from gracetune.models.registry import geometry_of
+
+    resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
+                    allow_unsupported=allow_unsupported)  # fmt: skip
+    _check_paths(resolved)
+    config = resolved.config
+    geometry, assumption = geometry_of(config.model)
+    encoders = encoders_of(config, _device())
+    index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
+    places = places_of(config)
+    epoch = current_epoch(config, index, encoders, places)
+    notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]
+    return Job(config, index, encoders, places, epoch, tuple(notes))
+
+
+def _check_paths(resolved: Resolved) -> None:
+    """Every missing folder at once, of the data and of the weights. An adapter or reference pictures play no part."""
+    config = resolved.config
+    adapter = config.adapter.model_copy(update={"init_from": None})
+    own = config.model_copy(update={"adapter": adapter, "validation": Validation()})
+    problems = path_problems(replace(resolved, config=own))
+    if problems:
+        ending = "; or check without folders: --no-paths"
+        raise ConfigError(
+            dict.fromkeys(replace(problem, hint=problem.hint.removesuffix(ending)) for problem in problems)
+        )
+
+
+def _device() -> torch.device:
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _workers() -> int:
+    return max(1, min(16, len(os.sched_getaffinity(0))))
+
+
+def _without_unreadable(job: Job) -> Job:
+    """Files that no build could encode are not missing; they are named instead."""
+    from gracetune.cache.session import Caches, missing_among, without_unreadable
+
+    with Caches(job.places, writable=False) as caches:
+        missing = missing_among(caches, job.needs().latents)
+    index = without_unreadable(job.index, missing)
+    before = {(one.id, file.path) for one in (*job.index.datasets, *job.index.held_out) for file in one.unreadable}
+    notes = [
+        f"left out, unreadable: {file.path} of {one.id}: {file.reason}"
+        for one in (*index.datasets, *index.held_out)
+        for file in one.unreadable
+        if (one.id, file.path) not in before
+    ]
+    return replace(job, index=index, notes=(*job.notes, *notes))
+
+
+def _tell_of_others(job: Job, caches: Caches) -> None:
+    """Before hours are spent on what may be there already."""
+    from gracetune.cache.session import missing_among
+    from gracetune.cache.takeover import folders_there
+
+    if job.encoders.reads_pictures() or not missing_among(caches, job.needs().latents):
+        return
+    found = folders_there(job.index)
+    if found:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        typer.echo(
+            f"note: ai-toolkit cached something in {found[0]}{more}; --import-ai-toolkit takes over what fits", err=True
+        )
+
+
+def _audits(wanted: Needs, progress: Bars) -> dict[Path, Audit]:
+    from gracetune.cache.audit import audit as audit_store
+    from gracetune.cache.session import is_cache
+    from gracetune.cache.store import DiskStore
+    from gracetune.cache.wanted import by_folder, for_audit
+    from gracetune.cli.cache_view import nothing_there
+
+    found: dict[Path, Audit] = {}
+    for folder, items in by_folder(wanted.all).items():
+        asked = for_audit(items)
+        if not is_cache(folder):
+            found[folder] = nothing_there(asked)
+            continue
+        with DiskStore.open(folder, writable=False) as store:
+            found[folder] = audit_store(store, asked, on_checked=progress.on_checked)
+    return found
+
+
+def _cleared(job: Job) -> list[Cleared]:
+    from gracetune.cache.audit import clear as clear_store
+    from gracetune.cache.refresh import remove_items
+    from gracetune.cache.session import is_cache, needs
+    from gracetune.cache.store import DiskStore
+    from gracetune.cache.upkeep import remove_damaged
+    from gracetune.cache.wanted import by_folder
+    from gracetune.cli.cache_view import Cleared
+
+    found = []
+    lasting = needs(job.config, job.index, job.encoders, job.places, part="lasting").all
+    for folder, items in by_folder(lasting).items():
+        if is_cache(folder):
+            with DiskStore.open(folder, writable=True) as store:
+                removal = clear_store(store, [item.key for item in items])
+                damaged = remove_damaged(store)
+                found.append(Cleared(folder, removal.entries, removal.size, len(store.keys()), damaged))
+    for epoch, folder in [*job.places.epochs()]:
+        drawn = needs(job.config, job.index, job.encoders, job.places, epoch=epoch, part="epoch").all
+        if is_cache(folder):
+            removal = remove_items(folder, [item for item in drawn if item.folder == folder])
+            found.append(Cleared(folder, removal.entries, removal.size, left=_left(folder)))
+    job.encoders.forget_tiling()
+    return found
+
+
+def _left(folder: Path) -> int:
+    from gracetune.cache.session import is_cache
+    from gracetune.cache.store import DiskStore
+
+    if not is_cache(folder):
+        return 0
+    with DiskStore.open(folder, writable=False) as store:
+        return len(store.keys())

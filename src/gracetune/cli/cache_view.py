@@ -1,0 +1,334 @@
+"""What `gracetune cache` says: for people and as JSON."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from gracetune.cache.audit import Audit, Group, Wanted
+from gracetune.cache.imports import ImportReport
+from gracetune.cache.pass_work import Progress as PassProgress
+from gracetune.cache.passes import Outcome
+from gracetune.cache.session import Built, Caches, Needs
+from gracetune.cache.store import DamagedShard
+from gracetune.cli.console import mark, shown
+from gracetune.data.words import counted
+from gracetune.units import MIB, format_bytes, format_duration
+
+_EXAMPLES = 3
+_REASONS = 8
+
+
+# -- while it works ---------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A line every half minute, of what takes that long."""
+
+    EVERY = 30.0
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._clock = say, clock
+        self._last = clock()
+
+    def show(self, what: str, done: int, total: int, pace: str) -> None:
+        if self._clock() - self._last >= self.EVERY:
+            self._last = self._clock()
+            self._say(f"{what}: {done} of {total}" + (f", {pace}" if pace else ""))
+
+
+class Bars:
+    """Bars on stderr; where that is a file or a pipe, a line now and then, so that a log tells how it goes."""
+
+    def __init__(self, progress: Progress, lines: Lines | None = None) -> None:
+        self._progress, self._lines = progress, lines
+        self._tasks: dict[str, Any] = {}
+
+    def on_scanned(self, name: str, done: int, total: int) -> None:
+        self._show(f"looking at {name}", done, total, "")
+
+    def on_text(self, progress: PassProgress) -> None:
+        self._encode("captions", progress)
+
+    def on_latents(self, progress: PassProgress) -> None:
+        self._encode("latents", progress)
+
+    def on_checked(self, done: int, total: int) -> None:
+        """Bytes."""
+        self._show("checking what is there, MiB", done // MIB, max(1, total // MIB), "")
+
+    def _encode(self, what: str, progress: PassProgress) -> None:
+        rate = "" if progress.per_second is None else f"{progress.per_second:.3g}/s"
+        left = "" if progress.seconds_left is None else f", {format_duration(progress.seconds_left)} left"
+        self._show(f"encoding {what}", progress.done, progress.total, rate + left)
+
+    def _show(self, what: str, done: int, total: int, pace: str) -> None:
+        if self._lines is not None:
+            self._lines.show(what, done, total, pace)
+            return
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total, pace=pace)
+        self._progress.update(self._tasks[what], completed=done, total=total, pace=pace)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+@contextmanager
+def bars(*, quiet: bool) -> Iterator[Bars]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[pace]}", markup=False),
+    )
+    on_terminal = console.is_terminal
+    lines = None if on_terminal else Lines(lambda line: print(line, file=sys.stderr, flush=True))
+    with Progress(*columns, console=console, transient=True, disable=quiet or not on_terminal) as progress:
+        yield Bars(progress, lines)
+
+
+# -- build ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StoreView:
+    folder: str
+    entries: int
+    size: int
+    """Bytes of its files."""
+
+
+@dataclass(frozen=True)
+class BuiltView:
+    built: Built
+    stores: tuple[StoreView, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, built: Built, caches: Caches, notes: tuple[str, ...]) -> BuiltView:
+        stores = [
+            StoreView(str(store.folder), len(store.keys()), sum(store.catalogue.sizes.values()))
+            for store in caches.stores
+        ]
+        return cls(built, tuple(stores), notes)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "encoded": self.built.encoded,
+            "text": _outcome_json(self.built.texts),
+            "latents": _outcome_json(self.built.latents),
+            "imported": {
+                "text": _import_json(self.built.imported_texts),
+                "latents": _import_json(self.built.imported_latents),
+            },
+            "stores": [{"folder": one.folder, "entries": one.entries, "bytes": one.size} for one in self.stores],
+            "unreadable": [asdict(one) for one in (*self.built.texts.damaged, *self.built.latents.damaged)],
+            "notes": [*self.notes],
+        }
+
+    def print(self, console: Console) -> None:
+        for name, outcome, taken in (
+            ("captions", self.built.texts, self.built.imported_texts),
+            ("latents", self.built.latents, self.built.imported_latents),
+        ):
+            console.print(f"[bold]{name:9}[/] {_outcome_words(outcome, 0 if taken is None else taken.imported)}")
+            _print_import(console, taken)
+        if not self.built.encoded:
+            console.print("nothing was encoded: everything was there")
+        for one in self.stores:
+            console.print(f"[bold]cache[/]     {shown(one.folder)}: {_entries(one.entries)}, {format_bytes(one.size)}")
+        _print_notes(console, self.notes)
+
+
+def _outcome_json(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "wanted": outcome.wanted,
+        "encoded": outcome.encoded,
+        "bytes": outcome.encoded_bytes,
+        "by_others": outcome.by_others,
+        "seconds": round(outcome.seconds, 3),
+        "encoder": {"weights": outcome.encoder.weights, "settings": dict(outcome.encoder.settings)},
+    }
+
+
+def _import_json(report: ImportReport | None) -> dict[str, Any] | None:
+    if report is None:
+        return None
+    refused = [{"file": str(one.file), "reason": one.reason} for one in report.refused]
+    return {"entries": report.imported, "compared": report.compared, "without_file": report.without_file,
+            "refused": refused}  # fmt: skip
+
+
+def _print_import(console: Console, report: ImportReport | None) -> None:
+    """Refusals by reason, each with the first of its files."""
+    if report is None:
+        return
+    reasons: dict[str, list[str]] = {}
+    for one in report.refused:
+        reasons.setdefault(one.reason, []).append(str(one.file))
+    console.print(
+        f"          from ai-toolkit: {_entries(report.imported)} taken over, {report.compared} of them encoded anew "
+        f"to compare, {counted(len(report.refused), 'file')} refused, {report.without_file} wanted without a file"
+    )
+    for reason, files in [*reasons.items()][:_REASONS]:
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+        console.print(f"          refused: {shown(files[0])}{more}: {shown(reason)}")
+    if len(reasons) > _REASONS:
+        console.print(f"          refused for {len(reasons) - _REASONS} more reasons: --json lists all")
+
+
+def _outcome_words(outcome: Outcome, imported: int = 0) -> str:
+    words = [f"{outcome.wanted} wanted"]
+    if imported:
+        words.append(f"{imported} imported")
+    if outcome.encoded:
+        seconds = format_duration(outcome.seconds)
+        words.append(f"{outcome.encoded} encoded ({format_bytes(outcome.encoded_bytes)}) in {seconds}")
+    if outcome.by_others:
+        words.append(f"{outcome.by_others} encoded by other processes meanwhile")
+    there = outcome.there_before - imported
+    if there > 0:
+        words.append(f"{there} there before")
+    return ", ".join(words)
+
+
+# -- audit ------------------------------------------------------------------------------------------------------------
+
+
+def nothing_there(wanted: list[Wanted]) -> Audit:
+    """Of a cache that does not exist yet."""
+    keys = {one.origin.key: one.what for one in wanted}
+    none = Group(0, 0, ())
+    missing = Group(len(keys), None if keys else 0, tuple(keys))
+    return Audit(len(keys), none, missing, tuple([*keys.values()][:20]), none, (), none, {}, (), none, none, 0, True)
+
+
+@dataclass(frozen=True)
+class AuditView:
+    audits: dict[Path, Audit]
+    needed_corrupt: dict[Path, int]
+    """Corrupt entries that this run wants; others may be corrupt without doing harm."""
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, audits: dict[Path, Audit], wanted: Needs, notes: tuple[str, ...]) -> AuditView:
+        keys = {(item.folder, item.key) for item in wanted.all}
+        corrupt = {folder: sum((folder, key) in keys for key in one.corrupt.keys) for folder, one in audits.items()}
+        return cls(audits, corrupt, notes)
+
+    @property
+    def ok(self) -> bool:
+        return not any(self.needed_corrupt.values()) and not any(one.missing.entries for one in self.audits.values())
+
+    def as_json(self) -> dict[str, Any]:
+        stores = [
+            {"folder": str(folder), **one.as_json(), "needed_corrupt": self.needed_corrupt[folder]}
+            for folder, one in self.audits.items()
+        ]
+        return {"ok": self.ok, "stores": stores, "notes": [*self.notes]}
+
+    def print(self, console: Console) -> None:
+        for folder, one in self.audits.items():
+            fine = not one.missing.entries and not self.needed_corrupt[folder]
+            console.print(f"{mark(console, ok=fine)} [bold]{shown(str(folder))}[/]: {one.wanted} wanted")
+            for name in ("present", "missing", "corrupt", "stale", "orphaned", "extra_copies"):
+                _print_group(console, name.replace("_", " "), getattr(one, name))
+            _print_details(console, one)
+        _print_notes(console, self.notes)
+        if not self.ok:
+            console.print("gracetune cache build CONFIG encodes what is missing or corrupt")
+
+
+def _print_group(console: Console, name: str, group: Group) -> None:
+    size = "" if group.size is None else f"  {format_bytes(group.size)}"
+    if group.entries or name in ("present", "missing", "stale", "corrupt", "orphaned"):
+        console.print(f"    {name:13} {group.entries:8}{size}")
+
+
+def _print_details(console: Console, one: Audit) -> None:
+    for what in one.missing_examples[:_EXAMPLES]:
+        console.print(f"    missing: {shown(what)}")
+    for part, count in one.stale_parts.items():
+        example = next((difference for stale in one.stale_examples for difference in stale.differences
+                        if difference.part == part), None)  # fmt: skip
+        values = ""
+        if example is not None:
+            values = f", for example {_short(example.stored)} where {_short(example.wanted)} is wanted"
+        console.print(f"    stale: {counted(count, 'time')} another {shown(part)}{shown(values)}")
+    for shard in one.damaged_shards:
+        console.print(f"    damaged file: {shown(shard.name)}, {format_bytes(shard.size)}: {shown(shard.reason)}")
+    if one.damaged_shards:
+        console.print("    damaged files take room and nothing else; gracetune cache clear CONFIG removes them")
+    if one.imported:
+        console.print(f"    {one.imported} of the present ones were imported")
+
+
+def _short(value: str | None) -> str:
+    if value is None:
+        return "nothing"
+    return value if len(value) <= 40 else f"{value[:37]}..."
+
+
+# -- clear ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cleared:
+    folder: Path
+    entries: int
+    size: int
+    left: int
+    """Entries that this configuration does not want."""
+    damaged: tuple[DamagedShard, ...] = ()
+    """Files that could not be used, and are gone."""
+
+
+@dataclass(frozen=True)
+class ClearedView:
+    stores: tuple[Cleared, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        stores = [
+            {
+                "folder": str(one.folder),
+                "removed": one.entries,
+                "bytes": one.size,
+                "left": one.left,
+                "damaged_files": [asdict(shard) for shard in one.damaged],
+            }
+            for one in self.stores
+        ]
+        return {"removed": sum(one.entries for one in self.stores), "stores": stores, "notes": [*self.notes]}
+
+    def print(self, console: Console) -> None:
+        for one in self.stores:
+            left = f"; {_entries(one.left)} of other configurations or settings left" if one.left else ""
+            console.print(
+                f"[bold]cache[/] {shown(str(one.folder))}: {_entries(one.entries)} removed, "
+                f"{format_bytes(one.size)}{left}"
+            )
+            for shard in one.damaged:
+                console.print(f"    damaged file removed: {shown(shard.name)}, {format_bytes(shard.size)}")
+        if not self.stores:
+            console.print("there are no caches of this configuration")
+        _print_notes(console, self.notes)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _print_notes(console: Console, notes: tuple[str, ...]) -> None:
+    for note in dict.fromkeys(notes):
+        console.print(f"note: {shown(note)}")

@@ -1,0 +1,163 @@
+"""`gracetune train`: a run from its config to the trained weights. `gracetune validate-now`: ask it for samples."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
+from gracetune.cli.console import out, print_json, session
+from gracetune.cli.quiet import libraries_quiet
+from gracetune.config import Environment, Resolved, load
+from gracetune.config.this_machine import path_problems
+from gracetune.errors import ConfigError
+
+if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
+    from gracetune.train.run import Result
+
+DONE, WRONG, INTERRUPTED = 0, 1, 3
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What was typed."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+    resume: str | None = None
+    dry_run: bool = False
+    allow_unsupported: bool = False
+    allow_other_data: bool = False
+    allow_other_run: bool = False
+    allow_misfit: bool = False
+    price_per_hour: float | None = None
+    json: bool = False
+
+
+def train(
+    context: typer.Context,
+    config_file: Annotated[
+        Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
+    ],
+    overrides: Overrides = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="latest|none|PATH", help="Where to go on from; unset: as the config says.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Stop after so many steps.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Plan, build the caches, run one batch, estimate.")
+    ] = False,
+    price_per_hour: Annotated[
+        float | None, typer.Option(metavar="PRICE", min=0, help="For --dry-run: what an hour costs.")
+    ] = None,
+    allow_unsupported: AllowUnsupported = False,
+    allow_other_data: Annotated[
+        bool, typer.Option("--allow-other-data", help="Resume although the data has changed.")
+    ] = False,
+    allow_other_run: Annotated[
+        bool, typer.Option("--allow-other-run", help="Take the state of a checkpoint of another run.")
+    ] = False,
+    allow_misfit: Annotated[
+        bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
+    ] = False,
+    json_output: AsJson = False,
+) -> None:
+    """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
+    request = TrainRequest(
+        config_file,
+        (*(overrides or ()), *steps_override(max_steps)),
+        resume,
+        dry_run=dry_run,
+        allow_unsupported=allow_unsupported,
+        allow_other_data=allow_other_data,
+        allow_other_run=allow_other_run,
+        allow_misfit=allow_misfit,
+        price_per_hour=price_per_hour,
+        json=json_output,
+    )
+    raise typer.Exit(run_training(request, session(context).environment))
+
+
+def steps_override(max_steps: int | None) -> list[str]:
+    """A number of steps takes the place of a number of epochs."""
+    return [] if max_steps is None else [f"training.max_steps={max_steps}", "training.epochs=null"]
+
+
+def run_training(request: TrainRequest, environment: Environment) -> int:
+    """The exit code; errors of ours are raised."""
+    resolved = load(
+        request.config,
+        environment=environment,
+        overrides=request.overrides,
+        allow_unsupported=request.allow_unsupported,
+    )
+    _check_paths(resolved)
+    first = (environment.get("RANK") or "0") == "0"
+    # Libraries print as they like; stdout is for results.
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
+        from gracetune import gh200
+        from gracetune.cli.train_view import QuietView, TerminalView
+        from gracetune.train.run import RunOptions
+        from gracetune.train.run import train as run
+
+        options = RunOptions(
+            request.resume,
+            dry_run=request.dry_run,
+            allow_other_data=request.allow_other_data,
+            allow_other_run=request.allow_other_run,
+            allow_misfit=request.allow_misfit,
+        )
+        view = TerminalView() if first and not request.json else QuietView(first=first)
+        for note in resolved.notes:
+            view.warn(note)
+        try:
+            with view:
+                result = run(
+                    resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach
+                )  # fmt: skip
+        except KeyboardInterrupt:
+            print("interrupted; what is staged is lost, what is cached and saved stays", file=sys.stderr)
+            return INTERRUPTED
+    if first:
+        _show(result, request, resolved)
+    return _exit_code(result)
+
+
+def _exit_code(result: Result) -> int:
+    if result.stop is None:
+        return DONE
+    return {"finished": DONE, "interrupted": INTERRUPTED, "failed": WRONG}[result.stop.kind]
+
+
+def _show(result: Result, request: TrainRequest, resolved: Resolved) -> None:
+    from gracetune.cli.train_view import as_json, print_result
+
+    if request.json:
+        print_json(as_json(result, resolved.config, request.price_per_hour))
+    else:
+        print_result(out(), result, resolved.config, request.price_per_hour)
+
+
+def _check_paths(resolved: Resolved) -> None:
+    """Every missing folder at once, before anything is loaded."""
+    problems = path_problems(resolved)
+    if problems:
+        ending = "; or check without folders: --no-paths"
+        raise ConfigError(
+            dict.fromkeys(replace(problem, hint=problem.hint.removesuffix(ending)) for problem in problems)
+        )
+
+
+def validate_now(
+    run_folder: Annotated[Path, typer.Argument(readable=False, metavar="RUN", help="The run's output folder.")],
+) -> None:
+    """Ask a running job for a validation: it draws its samples after the step it is at."""
+    from gracetune.train.request import ask_for_validation
+
+    print(ask_for_validation(run_folder))

@@ -1,0 +1,125 @@
+"""`train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options as `--name value`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.cli.train import TrainRequest
+from gracetune.config.draft import dotted
+from gracetune.config.simpletuner.training import ROWS
+from gracetune.config.spelling import misspelt
+from gracetune.errors import ConfigError, Problem
+
+_ATTENTION = {"flash_attn": "flash_attn_2", "diffusers": "sdpa", "native": "sdpa", "xformers": "auto"}
+_OTHERS: dict[str, str] = {
+    "output_dir": "output_dir",
+    "seed": "training.seed",
+    "mixed_precision": "training.mixed_precision",
+    "optimizer": "optimizer.name",
+    "lr_scheduler": "schedule.name",
+}
+_ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
+_SWITCHES = ("dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "json")
+_VALUES = ("config", "set", "resume", "max-steps", "price-per-hour")
+
+
+@dataclass(frozen=True)
+class Launch:
+    request: TrainRequest
+    notes: tuple[str, ...]
+
+
+def read_arguments(arguments: Sequence[str]) -> Launch:
+    """Every flag that cannot be understood is listed at once."""
+    problems: list[Problem] = []
+    ours: dict[str, str] = {}
+    sets: list[str] = []
+    notes: list[str] = []
+    for flag, value in _pairs(arguments, problems):
+        name, plain = flag.replace("-", "_"), flag.replace("_", "-")
+        if plain == "set":
+            sets.append(value or "")
+        elif plain in (*_SWITCHES, *_VALUES):
+            ours[plain] = value or ""
+        elif name in _ALWAYS:
+            notes.append(f"--{flag}: {_ALWAYS[name]}")
+        elif (found := _override(name, value)) is not None:
+            sets += found
+        else:
+            known = [*_SWITCHES, *_VALUES, "max_train_steps", "attention_mechanism", *_OTHERS, *ROWS, *_ALWAYS]
+            hint = misspelt(flag, known, "--set KEY=VALUE sets any value of the configuration")
+            problems.append(Problem(f"--{flag}", value or "a switch", "a flag train.py knows", hint))
+    if "config" not in ours:
+        problems.append(Problem("--config", "nothing", "a configuration file", "--config config.json"))
+    price = _number(ours.get("price-per-hour"), "--price-per-hour", problems)
+    if "max-steps" in ours:
+        sets += [f"training.max_steps={ours['max-steps']}", "training.epochs=null"]
+    if problems:
+        raise ConfigError(problems)
+    request = TrainRequest(
+        Path(ours["config"]),
+        tuple(sets),
+        ours.get("resume"),
+        dry_run="dry-run" in ours,
+        allow_unsupported="allow-unsupported" in ours,
+        allow_other_data="allow-other-data" in ours,
+        allow_other_run="allow-other-run" in ours,
+        allow_misfit="allow-misfit" in ours,
+        price_per_hour=price,
+        json="json" in ours,
+    )
+    return Launch(request, tuple(notes))
+
+
+def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
+    """`--name value`, `--name=value` and `--switch`; one word without a flag is the config file."""
+    words = [*arguments]
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            yield "config", word
+            continue
+        name, equals, value = word[2:].partition("=")
+        if equals:
+            yield name, value
+        elif name.replace("_", "-") in _SWITCHES or name in _ALWAYS or not words or words[0].startswith("--"):
+            yield name, None
+        else:
+            yield name, words.pop(0)
+
+
+def _override(name: str, value: str | None) -> list[str] | None:
+    """SimpleTuner's option as `--set` overrides; None where we have none for it."""
+    if name in ("max_train_steps", "num_train_epochs"):
+        ours, other = ("max_steps", "epochs") if name == "max_train_steps" else ("epochs", "max_steps")
+        return [f"training.{ours}={value}", f"training.{other}=null"]
+    if name == "attention_mechanism" and value is not None:
+        plain = value.strip().lower().replace("-", "_")
+        return [f"training.attention={_ATTENTION.get(plain, plain)}"]
+    if name in _OTHERS:
+        return [f"{_OTHERS[name]}={value}"]
+    if name in ROWS:
+        path, convert, _default = ROWS[name]
+        given: object = True if value is None else value
+        return [f"{dotted(path)}={_as_text(convert(given))}"]
+    return None
+
+
+def _as_text(value: object) -> str:
+    return (
+        {True: "true", False: "false", None: "null"}.get(value, str(value))
+        if isinstance(value, bool | None)
+        else str(value)
+    )
+
+
+def _number(text: str | None, flag: str, problems: list[Problem]) -> float | None:
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        problems.append(Problem(flag, text, "a number", f"{flag} 2.49"))
+        return None

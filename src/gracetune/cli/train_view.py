@@ -1,0 +1,188 @@
+"""What `gracetune train` shows while it works and when it is done: for people, and as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from gracetune.cache.pass_work import Progress as PassProgress
+from gracetune.cli.console import mark, shown
+from gracetune.cli.estimate_view import print_plan
+from gracetune.config.run_config import RunConfig
+from gracetune.data.backends.progress import OnProgress, StagingProgress
+from gracetune.hardware import Machine
+from gracetune.telemetry.progress import Standing
+from gracetune.train.planning import Planned
+from gracetune.train.run import Result
+from gracetune.train.view import View
+from gracetune.units import format_bytes, format_duration
+
+
+class QuietView(View):
+    """For --json and for ranks above 0: warnings go to stderr, of the first rank only."""
+
+    def __init__(self, *, first: bool) -> None:
+        super().__init__()
+        self._first = first
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        if self._first:
+            print(f"warning: {text}", file=sys.stderr)
+
+    def __enter__(self) -> QuietView:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class TerminalView(View):
+    """Lines and one bar on stderr; where that is no terminal, lines alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[more]}", markup=False),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def say(self, text: str) -> None:
+        self._console.print(shown(text))
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        self._console.print(f"[yellow]warning[/] {shown(text)}")
+
+    def planned(self, planned: Planned, machine: Machine) -> None:
+        if planned.not_ours is not None:
+            self.say(planned.not_ours)
+            return
+        print_plan(planned.demand, planned.plan, machine, planned.demand.assumptions, self._console)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        self._console.print(f"[bold]{shown(name)}[/]")
+        yield
+        for task in self._tasks.values():
+            self._progress.remove_task(task)
+        self._tasks.clear()
+
+    def on_scanned(self, name: str, done: int, total: int) -> None:
+        self._bar(f"looking at {name}", done, total)
+
+    def on_staging(self, name: str) -> OnProgress:
+        def show(progress: StagingProgress) -> None:
+            self._bar(f"staging {name}", progress.files, progress.files_total, str(progress))
+
+        return show
+
+    def on_text(self, progress: PassProgress) -> None:
+        self._pass("encoding captions", progress)
+
+    def on_latents(self, progress: PassProgress) -> None:
+        self._pass("encoding latents", progress)
+
+    def _pass(self, what: str, progress: PassProgress) -> None:
+        left = "" if progress.seconds_left is None else f"{format_duration(progress.seconds_left)} left"
+        self._bar(what, progress.done, progress.total, left)
+
+    def on_step(self, step: int, steps: int) -> None:
+        task = self._tasks.get("training")
+        if task is None:
+            self._tasks["training"] = self._progress.add_task("training", total=steps, completed=step, more="")
+        else:
+            self._progress.update(task, completed=step)
+
+    def on_standing(self, standing: Standing) -> None:
+        line = standing.line()
+        if self._progress.disable:
+            self._console.print(shown(line))
+        elif "training" in self._tasks:
+            self._progress.update(self._tasks["training"], more=line.partition(" · ")[2])
+
+    def _bar(self, what: str, done: int, total: int, more: str = "") -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._progress.add_task(what, total=total, more=more)
+        self._progress.update(self._tasks[what], completed=done, total=total, more=more)
+
+    def __enter__(self) -> TerminalView:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+# -- when it is done --------------------------------------------------------------------------------------------------
+
+
+def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str, Any]:
+    planned = result.planned
+    value: dict[str, Any] = {
+        "outcome": "dry run" if result.stop is None else result.stop.kind,
+        "reason": "" if result.stop is None else result.stop.reason,
+        "run": config.name,
+        "folder": config.output_dir,
+        "step": result.step,
+        "steps": result.steps,
+        "files": [str(path) for path in result.files],
+        "plan": {
+            "verdict": planned.plan.verdict,
+            "summary": planned.plan.summary,
+            "applies": planned.not_ours is None,
+            "note": planned.not_ours,
+        },
+        "first_batch": asdict(result.dry),
+        "notes": list(result.notes),
+    }
+    if result.stop is None:
+        value["estimate"] = {
+            "seconds_per_step": result.seconds_per_step,
+            "hours": result.hours,
+            "cost": None if price is None else result.hours * price,
+        }
+    return value
+
+
+def print_result(console: Console, result: Result, config: RunConfig, price: float | None) -> None:
+    if result.stop is None:
+        _print_dry_run(console, result, price)
+        return
+    good = result.stop.kind == "finished"
+    words = {"finished": "finished", "interrupted": "interrupted, and saved", "failed": "stopped, and saved"}
+    console.print(
+        f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} of {result.steps}"
+    )
+    if not good:
+        console.print(f"    {shown(result.stop.reason)}")
+        console.print("    go on with the same command: it resumes from here")
+    for path in result.files:
+        console.print(f"    {shown(str(path))}")
+
+
+def _print_dry_run(console: Console, result: Result, price: float | None) -> None:
+    dry = result.dry
+    peak = "" if dry.peak_bytes is None else f", peak {format_bytes(dry.peak_bytes)}"
+    console.print(f"one batch of {dry.samples}: {dry.seconds:.3g} s forward and backward{peak}")
+    console.print(
+        f"{result.seconds_per_step:.3g} s/it x {result.steps - result.step} steps = {result.hours:.3g} hours "
+        "(without caching, validation and checkpoints)"
+    )
+    if price is not None:
+        console.print(f"at {price:g} an hour: {result.hours * price:.2f}")

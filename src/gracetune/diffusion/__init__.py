@@ -1,0 +1,1 @@
+"""Stateless maths: objectives, timesteps, weighting, noise."""

@@ -1,0 +1,272 @@
+"""Which noise level a sample is learnt at: a pure function of the seed and the sample's number.
+
+One uniform draw v goes through increasing functions only, so their composition has an inverse, and "only levels of
+this window" is a narrower range of v rather than a rejected draw:
+
+    bias(v)     balanced v · content 1 - (1 - v)^3, towards noise · style v^3, towards the picture
+    quantile    uniform, shift, weighted: itself · sigmoid, logit_normal: 1 / (1 + exp(-scale z(v))) · beta
+    shift(u)    s u / (1 + (s - 1) u), flow matching only
+
+u = shift(quantile(bias(v))). `one_step` is always pure noise. `content` has the distribution of 1 - v^3.
+A model with a table of whole steps learns at the level of the step that u falls into.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist
+from typing import Literal, Protocol
+
+import numpy as np
+
+from gracetune.config.run_config import Objective
+from gracetune.data.draws import uniform
+from gracetune.diffusion.beta import beta_cdf, beta_quantile
+from gracetune.diffusion.schedule import Ddpm, NoiseSchedule
+from gracetune.errors import ConfigError, Problem
+
+Window = tuple[float, float]
+"""Noise levels from the first, up to but without the second; an end of 1 is included."""
+
+Bias = Literal["balanced", "content", "style"]
+_NORMAL = NormalDist()
+_LEAST_MASS = 1e-9
+"""A window that holds less of the distribution would repeat the same few levels, or none."""
+_BELOW_ONE = 1.0 - 2.0**-53
+_ABOVE_ZERO = 2.0**-54
+
+
+class ShiftRule(Protocol):
+    """How far levels are shifted for a picture of so many tokens (`models.common.flow_shift.ResolutionShift`)."""
+
+    def at(self, tokens: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Uniform:
+    def quantile(self, share: float) -> float:
+        return share
+
+    def share_below(self, level: float) -> float:
+        return level
+
+
+@dataclass(frozen=True)
+class LogitNormal:
+    """1 / (1 + exp(-scale z)) of a standard normal z."""
+
+    scale: float = 1.0
+
+    def quantile(self, share: float) -> float:
+        z = self.scale * _NORMAL.inv_cdf(share)
+        return 1.0 / (1.0 + math.exp(-z)) if z > 0 else math.exp(z) / (1.0 + math.exp(z))
+
+    def share_below(self, level: float) -> float:
+        if level <= 0 or level >= 1:
+            return min(1.0, max(0.0, level))
+        z = (math.log(level) - math.log1p(-level)) / self.scale
+        return 0.5 * math.erfc(-z / math.sqrt(2.0))
+
+
+@dataclass(frozen=True)
+class Beta:
+    alpha: float = 2.0
+    beta: float = 2.0
+
+    def quantile(self, share: float) -> float:
+        return beta_quantile(share, self.alpha, self.beta)
+
+    def share_below(self, level: float) -> float:
+        return beta_cdf(level, self.alpha, self.beta)
+
+
+Distribution = Uniform | LogitNormal | Beta
+
+
+def biased(share: float, bias: Bias) -> float:
+    if bias == "content":
+        return 1.0 - (1.0 - share) ** 3
+    return share**3 if bias == "style" else share
+
+
+def unbiased(share: float, bias: Bias) -> float:
+    if bias == "content":
+        return float(1.0 - np.cbrt(1.0 - share))
+    return float(np.cbrt(share)) if bias == "style" else share
+
+
+def shifted(level: float, shift: float) -> float:
+    return shift * level / (1.0 + (shift - 1.0) * level)
+
+
+def unshifted(level: float, shift: float) -> float:
+    return shifted(level, 1.0 / shift)
+
+
+@dataclass(frozen=True)
+class LevelSampler:
+    """`level(seed, index)`: the noise level of one sample, exactly a float32."""
+
+    distribution: Distribution
+    bias: Bias = "balanced"
+    shift: float | ShiftRule = 1.0
+    """A number, or the rule that makes one of a picture's tokens."""
+    window: Window = (0.0, 1.0)
+    steps: int | None = None
+    """Of a model that knows whole steps only."""
+    always: float | None = None
+    """The level of every sample, whatever else is said."""
+
+    @classmethod
+    def from_config(
+        cls,
+        objective: Objective,
+        schedule: NoiseSchedule,
+        *,
+        shift: float = 1.0,
+        rule: ShiftRule | None = None,
+        window: Window = (0.0, 1.0),
+    ) -> LevelSampler:
+        """`shift` is the family's own (`ModelFacts.shift`), `rule` its rule by resolution where it has one
+        (`details["resolution_shift"]`), `window` the noise levels of the expert that is trained."""
+        sampler = cls(
+            _distribution(objective),
+            objective.timestep_bias,
+            _shift(objective, schedule, shift, rule),
+            _narrowed(objective, window),
+            len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
+            1.0 if objective.timesteps == "one_step" else None,
+        )
+        sampler._check()
+        return sampler
+
+    def within(self, window: Window) -> LevelSampler:
+        """The same draws for another expert's window (one that `from_config` has not narrowed)."""
+        sampler = replace(self, window=window)
+        sampler._check()
+        return sampler
+
+    def level(self, seed: int, index: int, tokens: int | None = None) -> float:
+        """`tokens` are those of this sample's picture; only a shift by resolution asks for them."""
+        if self.always is not None:
+            return self.always
+        shift = self._shift_for(tokens)
+        first, last = (self._share_below(bound, shift) for bound in self.window)
+        share = first + (last - first) * uniform(seed, "level", index)
+        share = min(max(share, _ABOVE_ZERO), _BELOW_ONE)
+        level = shifted(self.distribution.quantile(biased(share, self.bias)), shift)
+        return self._in_window(level)
+
+    def levels(self, seed: int, indices: Sequence[int], tokens: int | None = None) -> list[float]:
+        """Of a batch; all its pictures have as many tokens."""
+        return [self.level(seed, index, tokens) for index in indices]
+
+    def _shift_for(self, tokens: int | None) -> float:
+        if isinstance(self.shift, float | int):
+            return float(self.shift)
+        if tokens is None:
+            raise ValueError("a shift by resolution needs the number of a picture's tokens")
+        return self.shift.at(tokens)
+
+    def _share_below(self, level: float, shift: float) -> float:
+        if level <= 0 or level >= 1:
+            return min(1.0, max(0.0, level))
+        return unbiased(self.distribution.share_below(unshifted(level, shift)), self.bias)
+
+    def _in_window(self, level: float) -> float:
+        lowest, highest = self.window
+        if self.steps is not None:
+            # A step belongs to the window if its beginning does: [0, 1) are the steps 0 … T - 1.
+            first = math.ceil(lowest * self.steps - 1e-6)
+            last = max(first, math.ceil(highest * self.steps - 1e-6) - 1)
+            step = min(max(math.floor(level * self.steps), first), last)
+            return float(np.float32((step + 1) / self.steps))
+        return float(min(max(np.float32(level), smallest_from(lowest)), largest_below(highest)))
+
+    def _check(self) -> None:
+        """A window in which nothing can be drawn is an error now, not a wrong level later."""
+        lowest, highest = self.window
+        if self.always is not None:
+            if not lowest <= self.always or (self.always >= highest and highest < 1):
+                raise _no_levels(self.window, f"all of them are at {self.always:g}", "objective.timesteps")
+            return
+        # A shift by resolution moves the mass with the picture's size; both ends of what pictures have are asked.
+        shifts = [self._shift_for(tokens) for tokens in (256, 16384)]
+        held = min(self._share_below(highest, shift) - self._share_below(lowest, shift) for shift in shifts)
+        if held < _LEAST_MASS:
+            raise _no_levels(self.window, f"{max(0.0, held):.1g} of all draws fall there", "objective.timesteps")
+
+
+def _no_levels(window: Window, found: str, key: str) -> ConfigError:
+    asked = f"noise levels from {window[0]:g} to {window[1]:g}"
+    return ConfigError(
+        [Problem(key, found, f"a distribution that reaches {asked}", "write `timesteps: uniform` in `objective`")]
+    )
+
+
+def _distribution(objective: Objective) -> Distribution:
+    match objective.timesteps:
+        case "sigmoid" | "logit_normal":
+            return LogitNormal(objective.sigmoid_scale)
+        case "beta":
+            return Beta(objective.beta_alpha, objective.beta_beta)
+        case _:
+            return Uniform()
+
+
+def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: ShiftRule | None) -> float | ShiftRule:
+    asked, key = objective.flow_shift, "objective.flow_shift"
+    if schedule.prediction != "flow":
+        if asked not in (None, 1.0):
+            expected = f"nothing: this model learns by {schedule.prediction}, and only flow matching shifts its levels"
+            raise ConfigError([Problem(key, str(asked), expected, "remove flow_shift")])
+        return 1.0
+    if asked == "resolution":
+        if rule is None:
+            expected = "a number: this model's scheduler has no rule by resolution"
+            raise ConfigError([Problem(key, asked, expected, f"write `flow_shift: {family:g}`, the model's own")])
+        return rule
+    if asked is not None:
+        return asked
+    # The bell weights of `weighted` mean 1 over uniform levels; a shift no one asked for would bend them.
+    return 1.0 if objective.timesteps == "weighted" else family
+
+
+def _narrowed(objective: Objective, window: Window) -> Window:
+    lowest = max(window[0], objective.min_timestep / 1000)
+    highest = min(window[1], objective.max_timestep / 1000)
+    if lowest >= highest:
+        asked = f"min_timestep {objective.min_timestep}, max_timestep {objective.max_timestep}"
+        expected = f"timesteps inside this expert's window, {1000 * window[0]:g} to {1000 * window[1]:g}"
+        hint = "widen them, or train the other expert only (`experts` in `model`)"
+        raise ConfigError([Problem("objective.min_timestep", asked, expected, hint)])
+    return lowest, highest
+
+
+def largest_below(bound: float) -> np.float32:
+    """The last float32 that is below a bound however the two are compared: as float64, as float32, or as timesteps
+    in either. 1 itself is the end of the noise, where no other expert begins."""
+    if bound >= 1:
+        return np.float32(1.0)
+    level = np.float32(bound)
+    thousand = np.float32(1000)
+    while not (
+        level < np.float32(bound)
+        and float(level) < bound
+        and level * thousand < np.float32(bound) * thousand
+        and level * thousand < np.float32(bound * 1000)
+        and float(level) * 1000 < bound * 1000
+    ):
+        level = np.nextafter(level, np.float32(-1))
+    return level
+
+
+def smallest_from(bound: float) -> np.float32:
+    """The first float32 that is not below a bound, compared as above."""
+    level = np.float32(bound)
+    thousand = np.float32(1000)
+    while not (float(level) >= bound and level * thousand >= np.float32(bound * 1000)):
+        level = np.nextafter(level, np.float32(2))
+    return level

@@ -1,0 +1,63 @@
+"""The noise a sample is mixed with: a function of the seed and the sample's number, on the latents' device.
+
+Each sample has a generator of its own, so its noise does not depend on the batch or the rank it is in. A CPU and a
+GPU draw different numbers from one seed; two machines of one kind draw the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracetune.config.run_config import Objective
+from gracetune.data.draws import draw, uniform
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """float32, shaped like the latents [B, C, ...]."""
+
+    asked: Tensor
+    """What the target is made of."""
+    seen: Tensor
+    """What the latents are mixed with; another than `asked` only under input perturbation."""
+
+
+def draw_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
+    """`indices` are the global numbers of the batch's samples."""
+    asked = normal_like(latents, seed, "noise", indices)
+    if objective.noise_offset > 0:
+        asked += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)
+    seen = asked
+    if objective.input_perturbation > 0:
+        seen = asked + objective.input_perturbation * normal_like(latents, seed, "input_perturbation", indices)
+    return Noise(asked, seen)
+
+
+def normal_like(latents: Tensor, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:
+    """Standard normal noise, float32."""
+    return _normals(latents, latents.shape[1:], seed, purpose, indices)
+
+
+def _offsets(latents: Tensor, probability: float, seed: int, indices: Sequence[int]) -> Tensor:
+    """One number per sample and channel, 0 in samples that were not chosen."""
+    per_channel = torch.Size([latents.shape[1], *(1,) * (latents.ndim - 2)])
+    offsets = _normals(latents, per_channel, seed, "noise_offset", indices)
+    for row, index in zip(offsets, indices, strict=True):
+        if uniform(seed, "noise_offset_chosen", index) >= probability:
+            row.zero_()
+    return offsets
+
+
+def _normals(latents: Tensor, shape: torch.Size, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:
+    if len(indices) != latents.shape[0]:
+        raise ValueError(f"{len(indices)} sample numbers for a batch of {latents.shape[0]}")
+    drawn = torch.empty((len(indices), *shape), dtype=torch.float32, device=latents.device)
+    generator = torch.Generator(latents.device)
+    for row, index in zip(drawn, indices, strict=True):
+        generator.manual_seed(draw(seed, purpose, index))
+        row.normal_(generator=generator)
+    return drawn

@@ -1,0 +1,104 @@
+"""What the encoders of all families share: their identity, draws from a posterior, masks, and giving memory back."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gracetune.cache.encoder import EncoderId
+from gracetune.data.media.load import Sample
+from gracetune.models.fingerprint import fingerprint
+from gracetune.models.layout import part_tensors, read_config
+from gracetune.models.source import ModelSource
+
+_WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
+"""What a config file says about who wrote it, not about what the part does."""
+
+
+class Posterior(Protocol):
+    """What a VAE makes of its input: diffusers' distributions, of pictures and of sound."""
+
+    mean: Tensor
+    std: Tensor
+
+
+def encoder_id(
+    kind: Literal["latent", "text"], source: ModelSource, components: Sequence[str], settings: Mapping[str, str]
+) -> EncoderId:
+    """The identity of an encoder made of these parts of a model."""
+    tensors = [tensor for component in components for tensor in part_tensors(source, component)]
+    configs = {f"{component} config": _config(source, component) for component in components}
+    weights = fingerprint(tensors, source.fingerprints)
+    return EncoderId(kind, weights, tuple(sorted({**configs, **settings}.items())))
+
+
+def _config(source: ModelSource, component: str) -> str:
+    return json.dumps(_without_writers(read_config(source, component)), sort_keys=True)
+
+
+def _without_writers(value: Any) -> Any:
+    """Models within models (Qwen2.5-VL's) have configurations of their own inside, each with its writer."""
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_writers(one) for key, one in value.items() if key not in _WRITERS}
+
+
+def files_digest(folder: Path) -> str:
+    """Of the content of a folder's small files, such as a tokenizer's or a processor's; of their names too.
+
+    Not of hidden ones: those are the file browser's or git's.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
+        content = path.read_bytes()
+        digest.update(f"{path.name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def drawn(posterior: Posterior, samples: Sequence[Sample], how: str) -> Tensor:
+    """The mean, or a draw that depends on nothing but the sample's content."""
+    if how == "mean":
+        return posterior.mean
+    noise = torch.stack([_noise(sample, posterior.mean.shape[1:]) for sample in samples])
+    return posterior.mean + posterior.std * noise.to(posterior.mean)
+
+
+def _noise(sample: Sample, shape: torch.Size) -> Tensor:
+    """On the CPU: the same numbers whatever the device."""
+    seed = hashlib.sha256(sample.ref.digest.encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    return torch.randn(shape, generator=generator)
+
+
+def latent_mask(mask: Tensor, size: Sequence[int]) -> Tensor:
+    """A mask [1, H, W] at the size of latents: each cell weighs what its pixels weigh on average."""
+    return F.interpolate(mask[None].float(), tuple(size), mode="area")[0]
+
+
+def release(modules: Iterable[nn.Module]) -> None:
+    """Give the memory of frozen modules back, to the GPU's driver too, whoever still holds a reference to them."""
+    on_gpu = False
+    for module in modules:
+        on_gpu |= any(parameter.is_cuda for parameter in module.parameters())
+        nn.Module.to(module, "meta")  # the libraries' own `to` have opinions on models that were placed when loaded
+        _forget_tensors(module)
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+
+def _forget_tensors(module: nn.Module) -> None:
+    """Those that are neither parameters nor buffers: tables, and the weights weight norm puts together."""
+    for part in module.modules():
+        for name, value in [*vars(part).items()]:
+            if isinstance(value, Tensor):
+                delattr(part, name)

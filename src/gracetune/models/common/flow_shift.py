@@ -1,0 +1,45 @@
+"""How far a flow model's noise levels are pushed towards noise, as its scheduler's configuration says.
+
+A level u becomes  s u / (1 + (s - 1) u).  s is one number, or grows with the number of tokens a picture has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MEGAPIXEL_TOKENS = 4096
+"""A picture of 1024 x 1024: 8 pixels to a latent, 2 latents to a token."""
+
+
+@dataclass(frozen=True)
+class ResolutionShift:
+    """A straight line through two points, from a picture's tokens to the shift or, mostly, its logarithm."""
+
+    base_tokens: int
+    base: float
+    max_tokens: int
+    max: float
+    exponential: bool = True
+
+    def at(self, tokens: int) -> float:
+        slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
+        value = self.base + slope * (tokens - self.base_tokens)
+        return math.exp(value) if self.exponential else value
+
+
+def read_shift(scheduler: Mapping[str, Any]) -> tuple[float, ResolutionShift | None]:
+    """The shift of a picture of one megapixel, and the rule behind it where it depends on the size."""
+    if not scheduler.get("use_dynamic_shifting", False):
+        return float(scheduler.get("shift", 1.0)), None
+    # The defaults are those of diffusers' pipelines.
+    rule = ResolutionShift(
+        base_tokens=scheduler.get("base_image_seq_len", 256),
+        base=scheduler.get("base_shift", 0.5),
+        max_tokens=scheduler.get("max_image_seq_len", 4096),
+        max=scheduler.get("max_shift", 1.15),
+        exponential=scheduler.get("time_shift_type", "exponential") == "exponential",
+    )
+    return rule.at(MEGAPIXEL_TOKENS), rule

@@ -1,0 +1,129 @@
+"""The latent encoder of every family that makes pictures: what differs between their VAEs is a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from gracetune.cache.encoder import EncoderId
+from gracetune.data.errors import DataError
+from gracetune.data.media.load import Sample
+from gracetune.data.refs import SampleRef
+from gracetune.models.common.encoding import drawn, latent_mask, release
+from gracetune.models.spec import EncodeOptions
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+def nothing_more(sample: Sample) -> Entry:
+    return {}
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How one family's VAE is spoken to. A latent is given to the denoiser as (z - offset) x scale, per channel."""
+
+    offset: tuple[float, ...]
+    scale: tuple[float, ...]
+    dtype: torch.dtype
+    """Of the latents that are handed out."""
+    video: bool = False
+    """The VAE wants pictures as videos of one frame."""
+    references: int | None = 0
+    """How many references of an edit pair the flavour takes at most; None: any number."""
+    more: Callable[[Sample], Entry] = nothing_more
+    """What else the denoiser wants to know about a sample; it follows from the sample's ref alone."""
+
+
+class PictureLatents:
+    """Satisfies `cache.encoder.LatentEncoder`."""
+
+    def __init__(self, vae: Any, identity: EncoderId, codec: Codec, options: EncodeOptions) -> None:
+        """`vae`: one of diffusers' autoencoders. `identity`: without the tiling, which can change while it works."""
+        self._vae, self._identity, self._codec, self._options = vae, identity, codec, options
+        self._device, self._dtype = vae.device, vae.dtype
+        if options.slicing:
+            vae.enable_slicing()
+        if options.tiling:
+            vae.enable_tiling()
+
+    @property
+    def id(self) -> EncoderId:
+        tiling = ("tiling", "yes" if self._options.tiling else "no")
+        return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
+
+    def encode(self, samples: Sequence[Sample]) -> list[Entry]:
+        if not samples:
+            return []
+        entries: list[Entry] = [{"latents": latents} for latents in self._latents(samples)]
+        for number in range(self._references(samples)):
+            references = [sample.conditioning[number] for sample in samples]
+            for entry, latents in zip(entries, self._latents(references), strict=True):
+                entry[f"conditioning_latents_{number}"] = latents
+        for sample, entry in zip(samples, entries, strict=True):
+            if sample.mask is not None:
+                entry["loss_mask"] = latent_mask(sample.mask, entry["latents"].shape[-2:])
+            entry.update(self._codec.more(sample))
+        return entries
+
+    def beside(self, ref: SampleRef) -> Entry:
+        """What an entry holds besides latents and takes no pixels; satisfies `cache.encoder.KnowsMore`."""
+        return self._codec.more(Sample(ref, None, None, None, ()))
+
+    def save_memory(self) -> bool:
+        """First one picture at a time, which changes no value; asked again, in tiles, which changes the id."""
+        if not self._options.slicing:
+            self._options = replace(self._options, slicing=True)
+            self._vae.enable_slicing()
+            return True
+        if not self._options.tiling:
+            self._options = replace(self._options, tiling=True)
+            self._vae.enable_tiling()
+            return True
+        return False
+
+    def close(self) -> None:
+        release([self._vae])
+
+    def _references(self, samples: Sequence[Sample]) -> int:
+        count, most = len(samples[0].conditioning), self._codec.references
+        for sample in samples:
+            if most is not None and len(sample.conditioning) > most:
+                takes = f"takes at most {most}" if most else "takes none: it does not edit"
+                raise DataError(f"{sample.ref.path}: has {len(sample.conditioning)} references, and this model {takes}")
+            if len(sample.conditioning) != count:
+                raise DataError(f"{sample.ref.path}: has another number of references than the rest of its batch")
+        return count
+
+    @torch.no_grad()
+    def _latents(self, samples: Sequence[Sample]) -> list[Tensor]:
+        pixels = torch.stack([_picture(sample) for sample in samples]).to(self._device, self._dtype)
+        posterior = self._vae.encode(pixels[:, :, None] if self._codec.video else pixels).latent_dist
+        latents = drawn(posterior, samples, self._options.posterior).float()
+        latents = latents[:, :, 0] if self._codec.video else latents
+        offset, scale = (_per_channel(values, latents) for values in (self._codec.offset, self._codec.scale))
+        # Copies: an entry must not keep the memory of its whole batch.
+        return [one.to("cpu", self._codec.dtype, copy=True) for one in (latents - offset) * scale]
+
+
+def _picture(sample: Sample) -> Tensor:
+    if sample.pixels is None or sample.pixels.ndim != 3:
+        found = "sound" if sample.pixels is None else "video"
+        raise DataError(f"{sample.ref.path}: a {found}, and this model sees pictures")
+    return sample.pixels
+
+
+def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+    return torch.tensor(values, device=like.device).reshape(-1, 1, 1)
+
+
+def to_image(sample: Sample) -> Image.Image:
+    """The picture again, as it was before `data.media.load.to_pixels`."""
+    bytes_ = _picture(sample).add(1.0).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(bytes_.permute(1, 2, 0).numpy())

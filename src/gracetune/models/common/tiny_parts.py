@@ -1,0 +1,176 @@
+"""What the tiny models of all families are made of: weights from a seed, tokenizers made here, whole folders."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
+from tokenizers.models import Unigram
+from torch import nn
+from transformers import (
+    CLIPTextConfig,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5EncoderModel,
+)
+
+from gracetune.errors import ConfigError, Problem
+
+WIDTH = 32
+"""Of every tiny denoiser and text encoder."""
+CLIP_TOKENS = 77
+T5_TOKENS = 512
+
+_NEAR_ONE = 0.1
+_NEAR_ZERO = 0.02
+_ROW_NORM = 0.7
+"""Of weights stored as direction and norm: the audio VAE has no other norms, and from one on its signal explodes."""
+_WORDS = ("a", "an", "the", "of", "in", "on", "and", "with", "photo", "video", "sound", "cat", "dog", "red", "blue")
+
+
+def made(kind: Any, **options: Any) -> Any:
+    """An object of a diffusers or transformers class; their constructors carry no types a checker could use."""
+    return kind(**options)
+
+
+class Weights:
+    """Builds modules whose parameters follow from one seed; each module continues where the one before it stopped."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+
+    def of(self, kind: Any, *given: Any, **options: Any) -> Any:
+        """A module of that class, made as `made` makes one."""
+        # The constructor draws from torch's own generator: the caller's random numbers must not depend on us.
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self._seed)
+            module: nn.Module = kind(*given, **options)
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(_drawn(name, parameter, self._generator))
+        return module.eval()
+
+
+def _drawn(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values around one for scales, small ones for offsets, and matrices that keep the size of what they multiply.
+
+    Layers that training starts at zero get values as well, or nothing before them would see a gradient. Uniform
+    numbers, because torch makes those from integers alone: every machine writes the same bytes.
+    """
+    unit = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * math.sqrt(3)
+    if name.endswith(("weight_g", "original0")):  # the norms, in torch's older and newer spelling
+        return _ROW_NORM * (1 + _NEAR_ONE * unit)
+    if bool((parameter == 1).all()):
+        return 1 + _NEAR_ONE * unit
+    if name.endswith("bias") and parameter.ndim == 1:
+        return _NEAR_ZERO * unit
+    per_output = parameter.numel() // parameter.shape[0]
+    return unit / math.sqrt(per_output)
+
+
+def t5_tokenizer(longest: int = T5_TOKENS) -> PreTrainedTokenizerFast:
+    """T5's kind: word pieces with a leading mark and an end token; what is not in the vocabulary is spelt in bytes."""
+    special = ("<pad>", "</s>", "<unk>")  # ids 0, 1 and 2, as in the published ones
+    pieces = [(token, 0.0) for token in special]
+    pieces += [(f"<0x{byte:02X}>", -12.0) for byte in range(256)]
+    pieces += [("▁", -4.0)] + [(f"▁{word}", -6.0) for word in _WORDS]
+    pieces += [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]
+    tokenizer = Tokenizer(Unigram(pieces, unk_id=2, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(replacement="▁", prepend_scheme="always")]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    whole: PreTrainedTokenizerFast = made(
+        PreTrainedTokenizerFast,
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        model_max_length=longest,
+        padding_side="right",
+    )
+    return whole
+
+
+def t5_options(vocabulary: int) -> dict[str, Any]:
+    """Arguments of `T5Config` and `UMT5Config`."""
+    return {
+        "vocab_size": vocabulary,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 2 * WIDTH,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+    }
+
+
+def t5_encoder(weights: Weights, vocabulary: int) -> T5EncoderModel:
+    encoder: T5EncoderModel = weights.of(T5EncoderModel, T5Config(**t5_options(vocabulary)))
+    return encoder
+
+
+def clip_tokenizer(pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
+    """CLIP's byte alphabet without merges: every text, one token for each byte of it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    return CLIPTokenizer(vocab=vocabulary, merges=[], pad_token=pad_token, model_max_length=CLIP_TOKENS)
+
+
+def clip_text_config(tokenizer: CLIPTokenizer, *, act: str = "quick_gelu") -> CLIPTextConfig:
+    return CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=CLIP_TOKENS,
+        projection_dim=WIDTH,
+        hidden_act=act,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+class Pipeline(Protocol):
+    def save_pretrained(self, save_directory: str, /) -> None: ...
+
+
+def save(pipeline: Pipeline, folder: Path, *, finish: Callable[[Path], None] = lambda _: None) -> Path:
+    """Writes a pipeline as an ordinary model folder, there whole or not at all; `finish` may change files in it."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            [
+                Problem(
+                    key="folder of a tiny model",
+                    found=f"{folder}, which already holds something",
+                    expected="a new or empty folder",
+                    hint="another path, or remove what is there",
+                )
+            ]
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        pipeline.save_pretrained(str(beside))
+        finish(beside)
+        beside.chmod(0o755)  # mkdtemp's are for the owner alone
+        beside.replace(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+    return folder

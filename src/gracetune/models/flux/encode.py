@@ -1,0 +1,54 @@
+"""Pictures and captions as FLUX.1's transformer takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
+from gracetune.models.common.encoding import encoder_id, files_digest
+from gracetune.models.common.picture_latents import Codec, PictureLatents
+from gracetune.models.common.pipelines import PipelineText
+from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, Placement
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+    vae: Any = load_vae(source, placement)
+    channels = vae.config.latent_channels
+    codec = Codec(
+        offset=(vae.config.shift_factor or 0.0,) * channels,
+        scale=(vae.config.scaling_factor,) * channels,
+        dtype=placement.dtype,
+        references=1 if inspect(source).flavour == "kontext" else 0,
+    )
+    settings = {"class": type(vae).__name__, "dtype": str(placement.dtype), "posterior": options.posterior}
+    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+    tokens = inspect(source).details["caption_tokens"]
+    pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
+    settings = {
+        "class": type(pipeline).__name__,
+        "dtype": str(placement.dtype),
+        "tokens": str(tokens),
+        "tokenizer": files_digest(source.part("tokenizer")),
+        "tokenizer_2": files_digest(source.part("tokenizer_2")),
+    }
+    identity = encoder_id("text", source, ["text_encoder", "text_encoder_2"], settings)
+    return PipelineText(pipeline, identity, partial(_encode, tokens=tokens), device=placement.device)
+
+
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], *, tokens: int) -> list[Entry]:
+    """Always `tokens` long: the transformer was trained with the padding in sight, and nothing masks it."""
+    texts = [prompt.text for prompt in prompts]
+    embeds, pooled, _ = pipeline.encode_prompt(prompt=texts, device=device, max_sequence_length=tokens)
+    return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

@@ -1,0 +1,53 @@
+"""What FLUX.1's layers are called in the weights Black Forest Labs published: query, key and value in one matrix.
+
+ComfyUI also takes diffusers' own paths for this family and cuts the fused matrices up itself, so that an adapter on
+the query alone stays one. kohya's scripts name the fused matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gracetune.models.keys import Fused, KeyMap, Rule
+
+_OURS, _THEIRS = "transformer_blocks.{}", "double_blocks.{}"
+_SINGLE, _THEIR_SINGLE = "single_transformer_blocks.{}", "single_blocks.{}"
+
+
+def _embedders() -> Iterator[Rule]:
+    for ours, original in (("timestep", "time_in"), ("guidance", "guidance_in"), ("text", "vector_in")):
+        for number, layer in ((1, "in_layer"), (2, "out_layer")):
+            yield Rule(f"time_text_embed.{ours}_embedder.linear_{number}", f"{original}.{layer}")
+
+
+KEYS = KeyMap(
+    family="flux",
+    component="transformer",
+    rules=(
+        *_embedders(),
+        Rule("context_embedder", "txt_in"),
+        Rule("x_embedder", "img_in"),
+        Rule(f"{_OURS}.norm1.linear", f"{_THEIRS}.img_mod.lin"),
+        Rule(f"{_OURS}.norm1_context.linear", f"{_THEIRS}.txt_mod.lin"),
+        Rule(f"{_OURS}.attn.to_out.0", f"{_THEIRS}.img_attn.proj"),
+        Rule(f"{_OURS}.attn.to_add_out", f"{_THEIRS}.txt_attn.proj"),
+        Rule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.img_mlp.0"),
+        Rule(f"{_OURS}.ff.net.2", f"{_THEIRS}.img_mlp.2"),
+        Rule(f"{_OURS}.ff_context.net.0.proj", f"{_THEIRS}.txt_mlp.0"),
+        Rule(f"{_OURS}.ff_context.net.2", f"{_THEIRS}.txt_mlp.2"),
+        Rule(f"{_SINGLE}.norm.linear", f"{_THEIR_SINGLE}.modulation.lin"),
+        Rule(f"{_SINGLE}.proj_out", f"{_THEIR_SINGLE}.linear2"),
+        Rule("norm_out.linear", "final_layer.adaLN_modulation.1", halves_swapped=True),
+        Rule("proj_out", "final_layer.linear"),
+    ),
+    fused=(
+        Fused(f"{_THEIRS}.img_attn.qkv", tuple((f"{_OURS}.attn.to_{name}", 1) for name in "qkv")),
+        Fused(f"{_THEIRS}.txt_attn.qkv", tuple((f"{_OURS}.attn.add_{name}_proj", 1) for name in "qkv")),
+        Fused(
+            f"{_THEIR_SINGLE}.linear1",
+            (*((f"{_SINGLE}.attn.to_{name}", 1) for name in "qkv"), (f"{_SINGLE}.proj_mlp", 4)),
+        ),
+    ),
+    depths=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
+    comfyui_takes_ours=True,
+)

@@ -1,0 +1,109 @@
+"""FLUX.1's parts from their folder: which flavour it is, the transformer, and the pipeline it is sampled with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from diffusers import FluxKontextPipeline, FluxPipeline
+from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from torch import nn
+from transformers import CLIPTextModel, T5EncoderModel
+
+from gracetune.diffusion.schedule import Flow
+from gracetune.models.common.flow_shift import read_shift
+from gracetune.models.common.pipelines import assemble
+from gracetune.models.layout import (
+    CONFIG,
+    SCHEDULER,
+    TOKENIZER,
+    part_config,
+    pipeline_name,
+    read_config,
+    require_parts,
+)
+from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Expert, ModelFacts, Placement
+
+PIPELINES: Mapping[str, Any] = {pipeline.__name__: pipeline for pipeline in (FluxPipeline, FluxKontextPipeline)}
+TRANSFORMER = "transformer"
+TRAINING_GUIDANCE = 1.0
+"""What a model with a guidance input is told while it is trained: a picture from a dataset was not guided at all. Both
+peers train at this value."""
+_PARTS = {
+    TRANSFORMER: CONFIG,
+    "vae": CONFIG,
+    "text_encoder": CONFIG,
+    "text_encoder_2": CONFIG,
+    "tokenizer": TOKENIZER,
+    "tokenizer_2": TOKENIZER,
+    "scheduler": SCHEDULER,
+}
+_TOKENS = {"schnell": 256}
+_MOST_TOKENS = 512
+
+
+def inspect(source: ModelSource) -> ModelFacts:
+    name = pipeline_name(source, "flux", PIPELINES)
+    require_parts(source, _PARTS)
+    guided = bool(part_config(source, TRANSFORMER, FluxTransformer2DModel)["guidance_embeds"])
+    shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
+    flavour = _flavour(name, guided=guided)
+    return ModelFacts(
+        family="flux",
+        flavour=flavour,
+        experts=(Expert("", TRANSFORMER),),
+        schedule=Flow(time_scale=1.0),
+        shift=shift,
+        details={
+            "pipeline": name,
+            "guidance": TRAINING_GUIDANCE if guided else None,
+            "caption_tokens": _TOKENS.get(flavour, _MOST_TOKENS),
+            "resolution_shift": rule,
+        },
+    )
+
+
+def _flavour(pipeline: str, *, guided: bool) -> str:
+    """Weights that differ in their values alone (dev and krea) are called by the older name."""
+    if pipeline == FluxKontextPipeline.__name__:
+        return "kontext"
+    return "dev" if guided else "schnell"
+
+
+def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+    return load_component(source, expert.component, FluxTransformer2DModel, placement)
+
+
+def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
+    return build_component(source, expert.component, FluxTransformer2DModel)
+
+
+def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+    return load_component(source, "vae", AutoencoderKL, replace(placement, attention=None))
+
+
+def load_pipeline(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+) -> Any:
+    """A denoiser that is not given is loaded too."""
+    parts = {"vae": load_vae(source, placement), **text_parts(source, placement), **denoisers}
+    if TRANSFORMER not in denoisers:
+        parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
+    return around(source, parts)
+
+
+def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
+    return {
+        "text_encoder": load_text_model(source, "text_encoder", CLIPTextModel, placement),
+        "text_encoder_2": load_text_model(source, "text_encoder_2", T5EncoderModel, placement),
+    }
+
+
+def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
+    """diffusers' pipeline of these parts; it reads what is not among them (tokenizers, scheduler) itself."""
+    cls = PIPELINES[inspect(source).details["pipeline"]]
+    return assemble(cls, source, parts, tokenizers=("tokenizer", "tokenizer_2"))

@@ -1,0 +1,37 @@
+"""FLUX.1."""
+
+from __future__ import annotations
+
+from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
+from gracetune.models.flux.keys import KEYS
+from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.flux.predict import predict
+from gracetune.models.flux.sample import sample
+from gracetune.models.flux.tiny import build_tiny
+from gracetune.models.spec import ModelSpec
+
+_DOUBLE = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *(f"{stream}.{name}" for stream in ("ff", "ff_context") for name in ("net.0.proj", "net.2")),
+)
+_SINGLE = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out")
+
+SPEC = ModelSpec(
+    family="flux",
+    inspect=inspect,
+    load_denoiser=load_denoiser,
+    build_denoiser=build_denoiser,
+    load_latent_encoder=load_latent_encoder,
+    load_text_encoder=load_text_encoder,
+    predict=predict,
+    load_pipeline=load_pipeline,
+    sample=sample,
+    keys=KEYS,
+    default_targets=(
+        *(f"transformer_blocks.*.{layer}" for layer in _DOUBLE),
+        *(f"single_transformer_blocks.*.{layer}" for layer in _SINGLE),
+    ),
+    repeated_blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
+    build_tiny=build_tiny,
+)

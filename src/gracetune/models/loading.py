@@ -1,0 +1,250 @@
+"""A part of a model from its folder into the memory it is used from: the configuration builds it, one copy fills it.
+
+`load_component` gives what diffusers' own `from_pretrained(torch_dtype=...)` gives, tensor for tensor. What differs:
+a missing or surplus tensor is an error instead of a warning, tied parameters stay tied, the weights never lie in host
+memory as a whole on their way to a GPU, and the result is frozen.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.weight_norm import WeightNorm
+
+from gracetune.errors import ConfigError, Problem
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights.files import Weights, open_weights
+from gracetune.memory.weights.loading import Progress, load_into
+from gracetune.models import single_file
+from gracetune.models.attention import apply_attention
+from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Placement
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def build_component(source: ModelSource, component: str, cls: type[Any]) -> nn.Module:
+    """The part on the meta device: names and shapes, and no memory at all. Not to be filled: `load_component` does."""
+    config = part_config(source, component, cls)
+    with torch.device("meta"), _refusing(source, component, cls):
+        model: nn.Module = cls.from_config(config)
+    return model.requires_grad_(False).eval()
+
+
+@contextmanager
+def _refusing(source: ModelSource, component: str, cls: type[Any]) -> Iterator[None]:
+    """A class says what it cannot make of its configuration by raising this or that."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        expected = f"a configuration of {cls.__name__} whose values go together"
+        file, hint = str(source.part(component) / CONFIG), "download this file again"
+        raise ConfigError([Problem("the configuration", str(error), expected, hint, file)]) from error
+
+
+@contextmanager
+def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
+    """Modules built in here have their parameters on meta, and everything else they compute (rope tables) for real.
+
+    All on meta would leave such tables without values, and some of them are no buffers that could be found again.
+    """
+    builder = threading.get_ident()
+
+    def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta or threading.get_ident() != builder:
+            return None  # already there: a tied parameter has to stay the same object
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    before = torch.get_default_dtype()
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.random.fork_rng(devices=[]):  # constructors draw numbers; the caller's draws are not to depend on us
+            yield
+    finally:
+        torch.set_default_dtype(before)
+        hook.remove()
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def load_component(
+    source: ModelSource,
+    component: str,
+    cls: type[Any],
+    placement: Placement,
+    *,
+    progress: Progress | None = None,
+) -> nn.Module:
+    """A diffusers model, frozen and in eval mode, its weights read straight to `placement.device`.
+
+    Layers the class wants in float32 are. With a float8 dtype the weights of large layers are held in it and cast to
+    bfloat16 while they work (diffusers' layerwise casting); the others are bfloat16.
+
+    On the meta device nothing is read: for whoever only asks an encoder for its id.
+    """
+    if placement.device.type == "meta":
+        return build_component(source, component, cls)
+    config = part_config(source, component, cls)
+    compute = torch.bfloat16 if placement.dtype in _FLOAT8 else placement.dtype
+    with _parameters_on_meta(compute), _refusing(source, component, cls):
+        model: Any = cls.from_config(config)
+    if placement.dtype in _FLOAT8:
+        model.enable_layerwise_casting(storage_dtype=placement.dtype, compute_dtype=compute)
+    destinations = _allocate(model, cls, compute, placement.device)
+    file = source.single_file if single_file.supplies(source, component) else None
+    if file is not None and not single_file.has_todays_names(file, destinations):
+        single_file.load(file, cls, config, destinations)
+    else:
+        _fill(model, cls, open_weights(file or weight_file(source, component)), destinations, progress)
+    _finish(model, placement.device)
+    model.register_to_config(_name_or_path=str(source.part(component)))
+    if placement.attention is not None:
+        apply_attention(model, placement.attention)
+    loaded: nn.Module = model.requires_grad_(False).eval()
+    return loaded
+
+
+def _allocate(model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """Memory for every parameter and saved buffer in its final place; by name, a tied one under each of its names."""
+    kept = cls._keep_in_fp32_modules or []
+    kept = [kept] if isinstance(kept, str) else kept
+
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point() or tensor.dtype in _FLOAT8:
+            return tensor.dtype
+        return dtype if set(kept).isdisjoint(name.split(".")) else torch.float32
+
+    destinations: dict[str, Tensor] = {}
+    filled: dict[int, Tensor] = {}
+    for name, old in model.state_dict(keep_vars=True).items():
+        if id(old) not in filled:
+            new = torch.empty(old.shape, dtype=dtype_of(name, old), device=device)
+            filled[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
+        destinations[name] = filled[id(old)]
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None and id(tensor) in filled:
+                    owned[name] = filled[id(tensor)]  # type: ignore[assignment]
+    return destinations
+
+
+def _fill(
+    model: Any, cls: type[Any], weights: Weights, destinations: Mapping[str, Tensor], progress: Progress | None
+) -> None:
+    weights = _with_todays_names(model, weights)
+    ignored = cls._keys_to_ignore_on_load_unexpected or []
+    surplus = {name for name in weights.entries if name not in destinations}
+    admitted = {name for name in surplus if any(re.search(pattern, name) for pattern in ignored)}
+    wanted = _one_name_each(destinations, weights)
+    left_out = admitted | (destinations.keys() - wanted.keys())
+    entries = {name: entry for name, entry in weights.entries.items() if name not in left_out}
+    load_into(replace(weights, entries=entries), wanted, progress=progress)
+
+
+def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict[str, Tensor]:
+    """Of a tied parameter's names the one the file has; files keep only one of them, and which one differs."""
+    names: dict[int, str] = {}
+    for name, tensor in destinations.items():
+        known = names.get(id(tensor))
+        if known is None or (known not in weights.entries and name in weights.entries):
+            names[id(tensor)] = name
+    return {name: destinations[name] for name in names.values()}
+
+
+def _with_todays_names(model: Any, weights: Weights) -> Weights:
+    """Files of early diffusers call the layers of an attention block otherwise; diffusers knows, for unsharded ones."""
+    if len(weights.files) != 1:
+        return weights
+    names = {name: name for name in weights.entries}
+    model._fix_state_dict_keys_on_load(names)
+    return replace(weights, entries={new: replace(weights.entries[old], name=new) for new, old in names.items()})
+
+
+def _finish(model: nn.Module, device: torch.device) -> None:
+    """What the files do not hold: tables computed while building, and weights put together from two parameters."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                setattr(module, hook.name, hook.compute_weight(module).detach())
+
+
+# -- transformers' models ---------------------------------------------------------------------------------------------
+
+
+def load_text_model(source: ModelSource, component: str, cls: Any, placement: Placement) -> nn.Module:
+    """A transformers model, frozen and in eval mode. Tensors it has no use for are left in the file: text encoders are
+    often published inside larger models. transformers itself reads it: it knows the names of older releases.
+
+    On the meta device nothing is read, as with `load_component`."""
+    read_config(source, component)  # broken JSON is refused in our words before transformers meets it
+    if placement.device.type == "meta":
+        with torch.device("meta"):
+            return _frozen(cls(cls.config_class.from_pretrained(str(source.part(component)), local_files_only=True)))
+    if single_file.supplies(source, component):
+        model = single_file.load_text(source, component, cls, placement.dtype)
+        return _frozen(model.to(placement.device))
+    folder = source.part(component)
+    file = weight_file(source, component)
+    options: dict[str, Any] = {"dtype": placement.dtype, "local_files_only": True, "use_safetensors": True}
+    options["ignore_mismatched_sizes"] = True  # told to us with everything else, instead of raised alone
+    if source.variant is not None and f".{source.variant}" in file.name:
+        options["variant"] = source.variant
+    if placement.device.type != "cpu":
+        options["device_map"] = {"": placement.device}
+    open_weights(file)  # a broken file is refused in our words before transformers meets it
+    with _without_progress_bar():
+        model, info = cls.from_pretrained(str(folder), output_loading_info=True, **options)
+    _refuse_incomplete(info, cls, file)
+    return _frozen(model)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _refuse_incomplete(info: Mapping[str, Any], cls: Any, file: Path) -> None:
+    """`info` is what `from_pretrained` says it could not do."""
+    hint = "check that these weights belong to this model, and model.text_encoder_path"
+    problems = [
+        Problem(name, "no tensor of this name", f"all weights of {cls.__name__}", hint, str(file))
+        for name in sorted(info["missing_keys"])[:8]
+    ]
+    problems += [
+        Problem(name, f"shape {tuple(found)}", f"shape {tuple(wanted)}, as config.json says", hint, str(file))
+        for name, found, wanted in sorted(info["mismatched_keys"])[:8]
+    ]
+    if problems:
+        raise WeightFileError(problems)
+
+
+def _frozen(model: Any) -> nn.Module:
+    frozen: nn.Module = model.requires_grad_(False).eval()
+    return frozen

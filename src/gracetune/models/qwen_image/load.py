@@ -1,0 +1,108 @@
+"""Qwen-Image's parts from their folder: which flavour it is, the transformer, and the pipeline it is sampled with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline
+from diffusers.models.autoencoders.autoencoder_kl_qwenimage import AutoencoderKLQwenImage
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
+from torch import nn
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from gracetune.diffusion.schedule import Flow
+from gracetune.models.common.flow_shift import read_shift
+from gracetune.models.common.pipelines import assemble, load_tokenizer
+from gracetune.models.layout import (
+    CONFIG,
+    SCHEDULER,
+    TOKENIZER,
+    part_config,
+    pipeline_name,
+    read_config,
+    require_parts,
+)
+from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.qwen_image.processor import PictureProcessor
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Expert, ModelFacts, Placement
+
+PIPELINES: Mapping[str, Any] = {
+    pipeline.__name__: pipeline for pipeline in (QwenImagePipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline)
+}
+TRANSFORMER = "transformer"
+_PARTS = {
+    TRANSFORMER: CONFIG,
+    "vae": CONFIG,
+    "text_encoder": CONFIG,
+    "tokenizer": TOKENIZER,
+    "scheduler": SCHEDULER,
+}
+_PROCESSOR = {"processor": TOKENIZER}
+_NO_GRADIENT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+"""Of the last block: they only make the caption's stream, which nothing reads behind it."""
+
+
+def inspect(source: ModelSource) -> ModelFacts:
+    name = pipeline_name(source, "qwen_image", PIPELINES)
+    require_parts(source, _PARTS if name == QwenImagePipeline.__name__ else {**_PARTS, **_PROCESSOR})
+    transformer = part_config(source, TRANSFORMER, QwenImageTransformer2DModel)
+    shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
+    last = transformer["num_layers"] - 1
+    return ModelFacts(
+        family="qwen_image",
+        flavour=_flavour(name, transformer),
+        experts=(Expert("", TRANSFORMER),),
+        schedule=Flow(time_scale=1.0),
+        shift=shift,
+        details={"pipeline": name, "resolution_shift": rule},
+        untrained=tuple(f"transformer_blocks.{last}.{layer}" for layer in _NO_GRADIENT),
+    )
+
+
+def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
+    """Weights that differ in their values alone (t2i and t2i-2512) are called by the older name."""
+    if pipeline == QwenImagePipeline.__name__:
+        return "t2i"
+    if pipeline == QwenImageEditPipeline.__name__:
+        return "edit"
+    return "edit-2511" if transformer["zero_cond_t"] else "edit-2509"
+
+
+def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
+    return load_component(source, expert.component, QwenImageTransformer2DModel, placement)
+
+
+def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
+    return build_component(source, expert.component, QwenImageTransformer2DModel)
+
+
+def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
+    return load_component(source, "vae", AutoencoderKLQwenImage, replace(placement, attention=None))
+
+
+def load_pipeline(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+) -> Any:
+    """A denoiser that is not given is loaded too."""
+    parts = {"vae": load_vae(source, placement), **text_parts(source, placement), **denoisers}
+    if TRANSFORMER not in denoisers:
+        parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
+    return around(source, parts)
+
+
+def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
+    parts: dict[str, Any] = {
+        "text_encoder": load_text_model(source, "text_encoder", Qwen2_5_VLForConditionalGeneration, placement)
+    }
+    if inspect(source).details["pipeline"] != QwenImagePipeline.__name__:
+        parts["processor"] = load_tokenizer(source, "processor", PictureProcessor)
+    return parts
+
+
+def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
+    """diffusers' pipeline of these parts; it reads what is not among them (tokenizer, scheduler) itself."""
+    cls = PIPELINES[inspect(source).details["pipeline"]]
+    return assemble(cls, source, parts, tokenizers=("tokenizer",))

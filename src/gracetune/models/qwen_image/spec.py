@@ -1,0 +1,36 @@
+"""Qwen-Image and Qwen-Image-Edit."""
+
+from __future__ import annotations
+
+from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
+from gracetune.models.qwen_image.keys import KEYS
+from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.qwen_image.predict import predict
+from gracetune.models.qwen_image.sample import sample
+from gracetune.models.qwen_image.tiny import build_tiny
+from gracetune.models.spec import AttentionCalls, ModelSpec
+
+# Attention and both feed-forwards, without the modulation: what musubi-tuner trains by default, and what the memory
+# estimate counts. SimpleTuner and diffusers' own script train the picture's half of the attention alone.
+_LAYERS = (
+    *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+    *(f"{stream}_mlp.{name}" for stream in ("img", "txt") for name in ("net.0.proj", "net.2")),
+)
+
+SPEC = ModelSpec(
+    family="qwen_image",
+    inspect=inspect,
+    load_denoiser=load_denoiser,
+    build_denoiser=build_denoiser,
+    load_latent_encoder=load_latent_encoder,
+    load_text_encoder=load_text_encoder,
+    predict=predict,
+    load_pipeline=load_pipeline,
+    sample=sample,
+    keys=KEYS,
+    default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
+    repeated_blocks=("QwenImageTransformerBlock",),
+    build_tiny=build_tiny,
+    attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
+)

@@ -1,0 +1,189 @@
+"""Qwen-Image in miniature: the published classes, prompt templates and scale factors, with narrow layers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImageEditPipeline,
+    QwenImageEditPlusPipeline,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen2VLImageProcessorPil,
+    Qwen2VLProcessor,
+)
+
+from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save
+from gracetune.models.qwen_image.processor import PictureProcessor
+
+_HEAD = WIDTH // 2
+_PICTURE_TOKEN = 28
+"""Pixels of a picture's side that become one token of the text encoder: 2 x 2 patches of 14."""
+_MOST_PICTURE_TOKENS = 16
+_SPECIAL = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    pipeline: Any
+    edits: bool = False
+    zero_cond_t: bool = False
+
+
+_RECIPES = {
+    "t2i": _Recipe(QwenImagePipeline),
+    "t2i-2512": _Recipe(QwenImagePipeline),
+    "edit": _Recipe(QwenImageEditPipeline, edits=True),
+    "edit-2509": _Recipe(QwenImageEditPlusPipeline, edits=True),
+    "edit-2511": _Recipe(QwenImageEditPlusPipeline, edits=True, zero_cond_t=True),
+}
+
+
+def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
+    """Writes the tiny model of one flavour into `folder`, in diffusers' layout."""
+    recipe, weights, tokenizer = _RECIPES[flavour], Weights(seed), qwen_tokenizer()
+    parts: dict[str, Any] = {
+        "scheduler": _scheduler(),
+        "vae": weights.of(AutoencoderKLQwenImage, base_dim=8, num_res_blocks=1),
+        "text_encoder": _text_encoder(weights, tokenizer),
+        "tokenizer": tokenizer,
+        "transformer": _transformer(weights, recipe),
+    }
+    if not recipe.edits:
+        return save(made(recipe.pipeline, **parts), folder)
+    parts["processor"] = PictureProcessor(_image_processor(), tokenizer)
+    return save(made(recipe.pipeline, **parts), folder, finish=_name_the_published_processor)
+
+
+def qwen_tokenizer() -> Qwen2Tokenizer:
+    """Every text in bytes, but each word of the pipelines' templates is one token.
+
+    The pipelines cut their template off the encoded text by its published number of tokens, which is what words of one
+    token add up to.
+    """
+    bare = Tokenizer(BPE())
+    bare.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    # All merges there are: what is left of every word in the end is one piece.
+    trainer = BpeTrainer(
+        vocab_size=1 << 16, min_frequency=0, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
+    )
+    bare.train_from_iterator(_template_texts(), trainer)
+    learned = json.loads(bare.to_str())["model"]
+    merges = [tuple(merge) for merge in learned["merges"]]
+    tokenizer: Qwen2Tokenizer = made(Qwen2Tokenizer, vocab=learned["vocab"], merges=merges, model_max_length=2048)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_SPECIAL[1:])})
+    return tokenizer
+
+
+def _template_texts() -> list[str]:
+    """What the templates of both kinds of pipeline say between their special tokens."""
+    parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
+    pipelines = (made(QwenImagePipeline, **parts), made(QwenImageEditPipeline, **parts, processor=None))
+    texts = [pipeline.prompt_template_encode.replace("{}", "") for pipeline in pipelines]
+    for special in _SPECIAL:
+        texts = [piece for text in texts for piece in text.split(special)]
+    return texts
+
+
+def _text_encoder(weights: Weights, tokenizer: Qwen2Tokenizer) -> Any:
+    ids = tokenizer.get_vocab()
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_heads": 2,
+        "out_hidden_size": WIDTH,
+        "fullatt_block_indexes": [1],
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    return weights.of(Qwen2_5_VLForConditionalGeneration, config)
+
+
+def _transformer(weights: Weights, recipe: _Recipe) -> Any:
+    return weights.of(
+        QwenImageTransformer2DModel,
+        num_layers=2,
+        num_attention_heads=2,
+        attention_head_dim=_HEAD,
+        joint_attention_dim=WIDTH,
+        axes_dims_rope=(4, 6, 6),
+        zero_cond_t=recipe.zero_cond_t,
+    )
+
+
+def _scheduler() -> Any:
+    return made(
+        FlowMatchEulerDiscreteScheduler,
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+
+
+def _image_processor() -> Any:
+    one_token = _PICTURE_TOKEN**2
+    return made(
+        Qwen2VLImageProcessorPil,
+        size={"shortest_edge": 4 * one_token, "longest_edge": _MOST_PICTURE_TOKENS * one_token},
+    )
+
+
+def _name_the_published_processor(folder: Path) -> None:
+    """`PictureProcessor` is our stand-in: the folder names the class published folders name, with all its parts."""
+    index = folder / "model_index.json"
+    named = json.loads(index.read_text(encoding="utf-8"))
+    named["processor"] = ["transformers", Qwen2VLProcessor.__name__]
+    index.write_text(json.dumps(named, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for file in (folder / "processor").glob("*_config.json"):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        if "processor_class" in settings:
+            settings["processor_class"] = Qwen2VLProcessor.__name__
+        if file.name == "processor_config.json":
+            settings["video_processor"] = {"video_processor_type": "Qwen2VLVideoProcessor"}
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

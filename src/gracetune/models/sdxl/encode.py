@@ -1,0 +1,72 @@
+"""Pictures and captions as SDXL's U-Net takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
+from gracetune.data.errors import DataError
+from gracetune.data.media.load import Sample
+from gracetune.models.common.encoding import encoder_id, files_digest
+from gracetune.models.common.picture_latents import Codec, PictureLatents
+from gracetune.models.common.pipelines import PipelineText
+from gracetune.models.sdxl.load import UNET, around, encoding_dtype, load_vae, text_parts
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, Placement
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+    dtype = encoding_dtype(source, placement)
+    vae: Any = load_vae(source, replace(placement, dtype=dtype))
+    channels, factor = vae.config.latent_channels, vae.config.scaling_factor
+    mean, std = vae.config.latents_mean or (0.0,) * channels, vae.config.latents_std or (1.0,) * channels
+    codec = Codec(tuple(mean), tuple(factor / value for value in std), placement.dtype, more=_sizes)
+    settings = {
+        "class": type(vae).__name__,
+        "dtype": f"{dtype}, kept as {placement.dtype}",
+        "posterior": options.posterior,
+    }
+    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+
+
+def _sizes(sample: Sample) -> Entry:
+    """Original size, corner of the cut and target size, each as height and width.
+
+    A flipped picture is one that was flipped before it was cut: the corner is counted from the other side.
+    """
+    ref, fit = sample.ref, sample.ref.fit
+    if fit is None:
+        raise DataError(f"{ref.path}: nothing says how this picture was brought to its size")
+    left, top = fit.left, fit.top
+    if ref.augmentation.flip_x:
+        left = fit.resized[0] - ref.bucket.width - left
+    if ref.augmentation.flip_y:
+        top = fit.resized[1] - ref.bucket.height - top
+    width, height = fit.original
+    return {"time_ids": torch.tensor([height, width, top, left, ref.bucket.height, ref.bucket.width]).float()}
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+    pipeline = around(source, {**text_parts(source, placement), "vae": None, "scheduler": None, UNET: None})
+    settings = {
+        "class": type(pipeline).__name__,
+        "dtype": str(placement.dtype),
+        "tokenizer": files_digest(source.part("tokenizer")),
+        "tokenizer_2": files_digest(source.part("tokenizer_2")),
+    }
+    identity = encoder_id("text", source, ["text_encoder", "text_encoder_2"], settings)
+    return PipelineText(pipeline, identity, _encode, device=placement.device)
+
+
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt]) -> list[Entry]:
+    """Always 77 tokens: the U-Net was trained with the padding in sight, and nothing masks it."""
+    texts = [prompt.text for prompt in prompts]
+    embeds, _, pooled, _ = pipeline.encode_prompt(prompt=texts, device=device, do_classifier_free_guidance=False)
+    return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

@@ -1,0 +1,40 @@
+"""SDXL."""
+
+from __future__ import annotations
+
+from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder
+from gracetune.models.sdxl.keys import KEYS
+from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.sdxl.predict import predict
+from gracetune.models.sdxl.sample import sample
+from gracetune.models.sdxl.tiny import build_tiny
+from gracetune.models.spec import AttentionCalls, ModelSpec
+
+# Every layer of the transformer blocks, as kohya's; without the projections around them (proj_in, proj_out), which the
+# memory estimate does not count either.
+_LAYERS = (
+    *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    "ff.net.0.proj",
+    "ff.net.2",
+)
+
+SPEC = ModelSpec(
+    family="sdxl",
+    inspect=inspect,
+    load_denoiser=load_denoiser,
+    build_denoiser=build_denoiser,
+    load_latent_encoder=load_latent_encoder,
+    load_text_encoder=load_text_encoder,
+    predict=predict,
+    load_pipeline=load_pipeline,
+    sample=sample,
+    keys=KEYS,
+    default_targets=tuple(
+        f"{part}.attentions.*.transformer_blocks.*.{layer}"
+        for part in ("down_blocks.*", "mid_block", "up_blocks.*")
+        for layer in _LAYERS
+    ),
+    repeated_blocks=("BasicTransformerBlock",),
+    build_tiny=build_tiny,
+    attention=AttentionCalls(dispatched=False, head_dim=64),
+)

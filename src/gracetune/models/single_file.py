@@ -1,0 +1,144 @@
+"""Weights in one file of the original layout, under the names their authors gave them; diffusers knows how to read it.
+
+diffusers' own `from_single_file` forgets the layers that must stay float32 under bfloat16 and lets missing tensors pass
+with a warning. So only its renaming is used here, and the tensors go into memory `models.loading` prepared.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.errors import ConfigError, Problem
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights.files import TensorEntry, open_weights, shortened
+from gracetune.memory.weights.staging import too_large_for
+from gracetune.models.source import ModelSource
+
+_DENOISERS = ("transformer", "unet")
+_PREFIXES: Mapping[str, tuple[str, ...]] = {
+    "vae": ("first_stage_model.", "vae."),
+    "text_encoder": ("conditioner.embedders.0.",),
+    "text_encoder_2": ("conditioner.embedders.1.",),
+}
+"""What the names of each other part begin with. The text encoders are SDXL's two, as they are called in its whole
+checkpoints; files with others are refused when the source is opened."""
+_BESIDE = tuple(prefix for prefixes in _PREFIXES.values() for prefix in prefixes)
+
+
+def supplies(source: ModelSource, component: str) -> bool:
+    """Whether this part's weights come from the single file."""
+    if source.single_file is None or {"vae": source.vae, "text_encoder": source.text_encoder}.get(component):
+        return False
+    return component in _DENOISERS or (component in _PREFIXES and bool(tensors_of(source, component)))
+
+
+def tensors_of(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
+    """Those of the file's tensors that are this part's."""
+    assert source.single_file is not None
+    entries = open_weights(source.single_file).entries.values()
+    if component in _DENOISERS:
+        return tuple(entry for entry in entries if not entry.name.startswith(_BESIDE))
+    return tuple(entry for entry in entries if entry.name.startswith(_PREFIXES[component]))
+
+
+def has_todays_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
+    """diffusers' own names: nothing to rename, and the quicker way to load is open."""
+    return open_weights(file).entries.keys() == destinations.keys()
+
+
+def load(file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Mapping[str, Tensor]) -> None:
+    renamed = _renamed(file, cls, config)
+    problems = shortened(_missing(file, cls, renamed, destinations)) + shortened(_surplus(file, renamed, destinations))
+    problems += [
+        Problem(name, f"shape {tuple(renamed[name].shape)}", f"shape {tuple(tensor.shape)}", _BELONG, str(file))
+        for name, tensor in destinations.items()
+        if name in renamed and renamed[name].shape != tensor.shape
+    ][:8]
+    if problems:
+        raise WeightFileError(problems)
+    with torch.no_grad():
+        for name, tensor in destinations.items():
+            bad = too_large_for(renamed[name], tensor.dtype)
+            if bad is not None:
+                expected = f"values up to {torch.finfo(tensor.dtype).max:g}, the largest {tensor.dtype} holds"
+                hint = "--set model.base_precision=bf16"
+                raise WeightFileError([Problem(name, f"the value {bad:g}", expected, hint, str(file))])
+            tensor.copy_(renamed[name])
+
+
+_BELONG = "check that this file belongs to model.family and model.flavour"
+
+
+def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+    from safetensors.torch import load_file
+
+    known: dict[str, Any] | None = SINGLE_FILE_LOADABLE_CLASSES.get(cls.__name__)  # type: ignore[assignment]
+    if known is None:
+        hint = "give the model's folder in diffusers' layout as model.path"
+        found = f"{file}, a single file in its authors' own layout"
+        raise ConfigError([Problem("model.path", found, f"a layout diffusers reads for {cls.__name__}", hint)])
+    open_weights(file)  # a broken file is refused in our words
+    tensors = load_file(file)  # mapped, not read
+    try:
+        renamed: dict[str, Tensor] = known["checkpoint_mapping_fn"](config=dict(config), checkpoint=tensors)
+    except (KeyError, IndexError, ValueError, RuntimeError) as error:
+        # The renaming looks for the tensors it expects and falls over the first one that is not there.
+        found = f"no layout diffusers knows for {cls.__name__} ({type(error).__name__}: {error})"
+        raise WeightFileError(
+            [Problem("names", found, "the layout the model was published in", _BELONG, str(file))]
+        ) from None
+    return renamed
+
+
+def _missing(
+    file: Path, cls: type[Any], renamed: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+) -> list[Problem]:
+    problems = []
+    for position, name in enumerate(name for name in destinations if name not in renamed):
+        near = difflib.get_close_matches(name, renamed, n=1) if position < 3 else []
+        hint = f"is it {near[0]!r}?" if near else _BELONG
+        problems.append(Problem(name, "no tensor of this name", f"all weights of {cls.__name__}", hint, str(file)))
+    return problems
+
+
+def _surplus(file: Path, renamed: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> list[Problem]:
+    return [
+        Problem(name, "a tensor the model has no place for", "only this model's weights", _BELONG, str(file))
+        for name in renamed
+        if name not in destinations and not name.startswith(_BESIDE)
+    ]
+
+
+def load_text(source: ModelSource, component: str, cls: Any, dtype: torch.dtype) -> nn.Module:
+    """The text encoder inside a whole checkpoint in one file, as SDXL's are published."""
+    from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
+    from safetensors.torch import load_file
+
+    file = source.single_file
+    assert file is not None
+    open_weights(file)  # a broken file is refused in our words
+    # diffusers tells the two apart by their width; by their place in the file there is nothing to guess.
+    (prefix,) = _PREFIXES[component]
+    tensors = {name: tensor for name, tensor in load_file(file).items() if name.startswith(prefix)}
+    try:
+        model: nn.Module = create_diffusers_clip_model_from_ldm(
+            cls, tensors, subfolder=component, config=str(source.folder), torch_dtype=dtype, local_files_only=True
+        )
+    except ValueError as error:
+        problem = Problem(prefix, str(error), f"the weights of {cls.__name__}", _BELONG, str(file))
+        raise WeightFileError([problem]) from None
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if empty:
+        problems = [
+            Problem(name, "no tensor for it", f"all weights of {cls.__name__}", _BELONG, str(file))
+            for name in empty[:8]
+        ]
+        raise WeightFileError(problems)
+    return model

@@ -1,0 +1,260 @@
+"""Where a model's weights are: a folder in diffusers' layout, and single files for parts of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gracetune.config.families import find_flavour, flavours
+from gracetune.config.places import Place, look
+from gracetune.config.run_config import Model
+from gracetune.config.spelling import nearest
+from gracetune.errors import ConfigError, Problem
+from gracetune.memory.weights.files import open_weights
+from gracetune.models import hub
+
+INDEX = "model_index.json"
+PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
+_ADAPTER_KEY = re.compile(r"(^|\.|_)(lora|lokr|hada|oft|lora_magnitude_vector|dora)_|\.lora\.")
+_FOREIGN_TEXT = ("text_encoders.", "cond_stage_model.")
+"""How other tools pack text encoders into a file with the denoiser."""
+_LAYOUT = f"a folder in diffusers' layout ({INDEX} and one subfolder per part)"
+_ANY = f"{_LAYOUT}, a hub id, or a single .safetensors file"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Everything here is on this machine's disks: a hub id has been resolved to its snapshot."""
+
+    name: str
+    """As the user wrote it: for messages."""
+    folder: Path
+    """diffusers' layout: model_index.json and one subfolder per part."""
+    single_file: Path | None = None
+    """The denoiser's weights in one safetensors file of the original layout; `folder` still has the configuration.
+
+    What else such a file holds (a VAE, text encoders) replaces what `folder` has of it."""
+    variant: str | None = None
+    """`fp16` and the like: which of several files in a subfolder."""
+    vae: Path | None = None
+    """A folder that replaces the VAE's."""
+    text_encoder: Path | None = None
+    fingerprints: Path | None = None
+    """The file in which fingerprints of the weights are remembered; None takes them anew every time."""
+
+    def part(self, component: str) -> Path:
+        """The folder of one part."""
+        replaced = {"vae": self.vae, "text_encoder": self.text_encoder}.get(component)
+        return replaced or self.folder / component
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """One of a model's configuration files."""
+    hint = "download it again, or check model.path"
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        problem = Problem("model.path", error.strerror or str(error), "a readable file", "check model.path", str(path))
+        raise ConfigError([problem]) from None
+    except ValueError as error:
+        raise ConfigError([Problem("model.path", f"no valid JSON: {error}", "JSON", hint, str(path))]) from None
+    if not isinstance(value, dict):
+        raise ConfigError([Problem("model.path", f"a {type(value).__name__}", "a JSON object", hint, str(path))])
+    return value
+
+
+def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
+    """Find the weights a config names; downloads what a hub id lacks, where the machine is not offline."""
+    vae = _open_part(model, "vae", model.vae_path, fetch)
+    text_encoder = _open_part(model, "text_encoder", model.text_encoder_path, fetch)
+    name = model.path or _published(model)
+    found = _find("model.path", name)
+    single_file = None
+    if found is None:
+        folder = fetch("model.path", name, model.revision, model.variant)
+    elif found.kind == "file":
+        single_file = _checked_file(found.path)
+        folder = _configuration_of(model, single_file, vae, fetch)
+    else:
+        folder = found.path
+    _check_folder("model.path", folder)
+    if single_file is not None:
+        _check_one_denoiser(folder, single_file)
+    if model.variant is not None and single_file is None:
+        _check_variant(folder, model.variant)
+    return ModelSource(name, folder, single_file, model.variant, vae, text_encoder)
+
+
+def _published(model: Model) -> str:
+    known = flavours(model.family)
+    flavour = known[0] if model.flavour is None else find_flavour(model.family, model.flavour)
+    if flavour is None:
+        names = [one.name for one in known]
+        hint = f"--set model.flavour={nearest(model.flavour or '', names) or names[0]}"
+        raise ConfigError([Problem("model.flavour", str(model.flavour), ", ".join(names), hint)])
+    return flavour.weights
+
+
+def _find(key: str, name: str) -> Place | None:
+    """What is on disk under this name; None for what can only be a hub id."""
+    place = look(name)
+    if place.kind in ("file", "folder"):
+        return place
+    if place.kind == "nothing" and _HUB_ID.fullmatch(name) and not name.endswith((".safetensors", *PICKLES)):
+        return None
+    raise ConfigError([Problem(key, f"{name}, {place.words}", _ANY, f"check the spelling of {place.path.absolute()}")])
+
+
+def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch) -> Path | None:
+    """`vae_path` and its like: the part's own folder, or a whole model's, whose part is taken."""
+    if name is None:
+        return None
+    key = f"model.{component}_path"
+    found = _find(key, name)
+    if found is not None and found.kind == "file":
+        expected = "a folder with config.json and .safetensors weights, or a hub id"
+        hint = "convert it with diffusers' from_single_file and save_pretrained, and give that folder"
+        raise ConfigError([Problem(key, f"{name}, which is a file", expected, hint)])
+    folder = fetch(key, name, None, model.variant) if found is None else found.path
+    whole = (folder / INDEX).is_file() or not (folder / "config.json").is_file()
+    part = folder / component if whole else folder
+    if not (part / "config.json").is_file():
+        expected = f"config.json and .safetensors weights in it, or in a subfolder {component}"
+        raise ConfigError([Problem(key, f"{folder}: {_held(folder)}", expected, "give the folder that holds them")])
+    return part
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _check_folder(key: str, folder: Path) -> None:
+    if (folder / INDEX).is_file():
+        return
+    for recognise in _WRONG_KINDS:
+        answer = recognise(folder)
+        if answer is not None:
+            found, hint = answer
+            raise ConfigError([Problem(key, f"{folder}: {found}", _LAYOUT, hint)])
+    hint = "give the folder above the transformer (or unet), vae and text_encoder subfolders"
+    raise ConfigError([Problem(key, f"{folder}: {_held(folder)}", _LAYOUT, hint)])
+
+
+def _adapter(folder: Path) -> tuple[str, str] | None:
+    if not (folder / "adapter_config.json").is_file():
+        return None
+    return "an adapter saved by peft", f"--set adapter.init_from={folder}, and the base model as model.path"
+
+
+def _one_part(folder: Path) -> tuple[str, str] | None:
+    if not (folder / "config.json").is_file():
+        return None
+    parent = folder.absolute().parent
+    above = f"--set model.path={parent}" if (parent / INDEX).is_file() else "give the folder of the whole model"
+    return f"one part of a model ({folder.name}), not a whole one", above
+
+
+def _hub_cache(folder: Path) -> tuple[str, str] | None:
+    if not (folder / "snapshots").is_dir():
+        return None
+    hub_id = folder.name.removeprefix("models--").replace("--", "/")
+    return "the hub's cache of a model", f"--set model.path={hub_id}"
+
+
+def _part_folders(folder: Path) -> tuple[str, str] | None:
+    parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    if not parts:
+        return None
+    return f"parts ({', '.join(parts)}) without {INDEX}", f"copy {INDEX} from where the model was published"
+
+
+def _files_alone(folder: Path) -> tuple[str, str] | None:
+    single = sorted(folder.glob("*.safetensors"))
+    if single:
+        return f"weights in a single file, {single[0].name}", f"--set model.path={single[0]}"
+    pickles = _pickles(folder)
+    if pickles:
+        return f"pickled weights, {pickles[0].name}", "take the .safetensors files: a pickle can run any code"
+    return None
+
+
+_WRONG_KINDS: tuple[Callable[[Path], tuple[str, str] | None], ...] = (
+    _adapter,
+    _hub_cache,
+    _part_folders,
+    _one_part,
+    _files_alone,
+)
+
+
+def _pickles(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in PICKLES)
+
+
+def _held(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir())
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"it holds {', '.join(names[:8])}{more}" if names else "it is empty"
+
+
+def _check_variant(folder: Path, variant: str) -> None:
+    """diffusers takes the plain files of parts that lack the variant; a variant nobody has is a mistake."""
+    files = sorted(path.name for path in folder.glob("*/*.safetensors"))
+    if any(hub.has_variant(name, variant) for name in files):
+        return
+    variants = sorted({found for name in files if (found := hub.variant_of(name)) is not None})
+    expected = f"one of {', '.join(variants)}, or none" if variants else "none: this model has only plain files"
+    hint = f"--set model.variant={variants[0]}" if variants else "remove model.variant"
+    raise ConfigError([Problem("model.variant", variant, expected, hint, str(folder))])
+
+
+# -- single files -----------------------------------------------------------------------------------------------------
+
+
+def _checked_file(path: Path) -> Path:
+    if path.suffix in PICKLES:
+        hint = "take the .safetensors file of the same model: a pickle can run any code when it is read"
+        raise ConfigError([Problem("model.path", f"{path}, pickled weights", _ANY, hint)])
+    if path.suffix != ".safetensors":
+        raise ConfigError([Problem("model.path", f"{path}, a {path.suffix or 'nameless'} file", _ANY, "convert it")])
+    names = open_weights(path).entries
+    if names and all(_ADAPTER_KEY.search(name) or name.endswith("alpha") for name in names):
+        hint = f"--set adapter.init_from={path}, and the base model as model.path"
+        raise ConfigError([Problem("model.path", f"{path}, an adapter", _ANY, hint)])
+    foreign = next((name for name in names if name.startswith(_FOREIGN_TEXT)), None)
+    if foreign is not None:
+        found = f"{path}, which also holds text encoders in a layout that cannot be read ({foreign})"
+        hint = "take the file that holds the denoiser alone; text encoders then come from the model's folder"
+        raise ConfigError([Problem("model.path", found, _ANY, hint)])
+    return path
+
+
+def _configuration_of(model: Model, file: Path, vae: Path | None, fetch: hub.Fetch) -> Path:
+    """A single file has weights only: configuration, tokenizers and whatever it lacks come from a whole model's folder.
+
+    In this order: the folder the file lies in or the one above it, the model `vae_path` belongs to, the published one.
+    """
+    near = [file.absolute().parent, file.absolute().parent.parent, *([vae.absolute().parent] if vae else [])]
+    for folder in near:
+        if (folder / INDEX).is_file():
+            return folder
+    published = _published(model)
+    try:
+        return fetch("model.path", published, model.revision if model.path is None else None, model.variant)
+    except ConfigError as error:
+        found = f"{file}: weights without configuration; {error.problems[0].found}"
+        expected = f"beside the weights, the other parts of the model, as {published} has them"
+        hint = f"put the file into the folder of the whole model, or {error.problems[0].hint}"
+        raise ConfigError([Problem("model.path", found, expected, hint)]) from None
+
+
+def _check_one_denoiser(folder: Path, file: Path) -> None:
+    second = read_json(folder / INDEX).get("transformer_2")
+    if isinstance(second, list) and second[0] is not None:
+        found = f"{file}: one file, for the model in {folder}, which has two denoisers"
+        hint = f"put both in diffusers' layout and give that folder: --set model.path={folder}"
+        raise ConfigError([Problem("model.path", found, "weights of both noise experts", hint)])

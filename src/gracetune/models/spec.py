@@ -1,0 +1,159 @@
+"""What every model family provides, in one bundle. Generic code reads this and never asks which family it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gracetune.cache.encoder import LatentEncoder, TextEncoder
+from gracetune.diffusion.schedule import NoiseSchedule
+from gracetune.models.source import ModelSource
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+    from torch import Tensor, nn
+
+    from gracetune.models.keys import KeyMap
+
+ExpertName = str
+"""`high_noise`, `low_noise`, or `""` for a model that has only one denoiser."""
+
+
+@dataclass(frozen=True)
+class Expert:
+    """One denoiser and the noise levels it works at: `lowest <= level`, and below the next expert's `lowest`."""
+
+    name: ExpertName
+    component: str
+    """Its folder in the diffusers layout: transformer, transformer_2, unet."""
+    lowest: float = 0.0
+    highest: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the weights' configuration files say: read without loading any weight."""
+
+    family: str
+    flavour: str
+    experts: tuple[Expert, ...]
+    """The one for the highest noise first."""
+    schedule: NoiseSchedule
+    shift: float = 1.0
+    """Of the flow's noise levels, as the model is sampled with; 1 where there is none."""
+    details: Mapping[str, Any] = field(default_factory=dict)
+    """For the family's own functions: sizes, guidance embedding, templates."""
+    untrained: tuple[str, ...] = ()
+    """Layers of this very model that never get a gradient, where that depends on how many blocks it has; to be left
+    out of the default targets together with `ModelSpec.untrained`."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and how a part is held."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str | None = None
+    """diffusers' name of an attention backend, chosen by `models.attention`; None leaves diffusers' own choice."""
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    tiling: bool = False
+    slicing: bool = False
+    posterior: str = "mean"
+    """`mean`, or `sample`: drawn from a generator seeded by the sample's own digest, so that it can be repeated."""
+    image_to_video: bool = False
+    """Clips are learnt from their first frame; asked for only where the weights can do both (Wan 2.2 5B)."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    prompt: str
+    negative_prompt: str = ""
+    width: int = 0
+    height: int = 0
+    frames: int = 1
+    seconds: float = 0.0
+    steps: int = 20
+    guidance: float | None = None
+    """None: the family's own default."""
+    seed: int = 0
+    references: tuple[Image, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a pipeline drew: frames (one for a picture) or sound [channels, samples], never both."""
+
+    frames: tuple[Image, ...] = ()
+    fps: float | None = None
+    audio: Tensor | None = None
+    sample_rate: int | None = None
+
+
+@dataclass(frozen=True)
+class AttentionCalls:
+    """How a family's denoisers call attention: what a kernel has to be able to do for them (`models.attention`)."""
+
+    masked: bool = False
+    """They give it a mask, in some batches at least."""
+    dispatched: bool = True
+    """The calls go through diffusers' dispatcher, and not to torch at once."""
+    head_dim: int = 128
+    """Of the published weights."""
+
+
+class Predict(Protocol):
+    def __call__(
+        self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
+    ) -> Tensor:
+        """The denoiser's answer to `noisy` [B, ...] at `level` [B], shaped like `noisy`.
+
+        `batch` holds the cached entries (names of `cache.encoder`) with a batch dimension.
+        """
+
+
+class LoadPipeline(Protocol):
+    def __call__(
+        self,
+        source: ModelSource,
+        denoisers: Mapping[str, nn.Module],
+        placement: Placement,
+        facts: ModelFacts | None = None,
+    ) -> Any:
+        """diffusers' own pipeline around the given denoisers (component -> module); the rest is loaded.
+
+        It samples as `facts` say (`models.facts` has those of a config); None: as the weights' files do.
+        """
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """One family. The functions are small; none keeps state."""
+
+    family: str
+    inspect: Callable[[ModelSource], ModelFacts]
+    load_denoiser: Callable[[ModelSource, Expert, Placement], nn.Module]
+    """Frozen, in eval mode, one copy of the weights; layers that must stay float32 do."""
+    build_denoiser: Callable[[ModelSource, Expert], nn.Module]
+    """The same on the meta device: shapes and names without memory."""
+    load_latent_encoder: Callable[[ModelSource, Placement, EncodeOptions], LatentEncoder]
+    load_text_encoder: Callable[[ModelSource, Placement], TextEncoder]
+    predict: Predict
+    load_pipeline: LoadPipeline
+    sample: Callable[[Any, SampleRequest], Sampled]
+    keys: KeyMap
+    """What this family's layers are called in other files."""
+    default_targets: tuple[str, ...]
+    """Patterns of the layers an adapter sits on when a config names none."""
+    repeated_blocks: tuple[str, ...]
+    """Names of the block classes the denoiser repeats: what is compiled and checkpointed."""
+    build_tiny: Callable[..., Path]
+    untrained: Sequence[str] = ()
+    """Patterns of target layers that never get a gradient, left out of the default targets."""
+    attention: AttentionCalls = AttentionCalls()

@@ -1,0 +1,75 @@
+"""What a Stable Audio folder says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diffusers.models.autoencoders.autoencoder_oobleck import AutoencoderOobleck
+from diffusers.models.transformers.stable_audio_transformer import StableAudioDiTModel
+
+from gracetune.diffusion.schedule import Cosine
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.layout import (
+    CONFIG,
+    SCHEDULER,
+    TOKENIZER,
+    part_config,
+    pipeline_name,
+    read_config,
+    require_parts,
+)
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Expert, ModelFacts
+
+PIPELINE = "StableAudioPipeline"
+_MOST_TOKENS = 4096
+"""Tokenizers without a limit of their own write 1e30 for it."""
+_PARTS = {
+    **dict.fromkeys(("transformer", "vae", "text_encoder", "projection_model"), CONFIG),
+    "tokenizer": TOKENIZER,
+    "scheduler": SCHEDULER,
+}
+
+
+def inspect(source: ModelSource) -> ModelFacts:
+    pipeline_name(source, "stable_audio", {PIPELINE: None})
+    require_parts(source, _PARTS)
+    transformer = part_config(source, "transformer", StableAudioDiTModel)
+    tokens = read_config(source, "tokenizer", TOKENIZER).get("model_max_length")
+    problems = [
+        *_other_noise(source, read_config(source, "scheduler", SCHEDULER)),
+        *_other_sizes(source, transformer, tokens),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return ModelFacts(
+        family="stable_audio",
+        flavour="open-1.0",
+        experts=(Expert("", "transformer"),),
+        schedule=Cosine(),
+        details={
+            "recognised": f"{PIPELINE}, {transformer['in_channels']} latent channels",
+            "text_tokens": tokens,
+            "rotary_size": transformer["attention_head_dim"] // 2,
+        },
+    )
+
+
+def _other_noise(source: ModelSource, scheduler: Mapping[str, Any]) -> Iterator[Problem]:
+    """The cosine schedule is that of data of unit size, and of v: other weights would learn something else."""
+    file, hint = str(source.part("scheduler") / SCHEDULER), "take the weights of stable-audio-open-1.0"
+    for key, expected in (("prediction_type", "v_prediction"), ("sigma_data", 1.0)):
+        if scheduler.get(key) != expected:
+            yield Problem(key, repr(scheduler.get(key)), repr(expected), hint, file)
+
+
+def _other_sizes(source: ModelSource, transformer: Mapping[str, Any], tokens: object) -> Iterator[Problem]:
+    if not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS:
+        file = str(source.part("tokenizer") / TOKENIZER)
+        yield Problem("model_max_length", repr(tokens), "how many tokens the weights read", "128", file)
+    channels = part_config(source, "vae", AutoencoderOobleck)["decoder_input_channels"]
+    if transformer["in_channels"] != channels:
+        file = str(source.part("transformer") / CONFIG)
+        hint = "check that model.path and model.vae_path belong together"
+        yield Problem("in_channels", str(transformer["in_channels"]), f"{channels}, as the VAE has", hint, file)

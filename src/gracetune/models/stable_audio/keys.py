@@ -1,0 +1,40 @@
+"""What Stable Audio's layers are called in the weights Stability AI published: query, key and value in one matrix.
+
+ComfyUI knows this family by these names only.
+"""
+
+from __future__ import annotations
+
+from gracetune.models.keys import Fused, KeyMap, Rule
+
+_OURS, _THEIRS = "transformer_blocks.{}", "transformer.layers.{}"
+
+KEYS = KeyMap(
+    family="stable_audio",
+    component="transformer",
+    rules=(
+        *(
+            Rule(f"{ours}.{number}", f"{original}.{number}")
+            for ours, original in (
+                ("timestep_proj", "to_timestep_embed"),
+                ("global_proj", "to_global_embed"),
+                ("cross_attention_proj", "to_cond_embed"),
+            )
+            for number in (0, 2)
+        ),
+        Rule("preprocess_conv", "preprocess_conv"),
+        Rule("proj_in", "transformer.project_in"),
+        Rule(f"{_OURS}.attn1.to_out.0", f"{_THEIRS}.self_attn.to_out"),
+        Rule(f"{_OURS}.attn2.to_q", f"{_THEIRS}.cross_attn.to_q"),
+        Rule(f"{_OURS}.attn2.to_out.0", f"{_THEIRS}.cross_attn.to_out"),
+        Rule(f"{_OURS}.ff.net.0.proj", f"{_THEIRS}.ff.ff.0.proj"),
+        Rule(f"{_OURS}.ff.net.2", f"{_THEIRS}.ff.ff.2"),
+        Rule("proj_out", "transformer.project_out"),
+        Rule("postprocess_conv", "postprocess_conv"),
+    ),
+    fused=(
+        Fused(f"{_THEIRS}.self_attn.to_qkv", tuple((f"{_OURS}.attn1.to_{name}", 1) for name in "qkv")),
+        Fused(f"{_THEIRS}.cross_attn.to_kv", tuple((f"{_OURS}.attn2.to_{name}", 1) for name in "kv")),
+    ),
+    depths=(("transformer_blocks", 24),),
+)

@@ -1,0 +1,36 @@
+"""Stable Audio Open in one bundle."""
+
+from __future__ import annotations
+
+from gracetune.models.spec import AttentionCalls, ModelSpec
+from gracetune.models.stable_audio.facts import inspect
+from gracetune.models.stable_audio.keys import KEYS
+from gracetune.models.stable_audio.latents import load_latent_encoder
+from gracetune.models.stable_audio.load import build_denoiser, load_denoiser, load_pipeline
+from gracetune.models.stable_audio.predict import predict
+from gracetune.models.stable_audio.sample import sample
+from gracetune.models.stable_audio.text import load_text_encoder
+from gracetune.models.stable_audio.tiny import build_tiny
+
+_LAYERS = (
+    *(f"attn{number}.to_{part}" for number in (1, 2) for part in ("q", "k", "v", "out.0")),
+    "ff.net.0.proj",
+    "ff.net.2",
+)
+
+SPEC = ModelSpec(
+    family="stable_audio",
+    inspect=inspect,
+    load_denoiser=load_denoiser,
+    build_denoiser=build_denoiser,
+    load_latent_encoder=load_latent_encoder,
+    load_text_encoder=load_text_encoder,
+    predict=predict,
+    load_pipeline=load_pipeline,
+    sample=sample,
+    keys=KEYS,
+    default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
+    repeated_blocks=("StableAudioDiTBlock",),
+    build_tiny=build_tiny,
+    attention=AttentionCalls(dispatched=False, head_dim=64),
+)

@@ -1,0 +1,80 @@
+"""Stable Audio in miniature: stereo at 44.1 kHz, 2048 samples to a latent column, with narrow layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from diffusers import (
+    AutoencoderOobleck,
+    EDMDPMSolverMultistepScheduler,
+    StableAudioDiTModel,
+    StableAudioPipeline,
+    StableAudioProjectionModel,
+)
+
+from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_encoder, t5_tokenizer
+
+_COLUMNS = 32
+"""Of what the pipeline draws: a second and a half. Training may use more; nothing in the weights depends on it."""
+_CHANNELS = 16
+"""Published: 64. Every layer of this VAE's encoder is at least twice as wide as its latents."""
+_LONGEST_SECONDS = 512
+"""The largest number the conditioning knows, not the longest sound."""
+_FLAVOURS = ("open-1.0",)
+
+
+def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
+    """Writes the tiny model into `folder`, in diffusers' layout."""
+    if flavour not in _FLAVOURS:
+        raise KeyError(flavour)
+    weights, tokenizer = Weights(seed), t5_tokenizer(128)
+    pipeline = made(
+        StableAudioPipeline,
+        vae=_vae(weights),
+        text_encoder=t5_encoder(weights, len(tokenizer)),
+        projection_model=weights.of(StableAudioProjectionModel, WIDTH, WIDTH, 0, _LONGEST_SECONDS),
+        tokenizer=tokenizer,
+        transformer=_transformer(weights),
+        scheduler=_scheduler(),
+    )
+    return save(pipeline, folder)
+
+
+def _transformer(weights: Weights) -> Any:
+    return weights.of(
+        StableAudioDiTModel,
+        sample_size=_COLUMNS,
+        in_channels=_CHANNELS,
+        out_channels=_CHANNELS,
+        num_layers=2,
+        num_attention_heads=2,
+        num_key_value_attention_heads=1,
+        attention_head_dim=WIDTH // 2,
+        cross_attention_dim=WIDTH,
+        cross_attention_input_dim=WIDTH,
+        global_states_input_dim=2 * WIDTH,  # the start and the end of the sound
+        time_proj_dim=WIDTH,
+    )
+
+
+def _vae(weights: Weights) -> Any:
+    return weights.of(
+        AutoencoderOobleck,
+        encoder_hidden_size=2 * _CHANNELS,
+        decoder_channels=_CHANNELS,
+        decoder_input_channels=_CHANNELS,
+        channel_multiples=[1, 1, 1, 1, 1],
+    )
+
+
+def _scheduler() -> Any:
+    """Published folders name `CosineDPMSolverMultistepScheduler`, which needs torchsde; this one needs nothing."""
+    return made(
+        EDMDPMSolverMultistepScheduler,
+        sigma_min=0.3,
+        sigma_max=500.0,
+        sigma_data=1.0,
+        sigma_schedule="exponential",
+        prediction_type="v_prediction",
+    )

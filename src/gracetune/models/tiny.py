@@ -1,0 +1,82 @@
+"""A tiny model of every flavour, written as an ordinary model folder in about a second and without a download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import MappingProxyType
+
+from gracetune.config.families import FAMILIES, find_flavour, flavours
+from gracetune.config.spelling import nearest
+from gracetune.errors import ConfigError, Problem
+
+RECIPE = 1
+"""Raised with every change to what is written, so that folders kept from before are not taken for new ones."""
+
+
+# Each imports its family's model code, which takes seconds, only when one of its models is asked for.
+def _wan(folder: Path, flavour: str, seed: int) -> Path:
+    from gracetune.models.wan.tiny import build_tiny
+
+    return build_tiny(folder, flavour, seed=seed)
+
+
+def _qwen_image(folder: Path, flavour: str, seed: int) -> Path:
+    from gracetune.models.qwen_image.tiny import build_tiny
+
+    return build_tiny(folder, flavour, seed=seed)
+
+
+def _flux(folder: Path, flavour: str, seed: int) -> Path:
+    from gracetune.models.flux.tiny import build_tiny
+
+    return build_tiny(folder, flavour, seed=seed)
+
+
+def _sdxl(folder: Path, flavour: str, seed: int) -> Path:
+    from gracetune.models.sdxl.tiny import build_tiny
+
+    return build_tiny(folder, flavour, seed=seed)
+
+
+def _stable_audio(folder: Path, flavour: str, seed: int) -> Path:
+    from gracetune.models.stable_audio.tiny import build_tiny
+
+    return build_tiny(folder, flavour, seed=seed)
+
+
+BUILDERS: MappingProxyType[str, Callable[[Path, str, int], Path]] = MappingProxyType(
+    {"wan": _wan, "qwen_image": _qwen_image, "flux": _flux, "sdxl": _sdxl, "stable_audio": _stable_audio}
+)
+"""Family -> what writes its tiny models."""
+
+
+def build(family: str, flavour: str, folder: Path, *, seed: int = 0) -> Path:
+    """Writes the tiny model of a flavour into a new or empty folder, and gives the folder back."""
+    _check(family, flavour)
+    return BUILDERS[family](folder, flavour, seed)
+
+
+def cached(family: str, flavour: str, root: Path, *, seed: int = 0) -> Path:
+    """The tiny model of a flavour in a folder of its own below `root`, built unless it is there already."""
+    _check(family, flavour)
+    folder = root / f"{family}-{flavour}-seed-{seed}-recipe-{RECIPE}"
+    if (folder / "model_index.json").is_file():
+        return folder
+    try:
+        return build(family, flavour, folder, seed=seed)
+    except (ConfigError, OSError):
+        if (folder / "model_index.json").is_file():  # another process was faster; folders appear whole
+            return folder
+        raise
+
+
+def _check(family: str, flavour: str) -> None:
+    if family not in FAMILIES:
+        raise ConfigError([_unknown("model.family", family, FAMILIES)])
+    if find_flavour(family, flavour) is None:
+        raise ConfigError([_unknown("model.flavour", flavour, [known.name for known in flavours(family)])])
+
+
+def _unknown(key: str, found: str, names: list[str] | tuple[str, ...]) -> Problem:
+    return Problem(key=key, found=found, expected=", ".join(names), hint=nearest(found, names) or names[0])

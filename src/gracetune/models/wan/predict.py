@@ -1,0 +1,56 @@
+"""What a Wan denoiser is asked, and its answer.
+
+B samples, C latent channels, F latent frames, H x W latent cells, T tokens of the longest caption. Everything is in the
+dtype of `noisy`: the caller chooses what the denoiser computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gracetune.models.spec import ModelFacts
+from gracetune.models.wan.facts import TEXT_TOKENS
+
+
+def predict(
+    denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
+) -> Tensor:
+    """[B, C, F, H, W], noise - latents. Padding in `prompt_embeds` [B, T, D] must be zeros, as the weights know it."""
+    time = facts.schedule.model_time(level)
+    states = noisy
+    if facts.details["from_image"]:
+        states = torch.cat([noisy, batch["condition"].to(noisy)], dim=1)
+    elif facts.details["expand_timesteps"] and "condition" in batch:
+        states, time = _from_first_frame(noisy, time, batch["condition"].to(noisy), facts.details["patch_size"])
+    image = batch["image_embeds"].to(noisy) if facts.details["image_encoder"] else None
+    answer: Tensor = denoiser(
+        hidden_states=states,
+        timestep=time,
+        encoder_hidden_states=padded(batch["prompt_embeds"].to(noisy)),
+        encoder_hidden_states_image=image,
+        return_dict=False,
+    )[0]
+    return answer
+
+
+def padded(embeds: Tensor) -> Tensor:
+    """[B, T, D] -> [B, 512, D]."""
+    return F.pad(embeds, (0, 0, 0, TEXT_TOKENS - embeds.shape[1]))
+
+
+def _from_first_frame(noisy: Tensor, time: Tensor, first: Tensor, patch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
+    """The clean first frame in place of the noisy one, and a time for every token: 0 where it is clean.
+
+    Only here: diffusers' pipeline gives each token a time of its own even where all are equal. One time for the sample
+    gives the same answer, and spares every block 6 float32 values per token and channel.
+    """
+    states = torch.cat([first, noisy[:, :, 1:]], dim=2)
+    _, _, frames, height, width = noisy.shape
+    times = time[:, None].repeat(1, frames // patch[0])  # [B, F]
+    times[:, 0] = 0
+    per_frame = (height // patch[1]) * (width // patch[2])
+    return states, times.repeat_interleave(per_frame, dim=1)

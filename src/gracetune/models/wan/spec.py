@@ -1,0 +1,41 @@
+"""Wan 2.1 and 2.2 in one bundle."""
+
+from __future__ import annotations
+
+from gracetune.models.spec import ModelSpec
+from gracetune.models.wan.facts import inspect
+from gracetune.models.wan.keys import KEYS
+from gracetune.models.wan.latents import load_latent_encoder
+from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline
+from gracetune.models.wan.predict import predict
+from gracetune.models.wan.sample import sample
+from gracetune.models.wan.text import load_text_encoder
+from gracetune.models.wan.tiny import build_tiny
+
+_LAYERS = (
+    *(f"attn1.to_{part}" for part in ("q", "k", "v", "out.0")),
+    "attn2.to_q",
+    # to_k and to_v, and with them add_k_proj and add_v_proj of the 2.1 image-to-video weights. A pattern that matches
+    # nothing is an error, so there can be none for those alone.
+    "attn2.[at]*_k*",
+    "attn2.[at]*_v*",
+    "attn2.to_out.0",
+    "ffn.net.0.proj",
+    "ffn.net.2",
+)
+
+SPEC = ModelSpec(
+    family="wan",
+    inspect=inspect,
+    load_denoiser=load_denoiser,
+    build_denoiser=build_denoiser,
+    load_latent_encoder=load_latent_encoder,
+    load_text_encoder=load_text_encoder,
+    predict=predict,
+    load_pipeline=load_pipeline,
+    sample=sample,
+    keys=KEYS,
+    default_targets=tuple(f"blocks.*.{layer}" for layer in _LAYERS),
+    repeated_blocks=("WanTransformerBlock",),
+    build_tiny=build_tiny,
+)

@@ -1,0 +1,208 @@
+"""The kernels of `automagic_cuda`. Importing this needs Triton.
+
+M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
+says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted
+in the grid's first dimension, the only one without a low limit.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+from gracetune.optim.automagic_stack import NO_SIGN
+
+if TYPE_CHECKING:
+    from gracetune.optim.automagic_cuda import CudaStack, _Shape
+    from gracetune.optim.automagic_stack import Rule
+
+_TILE = 4096
+_FLAT = 2048
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl.constexpr):
+    """The first element of a matrix."""
+    base = tl.load(table + matrix // lead).to(tl.pointer_type(dtype)) + (matrix % lead).to(tl.int64) * rows * columns
+    if aligned:
+        base = tl.multiple_of(base, 16)
+    return base
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _slot(slots, matrix, lead):
+    """The number of a matrix in the stack's state."""
+    return tl.load(slots + matrix // lead) * lead + matrix % lead
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows_kernel(
+    gradients, slots, moment, lead, rows, columns, blocks, beta2, rest, eps,
+    dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    r = block * high + tl.arange(0, high)
+    total = tl.zeros([high, wide], dtype=tl.float32)
+    for start in range(0, columns, wide):
+        c = start + tl.arange(0, wide)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(source + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += g * g
+    mean = tl.sum(total, axis=1) / columns
+    target = moment + _slot(slots, matrix, lead) * rows + r
+    before = tl.load(target, mask=r < rows, other=0.0)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < rows)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _columns_kernel(
+    gradients, slots, moment, lead, rows, columns, blocks, beta2, rest, eps,
+    dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    c = block * wide + tl.arange(0, wide)
+    total = tl.zeros([high, wide], dtype=tl.float32)
+    for start in range(0, rows, high):
+        r = start + tl.arange(0, high)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(source + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += g * g
+    mean = tl.sum(total, axis=0) / rows
+    target = moment + _slot(slots, matrix, lead) * columns + c
+    before = tl.load(target, mask=c < columns, other=0.0)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _update(source, by_row, by_col, matrix, rows, columns, i):
+    """Normalised gradients, before the clip."""
+    inside = i < rows * columns
+    g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
+    wide = tl.load(by_col + matrix.to(tl.int64) * columns + i % columns, mask=inside, other=0.0)
+    return g * high * wide
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _squares_kernel(
+    gradients,
+    by_row,
+    by_col,
+    partial,
+    lead,
+    rows,
+    columns,
+    blocks,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    flat: tl.constexpr,
+):
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    i = block * flat + tl.arange(0, flat)
+    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    tl.store(partial + matrix.to(tl.int64) * blocks + block, tl.sum(u * u, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _move_kernel(
+    places, gradients, slots, by_row, by_col, damping, stored, signs,
+    lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
+    dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i = block * flat + tl.arange(0, flat)
+    inside = i < rows * columns
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    positive = (u > 0).to(tl.int32)
+
+    state = _slot(slots, matrix, lead).to(tl.int64) * rows * columns + i
+    last = tl.load(signs + state, mask=inside, other=0).to(tl.int32)
+    units = tl.load(stored + state, mask=inside, other=0).to(tl.int32) + bias
+    step = tl.where(last == none_yet, 0, tl.where(last == positive, bump, -bump))
+    units = tl.minimum(tl.maximum(units + step, lowest), highest)
+    tl.store(signs + state, positive.to(tl.uint8), mask=inside)
+    tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=inside)
+
+    rate = units.to(tl.float32) * unit
+    rate = tl.where(units <= lowest, min_lr, rate)
+    rate = tl.where(units >= highest, max_lr, rate)
+    place = _matrix(places, matrix, lead, rows, columns, dtype, aligned) + i
+    p = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    damped = u * tl.load(damping + matrix // lead)
+    tl.store(place, (p - (damped + p * decay) * rate).to(dtype), mask=inside)
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+def _power(size: int, most: int) -> int:
+    return min(triton.next_power_of_2(size), most)  # type: ignore[no-any-return, unused-ignore]
+
+
+def average_rows(
+    gradients: Tensor, slots: Tensor, moment: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
+) -> None:
+    wide = _power(shape.columns, 256)
+    high = _power(shape.rows, max(1, _TILE // wide))
+    blocks = triton.cdiv(shape.rows, high)
+    _rows_kernel[(shape.matrices * blocks,)](
+        gradients, slots, moment, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2, rule.eps,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
+    )  # fmt: skip
+
+
+def average_columns(
+    gradients: Tensor, slots: Tensor, moment: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
+) -> None:
+    wide = _power(shape.columns, 128)
+    high = _power(shape.rows, max(1, _TILE // wide))
+    blocks = triton.cdiv(shape.columns, wide)
+    _columns_kernel[(shape.matrices * blocks,)](
+        gradients, slots, moment, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2, rule.eps,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
+    )  # fmt: skip
+
+
+def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: _Shape, dtype: torch.dtype) -> Tensor:
+    """[tensors, pieces]: what is left is a short sum for each tensor."""
+    flat = _power(shape.rows * shape.columns, _FLAT)
+    blocks = triton.cdiv(shape.rows * shape.columns, flat)
+    partial = torch.empty((shape.matrices, blocks), dtype=torch.float32, device=gradients.device)
+    _squares_kernel[(shape.matrices * blocks,)](
+        gradients, by_row, by_col, partial, shape.lead, shape.rows, shape.columns, blocks,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, flat=flat,
+    )  # fmt: skip
+    return partial.reshape(shape.tensors, -1)
+
+
+def move(
+    places: Tensor,
+    gradients: Tensor,
+    slots: Tensor,
+    by_row: Tensor,
+    by_col: Tensor,
+    damping: Tensor,
+    stack: CudaStack,
+    shape: _Shape,
+    dtype: torch.dtype,
+    rule: Rule,
+) -> None:
+    flat = _power(shape.rows * shape.columns, _FLAT)
+    blocks = triton.cdiv(shape.rows * shape.columns, flat)
+    grid = rule.grid
+    _move_kernel[(shape.matrices * blocks,)](
+        places, gradients, slots, by_row, by_col, damping, stack.rates, stack.signs,
+        shape.lead, shape.rows, shape.columns, blocks, grid.unit, grid.bump, grid.lowest, grid.highest, grid.bias,
+        grid.limits.min_lr, grid.limits.max_lr, rule.weight_decay,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=NO_SIGN, flat=flat,
+    )  # fmt: skip

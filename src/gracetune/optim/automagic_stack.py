@@ -1,0 +1,204 @@
+"""Parameters of one shape and one group, whose Automagic state lies in one tensor each, so that a step is a few
+passes over all of them. The arithmetic is written once here, for every device; `automagic_cuda` has the same in
+kernels of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gracetune.errors import GracetuneError
+from gracetune.optim.rates import RateGrid
+
+NO_SIGN = 2
+"""In place of a last sign (0 or 1) where there has been no update yet."""
+TINY = torch.finfo(torch.float32).tiny
+_CHUNKS = {"cpu": 1 << 18}
+_CHUNK = 1 << 24
+"""Elements that are worked on at a time, however large the stack: 64 MiB of float32, on a CPU what its caches hold."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a group's options ask of every step."""
+
+    grid: RateGrid
+    beta2: float
+    eps: float
+    clip: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The first dimension is spread over a group of processes (FSDP2), in pieces that may differ in length."""
+
+    group: dist.ProcessGroup
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+
+def sharding_of(parameter: Tensor) -> Sharding | None:
+    """None for a whole tensor, replicated ones included."""
+    if not isinstance(parameter, DTensor) or all(isinstance(place, Replicate) for place in parameter.placements):
+        return None
+    if parameter.device_mesh.ndim != 1 or parameter.placements != (Shard(0),):
+        raise GracetuneError(
+            f"Automagic knows parameters that are sharded along their first dimension over one group of processes; "
+            f"this one has {parameter.placements} over a mesh of {parameter.device_mesh.ndim} dimensions. "
+            "Use FSDP2's own sharding, or another optimizer"
+        )
+    return Sharding(parameter.device_mesh.get_group())
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(eq=False)
+class Stack:
+    """n parameters: `rates` and `signs` are [n, *shape]; second moments [n, *shape] without the last dimension
+    (`row`) and without the last but one (`col`), or whole for vectors (`square`)."""
+
+    parameters: list[Tensor]
+    names: list[str]
+    sharding: Sharding | None
+    rates: Tensor
+    signs: Tensor
+    moments: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], stored_lr: int, dtype: torch.dtype) -> Stack:
+        first = local(parameters[0])
+        n, shape, device = len(parameters), first.shape, first.device
+
+        def zeros(*size: int) -> Tensor:
+            return torch.zeros((n, *size), dtype=torch.float32, device=device)
+
+        moments = {"square": zeros(*shape)}
+        if len(shape) >= 2:
+            moments = {"row": zeros(*shape[:-1]), "col": zeros(*shape[:-2], shape[-1])}
+        return cls(
+            list(parameters),
+            list(names),
+            sharding_of(parameters[0]),
+            torch.full((n, *shape), stored_lr, dtype=dtype, device=device),
+            torch.full((n, *shape), NO_SIGN, dtype=torch.uint8, device=device),
+            moments,
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of this process' part of each parameter."""
+        return self.rates.shape[1:]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        return self.parameters[0].shape
+
+    def entries(self) -> dict[str, Tensor]:
+        return {**self.moments, "rate": self.rates, "sign": self.signs}
+
+    def with_gradients(self) -> list[int]:
+        return [at for at, parameter in enumerate(self.parameters) if parameter.grad is not None]
+
+    @torch.no_grad()
+    def step(self, active: list[int], rule: Rule) -> None:
+        # By the whole shape: processes that hold unlike parts of it must cut alike, or they would wait for each other.
+        most = _CHUNKS.get(self.rates.device.type, _CHUNK)
+        for some in _chunks(active, max(1, most // max(1, math.prod(self.whole_shape)))):
+            parameters = [local(self.parameters[at]) for at in some]
+            gradients = [local(gradient) for at in some if (gradient := self.parameters[at].grad) is not None]
+            entries, write_back = self._views(some)
+            stacked = torch.stack([gradient.float() for gradient in gradients])
+            weights = torch.stack([weight.float() for weight in parameters]) if rule.weight_decay != 0 else None
+            changes = self._advance(stacked, weights, entries, rule)
+            write_back()
+            _subtract(parameters, changes)
+
+    def _views(self, some: list[int]) -> tuple[dict[str, Tensor], Callable[[], None]]:
+        """The state of some of the parameters: views where they lie side by side, else copies to be written back."""
+        first, last = some[0], some[-1]
+        if last - first + 1 == len(some):
+            return {name: entry[first : last + 1] for name, entry in self.entries().items()}, lambda: None
+        where = torch.tensor(some, device=self.rates.device)
+        picked = {name: entry[where] for name, entry in self.entries().items()}
+
+        def write_back() -> None:
+            for name, entry in self.entries().items():
+                entry[where] = picked[name]
+
+        return picked, write_back
+
+    def _advance(self, gradients: Tensor, weights: Tensor | None, state: dict[str, Tensor], rule: Rule) -> Tensor:
+        """What is to be taken off the parameters; `gradients` is overwritten with it, `state` moves on."""
+        update = self._normalised(gradients, state, rule)
+        squares = self._summed(update.square().reshape(len(update), -1).sum(1))
+        rms = (squares / math.prod(self.whole_shape)).sqrt()
+        damping = (rms / rule.clip).clamp(min=1.0).reciprocal()
+
+        positive = (update > 0).to(torch.uint8)
+        last = state["sign"]
+        units = rule.grid.moved(state["rate"], agrees=last == positive, fresh=last == NO_SIGN)
+        state["rate"].copy_(units - rule.grid.bias)
+        last.copy_(positive)
+
+        rates = rule.grid.rates(units)
+        update.mul_(damping.reshape(-1, *(1,) * (update.ndim - 1)))
+        if weights is not None:
+            update.add_(weights, alpha=rule.weight_decay)
+        return update.mul_(rates)
+
+    def _normalised(self, gradients: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+        squares = gradients.square()
+        if "square" in state:
+            moment = _averaged(state["square"], squares, rule)
+            return gradients.mul_(moment.clamp(min=TINY).rsqrt())
+        rows, columns = self.whole_shape[-2:]
+        # A matrix that is cut by rows has all its columns here, but only a part of each; cut further out it is whole.
+        cut = self._summed if len(self.whole_shape) == 2 else _unchanged
+        row = _averaged(state["row"], squares.sum(-1) / columns, rule)
+        col = _averaged(state["col"], cut(squares.sum(-2)) / rows, rule)
+        mean = cut(row.sum(-1, keepdim=True)) / rows
+        gradients.mul_((row / mean).clamp(min=TINY).rsqrt().unsqueeze(-1))
+        return gradients.mul_(col.clamp(min=TINY).rsqrt().unsqueeze(-2))
+
+    def _summed(self, tensor: Tensor) -> Tensor:
+        return tensor if self.sharding is None else self.sharding.sum(tensor)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _averaged(moment: Tensor, squares: Tensor, rule: Rule) -> Tensor:
+    return moment.mul_(rule.beta2).add_(squares + rule.eps, alpha=1.0 - rule.beta2)
+
+
+def _subtract(parameters: list[Tensor], changes: Tensor) -> None:
+    if parameters[0].dtype == torch.float32:
+        torch._foreach_sub_(parameters, list(changes.unbind()))
+        return
+    for parameter, change in zip(parameters, changes, strict=True):
+        parameter.copy_(parameter.float() - change)
+
+
+def _chunks(active: list[int], size: int) -> Iterator[list[int]]:
+    for start in range(0, len(active), size):
+        yield active[start : start + size]
+
+
+def stack_key(parameter: Tensor) -> tuple[Any, ...]:
+    """Parameters with one key can share a stack."""
+    part = local(parameter)
+    return tuple(part.shape), tuple(parameter.shape), part.dtype, part.device, isinstance(parameter, DTensor)

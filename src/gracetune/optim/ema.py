@@ -1,0 +1,85 @@
+"""An exponential moving average of what is trained, in float32, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gracetune.config.run_config import Ema as EmaConfig
+from gracetune.errors import GracetuneError
+from gracetune.optim.naming import differences
+
+
+class Ema:
+    """`average <- decay average + (1 - decay) value`, every `update_every` optimizer steps.
+
+    The average starts as a copy of the values. There is no correction for the start: an adapter begins at the base
+    model, which is what a young average should be near.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, decay: float, update_every: int = 1) -> None:
+        if not 0 < decay < 1 or update_every < 1:
+            raise ValueError(f"decay {decay} between 0 and 1, update_every {update_every} from 1")
+        self.decay, self.update_every = decay, update_every
+        self.steps = 0
+        """Optimizer steps seen."""
+        self._parameters = dict(parameters)
+        self._averages = {name: _copy(parameter) for name, parameter in self._parameters.items()}
+
+    @classmethod
+    def from_config(cls, parameters: Mapping[str, Tensor], config: EmaConfig) -> Ema | None:
+        return cls(parameters, decay=config.decay, update_every=config.update_every) if config.enabled else None
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After every optimizer step; averages every `update_every`-th."""
+        self.steps += 1
+        if self.steps % self.update_every:
+            return
+        averages = [*self._averages.values()]
+        values = [parameter.detach().float() for parameter in self._parameters.values()]
+        torch._foreach_lerp_(averages, values, 1.0 - self.decay)
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        return self._averages
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped(self) -> Iterator[None]:
+        """Inside, the model has the averages; outside again exactly what it had, whatever happened inside."""
+        kept = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._put(self._averages)
+        try:
+            yield
+        finally:
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+
+    def named_state(self) -> dict[str, Tensor]:
+        """Copies; `steps` is to be kept beside them."""
+        return {name: average.clone() for name, average in self._averages.items()}
+
+    @torch.no_grad()
+    def load_named_state(self, averages: Mapping[str, Tensor], steps: int) -> None:
+        """All names and shapes have to be the same; otherwise nothing is changed."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in averages.items()}
+        wrong = differences({name: tuple(tensor.shape) for name, tensor in self._averages.items()}, shapes)
+        if wrong:
+            raise GracetuneError(
+                f"this EMA is of other parameters:\n{wrong}\nresume with the same adapter, or without EMA"
+            )
+        for name, average in self._averages.items():
+            average.copy_(averages[name])
+        self.steps = steps
+
+
+def _copy(parameter: Tensor) -> Tensor:
+    return parameter.detach().to(torch.float32, copy=True)

@@ -1,0 +1,60 @@
+"""State by parameter name: what it looks like, and how two sets of names differ.
+
+A position says nothing: an optimizer restored by position can put one expert's state on the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from gracetune.errors import GracetuneError
+
+_SHOWN = 8
+T = TypeVar("T")
+
+
+class StateMismatchError(GracetuneError):
+    """Saved state belongs to other parameters or to another optimizer; nothing was changed."""
+
+
+@dataclass(frozen=True, eq=False)
+class NamedState:
+    """Everything an optimizer keeps. `tensors` by `parameter:entry`; `json` is the rest, plain data."""
+
+    tensors: Mapping[str, Tensor]
+    json: Mapping[str, Any] = field(default_factory=dict)
+
+
+def key_of(name: str, entry: str) -> str:
+    return f"{name}:{entry}"
+
+
+def by_parameter(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """What `key_of` put together, apart again."""
+    found: dict[str, dict[str, T]] = {}
+    for key, tensor in tensors.items():
+        name, _, entry = key.rpartition(":")
+        found.setdefault(name, {})[entry] = tensor
+    return found
+
+
+def differences(wanted: Mapping[str, object], found: Mapping[str, object]) -> str:
+    """Lists, or "" where both have the same keys and values."""
+    missing = sorted(set(wanted) - set(found))
+    extra = sorted(set(found) - set(wanted))
+    changed = [
+        f"{name} ({found[name]} instead of {wanted[name]})"
+        for name in sorted(set(wanted) & set(found))
+        if wanted[name] != found[name]
+    ]
+    lists = (("missing", missing), ("not ours", extra), ("different", changed))
+    return "\n".join(f"  {title} ({len(names)}): {_some(names)}" for title, names in lists if names)
+
+
+def _some(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

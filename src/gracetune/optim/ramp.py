@@ -1,0 +1,98 @@
+"""The batch ramp: the effective batch grows quadratically over the first micro-batches. Pure.
+
+    E(n) = E_i + (E_t - E_i) min(n / T, 1)^2
+
+n is the number of micro-batches consumed when an accumulation window opens, so what a window looks like is settled
+before it begins and does not change under it. A window is `accumulation` micro-batches of `micro_batch` samples on
+every rank. While E(n) is smaller than one full micro-batch on every rank, the micro-batch itself is smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gracetune.config.run_config import Training
+from gracetune.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Window:
+    """One optimizer step's worth of micro-batches."""
+
+    micro_batch: int
+    """Samples of one rank's micro-batch."""
+    accumulation: int
+    """Micro-batches of one rank."""
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """`window(n)` for every n. Without a ramp all windows are alike."""
+
+    initial: int
+    target: int
+    """Effective batches, over all ranks."""
+    ramp_steps: int
+    """T, in micro-batches; 0 means the target from the start."""
+    micro_batch: int
+    world_size: int = 1
+
+    def effective(self, consumed: int) -> float:
+        if consumed >= self.ramp_steps:
+            return float(self.target)
+        return self.initial + (self.target - self.initial) * (consumed / self.ramp_steps) ** 2
+
+    def window(self, consumed: int) -> Window:
+        """The window that opens after `consumed` micro-batches."""
+        wanted = self.effective(consumed)
+        one_round = self.micro_batch * self.world_size
+        if wanted < one_round:
+            return Window(max(1, _nearest(wanted / self.world_size)), 1)
+        return Window(self.micro_batch, _nearest(wanted / one_round))
+
+    def windows(self, consumed: int = 0) -> Iterator[Window]:
+        """All windows from `consumed` on, without end."""
+        while True:
+            window = self.window(consumed)
+            yield window
+            consumed += window.accumulation
+
+    @property
+    def first_line(self) -> str | None:
+        """What the log says at the start; None without a ramp."""
+        if self.ramp_steps == 0:
+            return None
+        per_round = self.micro_batch * self.world_size
+        initial, target = (max(1, _nearest(batch / per_round)) for batch in (self.initial, self.target))
+        numbers = f"initial={initial}, target={target}, ramp_steps={self.ramp_steps}"
+        return f"GH200 gradient accumulation ramp enabled ({numbers})"
+
+
+def ramp_of(training: Training, world_size: int) -> Ramp:
+    """The ramp a config asks for; a constant one where it asks for none."""
+    asked = training.ramp
+    if not asked.enabled:
+        full = training.batch_size * world_size * training.gradient_accumulation_steps
+        return Ramp(full, full, 0, training.batch_size, world_size)
+    initial, target = asked.initial_effective_batch_size, asked.target_effective_batch_size
+    if initial is None or target is None or asked.batch_rampup_steps is None:
+        raise ValueError("a ramp without its three numbers has not been through config.rules")
+    if initial < world_size:
+        raise ConfigError(
+            [
+                Problem(
+                    "training.ramp.initial_effective_batch_size",
+                    str(initial),
+                    f"at least {world_size}: each of the {world_size} processes needs a sample",
+                    f"--set training.ramp.initial_effective_batch_size={world_size}",
+                )
+            ]
+        )
+    return Ramp(initial, target, asked.batch_rampup_steps, training.batch_size, world_size)
+
+
+def _nearest(value: float) -> int:
+    """Half a step goes up, whatever the parity: `round` would go to the even one."""
+    return math.floor(value + 0.5)

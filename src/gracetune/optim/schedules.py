@@ -1,0 +1,126 @@
+"""Learning rates over a run. Pure: `learning_rate(step, total, ...)`; `build_schedule` hangs it on an optimizer.
+
+`step` counts optimizer steps from 0 and `total` is the run's, so `progress` p runs from 0 after the warm-up to 1.
+All but `constant` begin with `warmup_steps` steps that rise in a straight line from 0, as in diffusers.
+
+    constant                L                        (a warm-up needs constant_with_warmup)
+    constant_with_warmup    L
+    linear                  E + (L - E) (1 - p)
+    polynomial              E + (L - E) (1 - p)^power
+    cosine                  E + (L - E) (1 + cos(pi p)) / 2
+    cosine_with_restarts    E + (L - E) (1 + cos(pi (cycles p mod 1))) / 2
+    sine                    E + (L - E) (1 + cos(2 pi cycles p)) / 2
+
+L is a group's own rate, E is `end_lr`. `sine` is a wave that keeps going, not a fall: `cycles` whole waves between L
+and E, from the top, where the warm-up has led. SimpleTuner's wave of that name begins in the middle and takes
+`lr_warmup_steps` for half its period, with no warm-up; here those steps are the warm-up, as in every other schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from gracetune.config.run_config import Schedule
+from gracetune.errors import ConfigError, Problem
+
+_NO_FALL: Final = ("constant", "constant_with_warmup")
+_FINDS_ITS_OWN: Final = {
+    "automagic": "every element has a learning rate of its own, and `lr` is where it starts",
+    "prodigy_plus_schedule_free": "averaging takes the place of a falling rate",
+}
+
+
+def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float:
+    """The rate of the optimizer step number `step` (from 0) of `total`; beyond the end it stays where it ended."""
+    if step < 0:
+        raise ValueError(f"optimizer steps count from 0, not from {step}")
+    if schedule.name == "constant":
+        return lr
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return lr * step / warmup
+    if schedule.name == "constant_with_warmup":
+        return lr
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return schedule.end_lr + (lr - schedule.end_lr) * _height(progress, schedule)
+
+
+def _height(progress: float, schedule: Schedule) -> float:
+    match schedule.name:
+        case "linear":
+            return 1.0 - progress
+        case "polynomial":
+            return float((1.0 - progress) ** schedule.power)
+        case "cosine":
+            return (1.0 + math.cos(math.pi * progress)) / 2
+        case "cosine_with_restarts":
+            if progress >= 1:  # the last fall ends at the bottom, it does not start anew
+                return 0.0 if schedule.cycles == int(schedule.cycles) else _half_wave(schedule.cycles % 1)
+            return _half_wave(schedule.cycles * progress % 1)
+        case "sine":
+            return (1.0 + math.cos(2 * math.pi * schedule.cycles * progress)) / 2
+        case _:
+            raise ValueError(f"no falling schedule {schedule.name!r}")
+
+
+def _half_wave(part: float) -> float:
+    return (1.0 + math.cos(math.pi * part)) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    scheduler: LambdaLR
+    notes: tuple[str, ...] = ()
+    """What was asked for and means nothing here."""
+
+
+def build_schedule(optimizer: Optimizer, schedule: Schedule, *, optimizer_name: str, total: int) -> Scheduled:
+    """`total` counts optimizer steps (with a batch ramp: from its simulation). Every group keeps its own rate."""
+    used, notes = effective(schedule, optimizer_name)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    _check(used, rates, total)
+    return Scheduled(LambdaLR(optimizer, [_factor(used, total, rate) for rate in rates]), notes)
+
+
+def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[str, ...]]:
+    """The schedule that will be followed, and what of the one asked for is left out."""
+    notes = []
+    why = _FINDS_ITS_OWN.get(optimizer_name)
+    if why is not None:
+        if schedule != Schedule():
+            notes.append(f"schedule {schedule.name}: not followed with {optimizer_name}, whose rate is constant: {why}")
+        return Schedule(), tuple(notes)
+    if schedule.name == "constant" and schedule.warmup_steps > 0:
+        notes.append("schedule.warmup_steps: none with `constant`; write `constant_with_warmup` for a warm-up")
+    if schedule.name not in ("cosine_with_restarts", "sine") and schedule.cycles != 1:
+        notes.append(f"schedule.cycles: {schedule.name} has none; cosine_with_restarts and sine do")
+    if schedule.name != "polynomial" and schedule.power != 1:
+        notes.append(f"schedule.power: {schedule.name} has none; polynomial does")
+    return schedule, tuple(notes)
+
+
+def _factor(schedule: Schedule, total: int, lr: float) -> Callable[[int], float]:
+    def factor(step: int) -> float:
+        return learning_rate(step, total, schedule, lr) / lr if lr > 0 else 1.0  # 0 stays 0 whatever the factor
+
+    return factor
+
+
+def _check(schedule: Schedule, rates: list[float], total: int) -> None:
+    problems = []
+    lowest = min(rates)
+    if schedule.name not in _NO_FALL and schedule.end_lr > lowest > 0:
+        expected = f"at most the learning rate it falls from, {lowest:g}"
+        problems.append(Problem("schedule.end_lr", f"{schedule.end_lr:g}", expected, "lower it, or raise optimizer.lr"))
+    if schedule.name != "constant" and schedule.warmup_steps >= total:
+        expected = f"fewer than the run's {total} optimizer steps"
+        hint = f"--set schedule.warmup_steps={max(0, total // 10)}"
+        problems.append(Problem("schedule.warmup_steps", str(schedule.warmup_steps), expected, hint))
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,117 @@
+"""The state of any torch optimizer by parameter name.
+
+Per parameter: tensors as they are, anything else as plain data. Per group: what the optimizer itself keeps there
+(Prodigy's distance, a schedule-free average's weight) and not what a config decides: a changed learning rate counts
+after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from gracetune.optim.kinds import constructor_arguments
+from gracetune.optim.naming import NamedState, StateMismatchError, by_parameter, differences, key_of
+
+_REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
+_NOT_STATE = ("params", "param_names", "name", "stage", "initial_lr", "swap_tensors")
+
+
+def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    for name, parameter in names.items():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[key_of(name, entry)] = _whole(value)
+            else:
+                values[key_of(name, entry)] = _plain(value)
+    return NamedState(
+        tensors,
+        {
+            "optimizer": type(optimizer).__name__,
+            "parameters": {name: list(parameter.shape) for name, parameter in names.items()},
+            "values": values,
+            "groups": [
+                {"name": group.get("name", str(at)), "values": _kept(optimizer, group)}
+                for at, group in enumerate(optimizer.param_groups)
+            ],
+        },
+    )
+
+
+def load_named_state(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState) -> None:
+    _check(optimizer, names, saved)
+    values = by_parameter(saved.json["values"])
+    tensors = by_parameter(saved.tensors)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    for group, kept in zip(optimizer.param_groups, saved.json["groups"], strict=True):
+        device = group["params"][0].device
+        group.update({key: _revived(value, device) for key, value in kept["values"].items()})
+        own = {id(parameter) for parameter in group["params"]}
+        for name, parameter in names.items():
+            if id(parameter) in own and (name in tensors or name in values):
+                entries = {entry: _placed(entry, t, parameter, group) for entry, t in tensors.get(name, {}).items()}
+                entries |= {entry: _revived(value, device) for entry, value in values.get(name, {}).items()}
+                optimizer.state[parameter] = entries
+
+
+def _check(optimizer: Optimizer, names: Mapping[str, Tensor], saved: NamedState) -> None:
+    ours, theirs = type(optimizer).__name__, saved.json.get("optimizer")
+    if ours != theirs:
+        raise StateMismatchError(f"this is the state of {theirs!r}, not of {ours!r}; {_REMEDY}")
+    wanted = {name: list(parameter.shape) for name, parameter in names.items()}
+    wrong = differences(wanted, saved.json["parameters"])
+    groups = [group.get("name", str(at)) for at, group in enumerate(optimizer.param_groups)]
+    if not wrong and groups != [group["name"] for group in saved.json["groups"]]:
+        wrong = f"  groups: {[group['name'] for group in saved.json['groups']]} instead of {groups}"
+    strangers = sorted({*by_parameter(saved.tensors), *by_parameter(saved.json["values"])} - {*names})
+    if not wrong and strangers:
+        wrong = f"  not ours ({len(strangers)}): {', '.join(strangers[:8])}"
+    if wrong:
+        raise StateMismatchError(f"this optimizer state is of other parameters:\n{wrong}\n{_REMEDY}")
+
+
+def _kept(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    decided = {*constructor_arguments(type(optimizer)), *_NOT_STATE}
+    return {key: _plain(value) for key, value in group.items() if key not in decided}
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.detach().clone()
+
+
+def _placed(entry: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    # torch counts steps on the host unless the update itself reads them on the device.
+    on_host = entry == "step" and not (group.get("fused") or group.get("capturable"))
+    value = value.to("cpu" if on_host else parameter.device, copy=True)
+    if isinstance(parameter, DTensor) and value.shape == parameter.shape and entry != "step":
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """As plain data that keeps its kind."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [_plain(item) for item in value]}
+    raise TypeError(f"an optimizer keeps a {type(value).__name__}, which cannot be saved as plain data")
+
+
+def _revived(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]), device=device)
+    ((kind, items),) = value.items()
+    return {"tuple": tuple, "list": list}[kind](_revived(item, device) for item in items)

@@ -1,0 +1,76 @@
+"""Curves: smoothing, thinning, ticks. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Point = tuple[float, float]
+
+_LARGEST = 1e200
+"""Beyond it, differences and squares are no longer numbers."""
+
+
+@dataclass(frozen=True)
+class Series:
+    name: str
+    points: tuple[Point, ...]
+    """By x. A y that is not finite makes a gap."""
+    faint: bool = False
+    """Drawn in the background, under its smoothed form."""
+
+
+def finite(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Those that can be drawn."""
+    return tuple(point for point in points if abs(point[1]) < _LARGEST)
+
+
+def smoothed(points: Sequence[Point], span: float | None = None) -> tuple[Point, ...]:
+    """An exponential mean over about `span` points (a twentieth of all if not given), without the bias of its start."""
+    known = finite(points)
+    span = max(1.0, len(known) / 20) if span is None else span
+    keep = 1 - 2 / (span + 1)
+    made, total, weight = [], 0.0, 0.0
+    for x, y in known:
+        total, weight = total * keep + y, weight * keep + 1
+        made.append((x, total / weight))
+    return tuple(made)
+
+
+def thinned(points: Sequence[Point], most: int = 600) -> tuple[Point, ...]:
+    """At most that many points; in each stretch the lowest and the highest stay, so no spike is lost."""
+    if len(points) <= most:
+        return tuple(points)
+    stretches = (most - 2) // 2
+    inner = points[1:-1]
+    kept = [points[0]]
+    for number in range(stretches):
+        part = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
+        ends = {part.index(choose(part, key=_height)) for choose in (min, max)} if part else set()
+        kept += [part[place] for place in sorted(ends)]
+    return (*kept, points[-1])
+
+
+def _height(point: Point) -> float:
+    return point[1] if finite([point]) else 0.0
+
+
+def ticks(low: float, high: float, about: int = 5) -> tuple[float, ...]:
+    """Round numbers inside [low, high], a 1-2-5 step apart."""
+    raw = (high - low) / about
+    if not raw > 1e-200:
+        return (low,)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return tuple(round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1))
+
+
+def evenly(count: int, most: int) -> tuple[int, ...]:
+    """At most that many of `count` places, evenly spread, the first and the last among them."""
+    if count <= most:
+        return tuple(range(count))
+    if most == 1:
+        return (count - 1,)
+    return tuple(sorted({round(number * (count - 1) / (most - 1)) for number in range(most)}))

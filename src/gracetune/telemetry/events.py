@@ -1,0 +1,195 @@
+"""Everything a run tells about itself. Each event is plain data, with the unit in the name where there is one.
+
+The event log holds one of them a line; `docs/events.md` is made from the notes here (see `schema`). Adding a field with
+a default keeps the version; anything else raises `SCHEMA_VERSION`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened in a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStarted(Event):
+    """A process began to train. A log holds one for each; what an earlier one did after `resumed_step` is void."""
+
+    run: Annotated[str, "name of the run"]
+    resumed_step: Annotated[int | None, "optimizer steps done before; null: the run begins anew"] = None
+    total_steps: Annotated[int | None, "optimizer steps at the end; null: not known"] = None
+    world_size: Annotated[int, "processes"] = 1
+    family: Annotated[str, "of the model"] = ""
+    model: Annotated[str, "folder or hub id of the weights"] = ""
+    adapter: Annotated[str, "lora, lokr, ..., full_finetune"] = ""
+    adapter_format: Annotated[str, "of the files the run writes: comfyui, diffusers, kohya, lycoris"] = ""
+    machine: Annotated[str, "what it runs on, in words"] = ""
+    versions: Annotated[Mapping[str, str], "of gracetune, Python and the libraries"] = field(default_factory=dict)
+    config: Annotated[Mapping[str, Any], "the resolved configuration"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDone(Event):
+    """Optimizer steps were done: one, or the few since the event before. Means are over these."""
+
+    step: Annotated[int, "optimizer steps done since the run began"]
+    epoch: Annotated[int, "counted from 0"]
+    loss: Annotated[float, "mean over the samples"]
+    step_ms: Annotated[float, "mean duration of an optimizer step, waiting for data included"]
+    steps: Annotated[int, "how many optimizer steps this event speaks of"] = 1
+    stage: Annotated[str, "noise expert trained: high_noise, low_noise; empty where there is one only"] = ""
+    lr: Annotated[Mapping[str, float], "learning rate by parameter group; the mean where each element has its own"] = (
+        field(default_factory=dict)
+    )
+    grad_norm: Annotated[float | None, "before clipping"] = None
+    samples: Annotated[int, "samples consumed since the run began, over all processes"] = 0
+    data_wait_ms: Annotated[float, "mean time a step waited for its data"] = 0.0
+    compile_ms: Annotated[float, "spent compiling; not part of step_ms"] = 0.0
+    micro_batch: Annotated[int, "samples of one process's micro-batch"] = 1
+    accumulation: Annotated[int, "micro-batches of one process in an optimizer step"] = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSwitched(Event):
+    """Another noise expert's turn."""
+
+    step: Annotated[int, "optimizer steps done"]
+    before: Annotated[str, "stage trained until now; empty at the start"]
+    after: Annotated[str, "stage trained from now on"]
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryStageChanged(Event):
+    """The governor of unified memory went to another stage (`uvm.stage`)."""
+
+    step: Annotated[int, "optimizer steps done"]
+    before: Annotated[int, "stage until now"]
+    after: Annotated[int, "stage from now on"]
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySampled(Event):
+    """Memory at a step boundary, and the counters of the unified-memory layer and the caches."""
+
+    step: Annotated[int, "optimizer steps done"]
+    used_bytes: Annotated[Mapping[str, Mapping[str, int]], "tier (device, host, ...) -> owner (weights, ...) -> bytes"]
+    capacity_bytes: Annotated[Mapping[str, int], "of each tier whose size is known"] = field(default_factory=dict)
+    counters: Annotated[
+        Mapping[str, float], "dotted names: uvm.stage, uvm.prefetch_wait_ms, cache.latents.hit_rate, ..."
+    ] = field(default_factory=dict)
+    unavailable: Annotated[Mapping[str, str], "what this machine cannot tell -> why"] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten(Event):
+    """A checkpoint is complete and on the disk."""
+
+    step: Annotated[int, "optimizer steps done when it was made"]
+    path: Annotated[str, "relative to the run's folder"]
+    size_bytes: Annotated[int, "of all its files"]
+    snapshot_ms: Annotated[float, "how long training was held up"]
+    write_ms: Annotated[float, "how long writing took in the background"]
+    removed: Annotated[tuple[str, ...], "older checkpoints deleted afterwards"] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFile:
+    """One file a validation made."""
+
+    path: Annotated[str, "relative to the run's folder"]
+    kind: Annotated[Literal["image", "video", "audio"], "what it is"]
+    prompt: Annotated[str, "what was asked for"] = ""
+    seed: Annotated[int | None, "of its noise"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationDone(Event):
+    """Samples were drawn."""
+
+    step: Annotated[int, "optimizer steps done"]
+    files: Annotated[tuple[SampleFile, ...], "in the order of the prompts"]
+    sheet: Annotated[str | None, "contact sheet, relative to the run's folder"] = None
+    duration_s: Annotated[float, "how long it took"] = 0.0
+    requested: Annotated[bool, "asked for by hand"] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutLoss(Event):
+    """The loss on samples that are not trained on, at fixed noise levels."""
+
+    step: Annotated[int, "optimizer steps done"]
+    stage: Annotated[str, "noise expert asked; empty where there is one only"] = ""
+    losses: Annotated[Mapping[str, float], "noise level -> mean loss"] = field(default_factory=dict)
+    mean: Annotated[float, "over all levels"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warned(Event):
+    """Something the user should know, and that did not stop the run."""
+
+    message: Annotated[str, "with what to type, where something can be done"]
+    step: Annotated[int | None, "optimizer steps done; null: before or outside training"] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnded(Event):
+    """The process ended on its own; a killed one leaves no such event."""
+
+    step: Annotated[int, "optimizer steps done"]
+    outcome: Annotated[Literal["finished", "interrupted", "failed"], "how"]
+    reason: Annotated[str, "why it was interrupted or failed"] = ""
+    duration_s: Annotated[float, "of this process, from its RunStarted"] = 0.0
+    outputs: Annotated[tuple[str, ...], "the results, relative to the run's folder"] = ()
+    how_to_load: Annotated[Mapping[str, str], "program -> what to do there; empty: told by the files' names"] = field(
+        default_factory=dict
+    )
+
+
+EVENTS: tuple[type[Event], ...] = (
+    RunStarted,
+    StepDone,
+    StageSwitched,
+    MemoryStageChanged,
+    MemorySampled,
+    CheckpointWritten,
+    ValidationDone,
+    HeldOutLoss,
+    Warned,
+    RunEnded,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event and when it happened."""
+
+    time_s: float
+    """Seconds since 1970, UTC."""
+    event: Event
+
+
+def step_of(event: Event) -> int | None:
+    """None for events that belong to no step."""
+    match event:
+        case (
+            StepDone(step=step)
+            | StageSwitched(step=step)
+            | MemoryStageChanged(step=step)
+            | MemorySampled(step=step)
+            | CheckpointWritten(step=step)
+            | ValidationDone(step=step)
+            | HeldOutLoss(step=step)
+            | Warned(step=step)
+            | RunEnded(step=step)
+        ):
+            return step
+    return None

@@ -1,0 +1,72 @@
+"""The hub: hands every event to every sink. Observation never steers: a sink that fails is told once and dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Protocol
+
+from gracetune.telemetry.events import Event, Record, Warned
+
+
+class Sink(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def write(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Telemetry:
+    """`emit` may be called from any thread and never raises what a sink raised."""
+
+    def __init__(
+        self,
+        sinks: Iterable[Sink] = (),
+        *,
+        report: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`report` gets the one sentence about a sink that failed: for the terminal."""
+        self._sinks = [*sinks]
+        self._report, self._clock = report, clock
+        self._lock = threading.RLock()  # telling of a failed sink is itself an event
+
+    @property
+    def sinks(self) -> tuple[str, ...]:
+        """Those that still work."""
+        return tuple(sink.name for sink in self._sinks)
+
+    def emit(self, event: Event) -> None:
+        with self._lock:
+            record = Record(self._clock(), event)
+            for sink in [*self._sinks]:
+                if sink in self._sinks:  # not dropped meanwhile
+                    self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
+
+    def close(self) -> None:
+        with self._lock:
+            for sink in [*self._sinks]:
+                self._try(sink, sink.close)
+            self._sinks = []
+
+    def _try(self, sink: Sink, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+            self._sinks.remove(sink)
+            why = " ".join(str(error).split())  # on one line
+            text = f"{sink.name} failed and is left out from here on: {type(error).__name__}: {why}"
+            self._report(text)
+            self.emit(Warned(message=text))
+
+    def __enter__(self) -> Telemetry:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

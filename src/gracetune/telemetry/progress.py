@@ -1,0 +1,96 @@
+"""How far a run is, how fast, and for how long still. For any terminal: it only makes numbers and one line of text."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from gracetune.telemetry import words
+from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDone
+
+WARM_UP_STEPS = 3
+"""Of every process: compiling, allocating and the first reads make them slow."""
+RECENT = 50
+"""Events the pace is the median of; a validation or a slow disk does not move it."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands."""
+
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    stage: str = ""
+    seconds_per_step: float | None = None
+    """Without warm-up; None until it is known."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes in use by tier."""
+    uvm_stage: int | None = None
+
+    @property
+    def fraction(self) -> float | None:
+        return None if not self.total_steps else min(1.0, self.step / self.total_steps)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Of training alone."""
+        if self.total_steps is None or self.seconds_per_step is None:
+            return None
+        return max(0, self.total_steps - self.step) * self.seconds_per_step
+
+    def line(self) -> str:
+        """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · device 61.2 GiB · uvm.stage 1`"""
+        total = "" if self.total_steps is None else f"/{self.total_steps:,}"
+        parts = [f"step {self.step:,}{total}"]
+        if self.loss is not None:
+            parts.append(f"loss {self.loss:.4f}" + (f" ({self.stage})" if self.stage else ""))
+        parts.append(words.pace(self.seconds_per_step))
+        if self.eta_s is not None:
+            parts.append(f"ETA {words.duration(self.eta_s)}")
+        parts += [f"{tier} {words.size(used)}" for tier, used in self.memory.items()]
+        if self.uvm_stage is not None:
+            parts.append(f"uvm.stage {self.uvm_stage}")
+        return " · ".join(parts)
+
+
+class Progress:
+    """Is shown every event, and knows where the run stands."""
+
+    def __init__(self, *, warm_up_steps: int = WARM_UP_STEPS, recent: int = RECENT) -> None:
+        self._warm_up_steps = warm_up_steps
+        self._paces: deque[float] = deque(maxlen=recent)
+        self._begin = 0
+        self._last: StepDone | None = None
+        self._total: int | None = None
+        self._memory: MemorySampled | None = None
+
+    def observe(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._begin, self._total = event.resumed_step or 0, event.total_steps
+                self._paces.clear()
+                self._last = self._memory = None
+            case StepDone():
+                self._last = event
+                first = event.step - event.steps
+                if first >= self._begin + self._warm_up_steps:
+                    self._paces.append(event.step_ms / 1000)
+            case MemorySampled():
+                self._memory = event
+
+    def standing(self) -> Standing:
+        last, memory = self._last, self._memory
+        stage = math.nan if memory is None else memory.counters.get("uvm.stage", math.nan)
+        return Standing(
+            step=self._begin if last is None else last.step,
+            total_steps=self._total,
+            loss=None if last is None else last.loss,
+            stage="" if last is None else last.stage,
+            seconds_per_step=median(self._paces) if self._paces else None,
+            memory={} if memory is None else {tier: sum(used.values()) for tier, used in memory.used_bytes.items()},
+            uvm_stage=int(stage) if math.isfinite(stage) else None,
+        )

@@ -1,0 +1,291 @@
+"""report.html: one file, nothing loaded from elsewhere, every text escaped."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gracetune.telemetry import words
+from gracetune.telemetry.curves import Series, evenly, smoothed
+from gracetune.telemetry.events import MemorySampled
+from gracetune.telemetry.report.pictures import Cell, Grid, link_to
+from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
+from gracetune.telemetry.report.story import Story, data_wait_share, loss_facts, moment, peaks
+from gracetune.telemetry.report.style import STYLE
+from gracetune.telemetry.schema import plain
+
+# The page cannot load anything, even if a text in it were to try.
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_MEMORY_UNITS = ("_bytes",)
+
+
+def page(story: Story, *, pictures: Grid, how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path) -> str:
+    name = story.start.run or "a run without a name"
+    sections = [
+        ("Loss", _plots(_loss_plots(story), 0) + _held_out(story)),
+        ("Speed", _plots(_speed_plots(story), 100)),
+        ("Learning rate and batch", _plots(_rate_plots(story), 200)),
+        ("Memory", _memory(story)),
+        ("Stage transitions", _transitions(story)),
+        ("Samples through time", _samples(pictures)),
+        ("Prefetch and cache statistics", _counters(story)),
+        ("Checkpoints", _checkpoints(story)),
+        ("Warnings", _warnings(story)),
+        ("How to load the result", _loading(how_to_load, outputs, folder)),
+        ("Versions", _mapping(story.start.versions, "package", "version")),
+        ("Configuration", _configuration(story.start.config)),
+    ]
+    body = "".join(f"<section><h2>{_text(title)}</h2>{content}</section>" for title, content in sections if content)
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_text(_POLICY)}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n'
+        f"<title>{_text(name)} · gracetune</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#content">To the content</a>\n<header>{_head(story, name)}</header>\n'
+        f'<main id="content">{body}</main>\n<footer><p>{_text(_source(story))}</p></footer>\n</body>\n</html>\n'
+    )
+
+
+# -- the top ----------------------------------------------------------------------------------------------------------
+
+
+def _head(story: Story, name: str) -> str:
+    start = story.start
+    about = " · ".join(part for part in (start.family, start.adapter, start.model, start.machine) if part)
+    outcome = {"unknown": "No end"}.get(story.outcome, story.outcome.capitalize())
+    reason = f": {story.reason}" if story.reason else ""
+    return (
+        f'<h1>{_text(name)}</h1><p class="note">{_text(about)}</p>'
+        f'<p class="outcome">{_text(outcome + reason)}</p><dl class="tiles">{_tiles(story)}</dl>'
+    )
+
+
+def _tiles(story: Story) -> str:
+    total = "" if story.start.total_steps is None else f" of {story.start.total_steps:,}"
+    share = data_wait_share(story.steps)
+    tiles = [("Steps", f"{story.step:,}{total}")]
+    if story.steps:
+        last = story.steps[-1]
+        tiles += [("Samples", f"{last.samples:,}"), ("Epochs", f"{last.epoch + 1:,}")]
+    for stage in story.stages:
+        smooth = loss_facts(story.losses(stage))["last_smoothed"]
+        label = f"Loss, smoothed{f' ({stage})' if stage else ''}"
+        tiles.append((label, words.UNKNOWN if smooth is None else words.number(smooth)))
+    tiles += [("Pace", words.pace(story.seconds_per_step) if story.seconds_per_step else words.UNKNOWN)]
+    tiles += [] if share is None else [("Waiting for data", f"{share:.1%}")]
+    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in peaks(story.memory).items()]
+    tiles += [("Time", words.duration(story.active_s)), ("Starts", f"{len(story.starts)}")]
+    return "".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in tiles)
+
+
+def _source(story: Story) -> str:
+    began, ended = moment(story.began_s), moment(story.ended_s)
+    lines = f"Made from the run's event log; it began {began}, the last event is of {ended}."
+    if story.unreadable:
+        numbers = ", ".join(f"{number} ({why[:60]})" for number, why in story.unreadable[:5])
+        lines += f" {len(story.unreadable)} lines of the log could not be read: {numbers}."
+    return lines
+
+
+# -- plots ------------------------------------------------------------------------------------------------------------
+
+
+def _plots(plots: Iterable[Plot], first: int) -> str:
+    return "".join(figure(plot, first + number) for number, plot in enumerate(plots))
+
+
+def _loss_plots(story: Story) -> list[Plot]:
+    series = []
+    for stage in story.stages:
+        points, name = story.losses(stage), stage or "loss"
+        series += [Series(f"{name}, each", points, faint=True), Series(name, smoothed(points))]
+    markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in story.switches]
+    markers += [(start.resumed_step, "resumed") for start in story.starts if start.resumed_step is not None]
+    missing = sum(int(loss_facts(story.losses(stage))["not_finite"] or 0) for stage in story.stages)
+    note = f"{missing} losses are no numbers (NaN or infinite)." if missing else ""
+    held_out = [
+        Series(stage or "held out", tuple((one.step, one.mean) for one in story.held_out if one.stage == stage))
+        for stage in dict.fromkeys(one.stage for one in story.held_out)
+    ]
+    return [
+        Plot("Training loss; the heavy line is smoothed", tuple(series), markers=tuple(markers), note=note),
+        Plot("Held-out loss at fixed noise levels", tuple(held_out)),
+    ]
+
+
+def _speed_plots(story: Story) -> list[Plot]:
+    def milliseconds(value: float) -> str:
+        return words.duration(value / 1000) if value else "0"
+
+    return [
+        Plot(
+            "Step time",
+            (
+                Series("step", tuple((one.step, one.step_ms) for one in story.steps)),
+                Series("of which waiting for data", tuple((one.step, one.data_wait_ms) for one in story.steps)),
+            ),
+            unit=milliseconds,
+        )
+    ]
+
+
+def _rate_plots(story: Story) -> list[Plot]:
+    groups = dict.fromkeys(group for one in story.steps for group in one.lr)
+    rates = tuple(
+        Series(group, tuple((one.step, one.lr[group]) for one in story.steps if group in one.lr)) for group in groups
+    )
+    world = story.start.world_size
+    batches = tuple((one.step, float(one.micro_batch * one.accumulation * world)) for one in story.steps)
+    norms = tuple((one.step, one.grad_norm) for one in story.steps if one.grad_norm is not None)
+    plots = [Plot("Learning rate", rates), Plot("Gradient norm before clipping", (Series("norm", norms),))]
+    if len({batch for _, batch in batches}) > 1:
+        plots.append(Plot("Effective batch, all processes", (Series("samples", batches),), stairs=True))
+    return plots
+
+
+def _memory(story: Story) -> str:
+    plots = []
+    for tier, owners in peaks(story.memory).items():
+        series = tuple(Series(owner, _held(story.memory, tier, owner)) for owner in owners if owner != "total")
+        capacity = story.memory[-1].capacity_bytes.get(tier)
+        note = "" if capacity is None else f"The tier holds {words.size(capacity)}."
+        plots.append(
+            Plot(f"{tier}: memory in use, by owner", series, unit=words.size, base=1024, stacked=True, note=note)
+        )
+    stages = tuple((one.step, one.counters["uvm.stage"]) for one in story.memory if "uvm.stage" in one.counters)
+    plots.append(Plot("uvm.stage", (Series("uvm.stage", stages),), stairs=True))
+    held = peaks(story.memory).items()
+    rows = [(tier, owner, words.size(most)) for tier, owners in held for owner, most in owners.items()]
+    return _plots(plots, 300) + _table("The most each held", ("tier", "owner", "peak"), rows)
+
+
+def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tuple[float, float], ...]:
+    return tuple((one.step, float(one.used_bytes.get(tier, {}).get(owner, 0))) for one in samples)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _transitions(story: Story) -> str:
+    experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in story.switches]
+    memory = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.memory_changes]
+    head = ("step", "before", "after", "why")
+    return _table("Noise experts", head, experts) + _table("Unified memory (uvm.stage)", head, memory)
+
+
+def _held_out(story: Story) -> str:
+    rows = [
+        (f"{one.step:,}", one.stage, level, words.number(loss))
+        for one in story.held_out
+        for level, loss in one.losses.items()
+    ]
+    return _table("Held-out loss by noise level", ("step", "stage", "noise level", "loss"), rows)
+
+
+def _counters(story: Story) -> str:
+    if not story.memory:
+        return ""
+    last = story.memory[-1]
+    rows = []
+    for name, value in sorted(last.counters.items()):
+        highest = max(one.counters[name] for one in story.memory if name in one.counters)
+        unit: Callable[[float], str] = words.size if name.endswith(_MEMORY_UNITS) else words.number
+        rows.append((name, unit(value), unit(highest)))
+    missing = [(name, why) for name, why in sorted(last.unavailable.items())]
+    return _table("Counters at the end", ("counter", "last", "highest"), rows) + _table(
+        "What this machine does not tell", ("counter", "why"), missing
+    )
+
+
+def _checkpoints(story: Story) -> str:
+    rows = [
+        (
+            f"{one.step:,}",
+            one.path,
+            words.size(one.size_bytes),
+            words.duration(one.snapshot_ms / 1000),
+            words.duration(one.write_ms / 1000),
+            ", ".join(one.removed),
+        )
+        for one in story.checkpoints
+    ]
+    head = ("step", "folder", "size", "held training up", "written in", "deleted afterwards")
+    return _table("Checkpoints written", head, rows)
+
+
+def _warnings(story: Story) -> str:
+    counted: dict[str, list[int | None]] = {}
+    for one in story.warnings:
+        counted.setdefault(one.message, []).append(one.step)
+    rows = [
+        ("" if steps[0] is None else f"{steps[0]:,}", f"{len(steps)}", message) for message, steps in counted.items()
+    ]
+    return _table("Warnings", ("first step", "times", "message"), rows)
+
+
+def _mapping(values: Mapping[str, str], key: str, value: str) -> str:
+    return _table("", (key, value), sorted(values.items()))
+
+
+def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    shown = [rows[place] for place in evenly(len(rows), TABLE_ROWS)]
+    if len(shown) < len(rows):
+        caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in report.json)"
+    titles = "".join(f'<th scope="col">{_text(title)}</th>' for title in head)
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in shown)
+    named = f"<caption>{_text(caption)}</caption>" if caption else ""
+    return f'<div class="scroll"><table>{named}<thead><tr>{titles}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+# -- samples, loading, configuration ----------------------------------------------------------------------------------
+
+
+def _samples(pictures: Grid) -> str:
+    parts = [f'<p class="note">{_text(note)}</p>' for note in pictures.notes]
+    sheets = ", ".join(f'<a href="{_text(link)}">step {step:,}</a>' for step, link in pictures.sheets)
+    parts += [f"<p>Contact sheets: {sheets}</p>"] if sheets else []
+    for row in pictures.rows:
+        seed = "" if row.seed is None else f" (seed {row.seed})"
+        cells = "".join(_cell(cell) for cell in row.cells)
+        parts.append(f'<h3>{_text((row.prompt or "without a prompt") + seed)}</h3><ul class="samples">{cells}</ul>')
+    return "".join(parts)
+
+
+def _cell(cell: Cell) -> str:
+    label = f"step {cell.step:,}"
+    if cell.link is None:
+        return f"<li>{_text(f'{label}: {cell.file.path} is not in the run')}</li>"
+    content = _text(f"{label}: {cell.file.kind}")
+    if cell.picture is not None:
+        words_for_it = _text(f"{cell.file.prompt or 'sample'}, {label}")
+        content = f'<img src="{_text(cell.picture)}" alt="{words_for_it}" loading="lazy">{_text(label)}'
+    return f'<li><a href="{_text(cell.link)}">{content}</a></li>'
+
+
+def _loading(how_to_load: Mapping[str, str], outputs: Sequence[str], folder: Path) -> str:
+    if not outputs and not how_to_load:
+        return "<p>The run left no result.</p>"
+    entries = []
+    for path in outputs:
+        link, name = link_to(path, folder), _text(path)
+        entries.append(f"<li>{name}</li>" if link is None else f'<li><a href="{_text(link)}">{name}</a></li>')
+    programs = "".join(f"<h3>{_text(name)}</h3><pre>{_text(text)}</pre>" for name, text in how_to_load.items())
+    return f"<ul>{''.join(entries)}</ul>{programs}" if entries else programs
+
+
+def _configuration(config: Mapping[str, Any]) -> str:
+    if not config:
+        return ""
+    text = json.dumps(plain(config), indent=2, ensure_ascii=False, default=str)
+    return f"<details><summary>As it was resolved</summary><pre>{_text(text)}</pre></details>"
+
+
+def _text(value: str) -> str:
+    # A lone surrogate, as in a file name that is no UTF-8, cannot be written into a file.
+    return html.escape(value.encode("utf-8", "backslashreplace").decode(), quote=True)

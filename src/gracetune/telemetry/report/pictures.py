@@ -1,0 +1,97 @@
+"""Samples through time: one row a prompt, one column a validation. Small pictures are part of the report itself."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import quote
+
+from gracetune.telemetry.curves import evenly
+from gracetune.telemetry.events import SampleFile, ValidationDone
+
+MOST_COLUMNS, MOST_ROWS = 12, 24
+SIDE = 192
+_QUALITY = 80
+
+
+@dataclass(frozen=True)
+class Cell:
+    step: int
+    file: SampleFile
+    link: str | None
+    """Relative address; None where the file lies outside the run's folder or is gone."""
+    picture: str | None
+    """A data address of the small picture."""
+
+
+@dataclass(frozen=True)
+class Row:
+    prompt: str
+    seed: int | None
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    sheets: tuple[tuple[int, str], ...] = ()
+    """Contact sheets: step and relative address."""
+
+
+def grid(validations: Sequence[ValidationDone], run_folder: Path) -> Grid:
+    """Evenly spread over the run where there are more validations than columns."""
+    made = [one for one in validations if one.files]
+    shown = [made[place] for place in evenly(len(made), MOST_COLUMNS)]
+    rows = min(MOST_ROWS, max((len(one.files) for one in shown), default=0))
+    notes = []
+    if len(made) > len(shown):
+        notes.append(f"{len(shown)} of {len(made)} validations are shown; the others are in the run's folder.")
+    most = max((len(one.files) for one in shown), default=0)
+    if most > rows:
+        notes.append(f"{rows} of {most} samples of a validation are shown.")
+    sheets = [(one.step, link_to(one.sheet, run_folder)) for one in validations if one.sheet is not None]
+    return Grid(
+        tuple(_row(shown, number, run_folder) for number in range(rows)),
+        tuple(notes),
+        tuple((step, link) for step, link in sheets if link is not None),
+    )
+
+
+def _row(validations: Sequence[ValidationDone], number: int, run_folder: Path) -> Row:
+    having = [one for one in validations if number < len(one.files)]
+    cells = tuple(_cell(one.step, one.files[number], run_folder) for one in having)
+    last = cells[-1].file
+    return Row(last.prompt, last.seed, cells)
+
+
+def _cell(step: int, file: SampleFile, run_folder: Path) -> Cell:
+    link = link_to(file.path, run_folder)
+    picture = thumbnail(run_folder / file.path) if link is not None and file.kind == "image" else None
+    return Cell(step, file, link, picture)
+
+
+def link_to(path: str, run_folder: Path) -> str | None:
+    """The relative address of a file in the run's folder; None for anything else: a log may say anything."""
+    plain = PurePosixPath(path)
+    if plain.is_absolute() or ".." in plain.parts or "\0" in path or not (run_folder / plain).is_file():
+        return None
+    return "./" + quote(str(plain))  # with the dot, no name can be taken for an address like "mailto:"
+
+
+def thumbnail(path: Path) -> str | None:
+    """None where it is no picture we can read."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            small = picture.convert("RGB")
+        small.thumbnail((SIDE, SIDE))
+        stored = io.BytesIO()
+        small.save(stored, "JPEG", quality=_QUALITY)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # what Pillow raises for bad files
+        return None
+    return "data:image/jpeg;base64," + base64.b64encode(stored.getvalue()).decode()

@@ -1,0 +1,56 @@
+"""Both files of the report, complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.telemetry.report.loading import find_outputs, how_to_load
+from gracetune.telemetry.report.page import page
+from gracetune.telemetry.report.pictures import grid
+from gracetune.telemetry.report.story import summary, tell
+from gracetune.telemetry.sinks.jsonl import read_log
+
+LOG_FILE = Path("logs") / "events.jsonl"
+
+
+@dataclass(frozen=True)
+class Report:
+    html: Path
+    json: Path
+
+
+def write_report(run_folder: Path) -> Report:
+    """From the event log alone: for a finished, a crashed or a running run. TelemetryError where there is no log."""
+    run_folder = run_folder.absolute()
+    story = tell(read_log(run_folder / LOG_FILE))
+    outputs = story.end.outputs if story.end is not None and story.end.outputs else find_outputs(run_folder)
+    told = dict(story.end.how_to_load) if story.end is not None else {}
+    loading = told or how_to_load(story.start, outputs, run_folder)
+    text = page(
+        story,
+        pictures=grid(story.validations, run_folder),
+        how_to_load=loading,
+        outputs=outputs,
+        folder=run_folder,
+    )
+    facts = json.dumps(summary(story, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
+    report = Report(run_folder / "report.html", run_folder / "report.json")
+    _write(report.json, facts + "\n")
+    _write(report.html, text)
+    return report
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""Where events go: a log file, TensorBoard, wandb, a webhook."""

@@ -1,0 +1,7 @@
+"""Tiny models of every family, for tests of extensions: `cached("sdxl", "base-1.0", tmp_path)` is a model folder."""
+
+from __future__ import annotations
+
+from gracetune.models.tiny import build, cached
+
+__all__ = ["build", "cached"]

@@ -1,0 +1,1 @@
+"""One run from config to adapter: runtime, step, loop, callbacks."""

@@ -1,0 +1,185 @@
+"""Puts the parts of a run together: memory, the experts' host, and the job the loop works with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import cast
+
+import torch
+from torch import nn
+
+from gracetune.adapters.state import Stage
+from gracetune.cache.batches import Live
+from gracetune.cache.slabs import Where
+from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import Loader
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine
+from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.native import Unavailable
+from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
+from gracetune.models.spec import ExpertName, ModelFacts
+from gracetune.optim.build import ParamGroup, build_optimizer, optimizer_notes
+from gracetune.optim.ema import Ema
+from gracetune.optim.ramp import Ramp, ramp_of
+from gracetune.optim.schedules import build_schedule
+from gracetune.train.data import Cached, local_ranks, open_source
+from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
+from gracetune.train.job import Job
+from gracetune.train.planning import Planned
+from gracetune.train.position import length_of
+from gracetune.train.runtime import Runtime
+from gracetune.train.scaling import LossScale, NoScale
+from gracetune.train.step import Goal, TrainStep
+from gracetune.train.trainee import Trainee
+from gracetune.train.view import View
+
+
+def open_memory(
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack
+) -> UnifiedMemory | None:
+    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had."""
+    wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
+        config.cache.vae_cache_type, config.cache.text_cache_type
+    )  # fmt: skip
+    if not wanted:
+        return None
+    if runtime.device.type != "cuda":
+        if config.memory.use_uvm:
+            view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
+        return None
+    allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
+    memory = UnifiedMemory.open(
+        config.memory,
+        machine,
+        device=runtime.device.index or 0,
+        allocator_string=allocator,
+        local_ranks=runtime.local_world_size,
+    )
+    if isinstance(memory, Unavailable):
+        view.warn(f"unified memory is not available: {memory}")
+        return None
+    stack.callback(memory.close)
+    view.say(f"overflow arena: {memory.arena_size.reason}")
+    return memory
+
+
+def where_of(config: RunConfig, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None) -> Where:
+    device = runtime.device.index or 0 if runtime.device.type == "cuda" else None
+    return Where(machine, device, None if memory is None else memory.heap, ranks=local_ranks(config, runtime))
+
+
+def open_host(
+    config: RunConfig, planned: Planned, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None,
+    facts: ModelFacts,
+) -> ExpertHost:  # fmt: skip
+    count = len(trained_experts(config.model.experts, facts))
+    profile = machine.profile.value if runtime.device.type == "cuda" else "cpu"
+    choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=memory is not None)
+    heap = None if memory is None else memory.heap
+    return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes)
+
+
+def assemble(
+    config: RunConfig, trainee: Trainee, cached: Cached, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
+    view: View, stack: ExitStack,
+) -> Job:  # fmt: skip
+    training = config.training
+    ramp = checked_ramp(config, runtime.world_size)
+    if runtime.is_sharded:
+        view.say(f"weights are spread over {runtime.world_size} processes (FSDP2)")
+    if ramp.first_line is not None:
+        view.say(ramp.first_line)
+        logging.getLogger("gracetune").info(ramp.first_line)
+    length = length_of(
+        cached.index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
+    )
+    loader = Loader(
+        cached.index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
+        epochs=training.epochs,
+    )  # fmt: skip
+    groups = trainee.groups()
+    optimizer = build_optimizer(config.optimizer, groups)
+    scheduled = build_schedule(
+        optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
+    )  # fmt: skip
+    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
+    for note in (*optimizer_notes(config.optimizer, groups), *scheduled.notes, goal.weighting.warning):
+        if note is not None:
+            view.warn(note)
+    for dataset in config.datasets:
+        if dataset.regularisation and not dataset.disabled:
+            view.warn(regularisation_note(dataset.id))
+    step = TrainStep(
+        trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast
+    )
+    return Job(
+        runtime=runtime,
+        trainee=trainee,
+        step=step,
+        loader=loader,
+        source=open_source(cached, loader, live, runtime, memory, stack),
+        ramp=ramp,
+        switch_every=config.model.switch_experts_every,
+        seed=training.seed,
+        gradients={name: _gradients(trainee, name, runtime) for name in trainee.trained},
+        optimizer=optimizer,
+        schedule=scheduled.scheduler,
+        length=length,
+        clip=Clip(training.grad_clip, training.max_grad_norm),
+        scale=LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale(),
+        ema=Ema.from_config(trainee.parameters(), training.ema),
+        saved_loader=loader.state_dict(),
+        warn=view.warn,
+        encodes_live=live.latents is not None,
+    )
+
+
+def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
+    parameters = trainee.parameters(expert)
+    if runtime.is_sharded:
+        return ShardedGradients(parameters, runtime.world_size)
+    return FlatGradients(parameters, runtime.sum_ if runtime.world_size > 1 else None)
+
+
+def regularisation_note(dataset: str) -> str:
+    return (
+        f"dataset {dataset} is regularisation data: it is learnt like any other, with its loss_weight; SimpleTuner "
+        "lets the adapter learn the base model's own answer there instead"
+    )
+
+
+def refuse_two_halves(config: RunConfig) -> None:
+    """torch's autocast computes in one 16-bit type and does not mix it with tensors of the other."""
+    held = {"fp8": "bf16"}.get(config.model.base_precision, config.model.base_precision)
+    mixed = config.training.mixed_precision
+    if {held, mixed} == {"bf16", "fp16"}:
+        found = f"{mixed}, with base weights that compute in {held}"
+        hint = f"--set training.mixed_precision={held}"
+        raise ConfigError([Problem("training.mixed_precision", found, f"{held}, or fp32", hint)])
+
+
+def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: torch.device) -> None:
+    """An optimizer that is not installed, or does not take what it is given, is an error before anything is loaded."""
+    build_optimizer(
+        config.optimizer,
+        [
+            ParamGroup(name, cast(Stage, name), {f"{name}.one": nn.Parameter(torch.zeros(1, 1, device=device))})
+            for name in trained
+        ],
+    )
+
+
+def checked_ramp(config: RunConfig, world_size: int) -> Ramp:
+    """Effective batches are shared out evenly: every process has the same number of samples in a full window."""
+    ramp = ramp_of(config.training, world_size)
+    target = config.training.ramp.target_effective_batch_size
+    if config.training.ramp.enabled and target is not None and target % world_size:
+        near = max(1, target // world_size) * world_size
+        key = "training.ramp.target_effective_batch_size"
+        expected = f"a multiple of {world_size}, one share for each process"
+        raise ConfigError([Problem(key, str(target), expected, f"--set {key}={near}")])
+    return ramp

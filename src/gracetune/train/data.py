@@ -1,0 +1,195 @@
+"""From folders to batches on the device: files staged, samples indexed, caches filled, a source of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gracetune.cache.batches import BatchSource, Entries, Keys, Live
+from gracetune.cache.errors import MissingEntryError
+from gracetune.cache.keys import Key
+from gracetune.cache.passes import How, Share
+from gracetune.cache.places import places_of
+from gracetune.cache.resident import load_resident
+from gracetune.cache.session import Built, Caches, Encoders, build, needs
+from gracetune.cache.slabs import CacheRole, CacheType, Where
+from gracetune.cache.stats import StoreStats
+from gracetune.cache.store import DiskStore
+from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.data.backend import Backend
+from gracetune.data.backends.open import open_backend
+from gracetune.data.backends.share import LocalRanks
+from gracetune.data.build import build_index, scan_folder
+from gracetune.data.geometry import Geometry
+from gracetune.data.index import DataIndex, freshness
+from gracetune.data.loader import Loader
+from gracetune.hardware import Machine
+from gracetune.memory.layer import UnifiedMemory
+from gracetune.models.encoders import FamilyEncoders
+from gracetune.train.runtime import Runtime
+from gracetune.train.view import View
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gracetune.cache.encoder import Entry
+
+
+def local_ranks(config: RunConfig, runtime: Runtime) -> LocalRanks | None:
+    """None for one process: then nothing is shared."""
+    if runtime.local_world_size == 1:
+        return None
+    return LocalRanks(runtime.local_rank, runtime.local_world_size, f"{config.output_dir}\0{runtime.key}")
+
+
+def stage(
+    config: RunConfig, geometry: Geometry, machine: Machine, runtime: Runtime, view: View, stack: ExitStack
+) -> DataIndex:
+    """Every folder looked at, and what says `in_memory` staged. The backends live as long as `stack` does."""
+    ranks = local_ranks(config, runtime)
+
+    def opened(dataset: Dataset) -> Backend:
+        backend = open_backend(dataset, machine=machine, ranks=ranks, on_progress=view.on_staging(dataset.id))
+        stack.callback(backend.close)
+        return backend
+
+    with view.phase("looking at the data"):
+        if runtime.world_size == 1:
+            return build_index(
+                config, geometry, open_backend=opened, memory=scan_folder(config), on_scanned=view.on_scanned
+            )
+        # The scan of rank 0 is remembered on disk; the others read it instead of all of them hashing every file.
+        if not runtime.is_main:
+            runtime.barrier()
+        index = build_index(
+            config, geometry, open_backend=opened, memory=scan_folder(config), on_scanned=view.on_scanned
+        )
+        if runtime.is_main:
+            runtime.barrier()
+        return index
+
+
+@dataclass(frozen=True, eq=False)
+class Cached:
+    """The caches of a run, filled."""
+
+    index: DataIndex
+    """Without the files that turned out to be damaged."""
+    keys: Keys
+    caches: Caches
+    built: Built
+    latents: Entries
+    texts: Entries
+    report: tuple[str, ...]
+    """Where each cache is and why, in words."""
+
+
+def fill_caches(
+    config: RunConfig, index: DataIndex, encoders: FamilyEncoders, runtime: Runtime, where: Where, view: View,
+    stack: ExitStack, *, epoch: int = 0,
+) -> Cached:  # fmt: skip
+    """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
+    caches = stack.enter_context(Caches(places_of(config), writable=True))
+    how = How(share=Share(runtime.rank, runtime.world_size))
+    with view.phase("caches"):
+        built = build(
+            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents
+        )
+        runtime.barrier()
+    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
+    latents, texts, report = load_caches(config, built.index, encoders, keys, caches, where, stack, epoch=epoch)
+    return Cached(built.index, keys, caches, built, latents, texts, report)
+
+
+def load_caches(
+    config: RunConfig, index: DataIndex, encoders: Encoders, keys: Keys, caches: Caches, where: Where,
+    stack: ExitStack, *, epoch: int = 0,
+) -> tuple[Entries, Entries, tuple[str, ...]]:  # fmt: skip
+    wanted = needs(config, index, encoders, caches.places, epoch=epoch)
+    visits = latent_visits(_resident(index, config.cache.vae_cache_type), keys.latent, epoch)
+    kind = _kind(config, index)
+    latents = _Loaded(f"latents-{epoch}", "latent_cache", kind, where, stack).of(
+        caches.stores_of(wanted.latents), visits
+    )
+    spoken = text_visits(index, keys.text, reads_pictures=keys.reads_pictures, epoch=epoch)
+    loader = _Loaded(f"texts-{epoch}", "text_cache", config.cache.text_cache_type, where, stack)
+    texts = loader.of(caches.stores_of(wanted.texts), spoken)
+    return latents[0], texts[0], (*latents[1], *texts[1])
+
+
+def _kind(config: RunConfig, index: DataIndex) -> CacheType:
+    """A dataset may want its latents in memory where the run's default is the disk."""
+    if config.cache.vae_cache_type != "disk":
+        return config.cache.vae_cache_type
+    return "memory" if any(one.dataset.cache_latents == "memory" for one in index.datasets) else "disk"
+
+
+def _resident(index: DataIndex, default: CacheType) -> DataIndex:
+    """Only the datasets whose latents belong into memory: everything else is read from disk by itself."""
+
+    def in_memory(dataset: Dataset) -> bool:
+        own = dataset.cache_latents
+        return default != "disk" if own is None else own == "memory"
+
+    kept = tuple(one for one in index.datasets if in_memory(one.dataset))
+    return replace(index, datasets=kept, held_out=tuple(one for one in index.held_out if in_memory(one.dataset)))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    name: str
+    role: CacheRole
+    kind: CacheType
+    where: Where
+    stack: ExitStack
+
+    def of(self, stores: tuple[DiskStore, ...], visits: Mapping[Key, Visits]) -> tuple[Entries, tuple[str, ...]]:
+        if not stores:
+            return _NoEntries(), ()
+        store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, where=self.where)
+        self.stack.callback(store.close)
+        return store, tuple(store.report.lines())
+
+
+class _NoEntries:
+    """Of a run whose samples are all encoded in the step."""
+
+    @property
+    def stats(self) -> StoreStats:
+        return StoreStats()
+
+    def look_up(self, key: Key) -> Mapping[str, Tensor] | None:
+        return None
+
+    def read(self, key: Key) -> Entry:
+        raise MissingEntryError([key], Path("(no cache)"))
+
+
+def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack: ExitStack) -> Live:
+    """Encoders for samples that look different at every visit; none where everything is cached."""
+    fresh = [one for one in index.datasets if freshness(one.dataset) == "visit"]
+    if not fresh:
+        return Live()
+    latents = encoders.load_latents()
+    stack.callback(latents.close)
+    texts = None
+    if keys.reads_pictures and any(item.references for one in fresh for item in one.items):
+        texts = encoders.load_text()
+        stack.callback(texts.close)
+    return Live(latents, texts)
+
+
+def open_source(
+    cached: Cached, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack
+) -> BatchSource:
+    return stack.enter_context(
+        BatchSource(
+            loader, latents=cached.latents, texts=cached.texts, keys=cached.keys, device=runtime.device, live=live,
+            memory=memory,
+        )
+    )  # fmt: skip

@@ -1,0 +1,44 @@
+"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+import xxhash
+
+from gracetune.checkpoint.manifest import Metadata
+from gracetune.config.run_config import RunConfig
+from gracetune.data.index import DataIndex
+from gracetune.hardware import Machine
+from gracetune.models.experts import trained_experts
+from gracetune.models.fingerprint import fingerprint
+from gracetune.models.layout import part_tensors
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import ModelFacts
+
+_NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
+"""Settings that may change between two parts of a run: the saved tensors mean the same."""
+
+
+def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> dict[str, str]:
+    trained = trained_experts(config.model.experts, facts)
+    parts = {expert.component for expert in facts.experts if expert.name in trained}
+    adapter = config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True)
+    return {
+        "name": config.name,
+        "model": f"{facts.family} {facts.flavour}, weights {_weights(source, sorted(parts))}",
+        "adapter": json.dumps({"kind": config.adapter.kind, **adapter}, sort_keys=True),
+    }
+
+
+def _weights(source: ModelSource, components: Iterable[str]) -> str:
+    tensors = [tensor for component in components for tensor in part_tensors(source, component)]
+    return fingerprint(tensors, source.fingerprints)
+
+
+def metadata_of(config: RunConfig, identity: dict[str, str], index: DataIndex, machine: Machine) -> Metadata:
+    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    versions = {name: version for name, version in machine.software.libraries.items() if version is not None}
+    versions |= {"torch": machine.software.torch or "unknown", "python": machine.software.python or "unknown"}
+    return Metadata(identity, xxhash.xxh3_128_hexdigest(text.encode()), index.fingerprint.as_json(), versions)

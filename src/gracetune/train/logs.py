@@ -1,0 +1,251 @@
+"""What a run tells about itself while it trains: losses, rates, times and memory, at log steps and never between.
+
+Losses and norms are added up on the device; a log step reads them once.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+from torch import Tensor
+
+from gracetune import __version__
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError
+from gracetune.hardware import Machine
+from gracetune.models.spec import ExpertName
+from gracetune.optim.automagic import Automagic
+from gracetune.telemetry.errors import TelemetryError
+from gracetune.telemetry.events import MemorySampled, Record, RunStarted, StageSwitched, StepDone, Warned
+from gracetune.telemetry.hub import Sink, Telemetry
+from gracetune.telemetry.progress import Progress
+from gracetune.telemetry.sinks.jsonl import JsonlSink
+from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
+from gracetune.telemetry.sinks.wandb import WandbSink
+from gracetune.telemetry.sinks.webhook import WebhookSink
+from gracetune.train.control import Stop
+from gracetune.train.job import Job
+from gracetune.train.loop import WindowDone
+from gracetune.train.output import RunFolder
+from gracetune.train.pieces import shareable
+from gracetune.train.view import View
+
+EVENTS = "events.jsonl"
+_LOG = logging.getLogger("gracetune")
+_COUNTED = ("uvm.", "cache.")
+_NOT_TOLD = {
+    "uvm.page_faults": "the CUDA driver counts the GPU's page faults for profilers only (Nsight Systems)",
+    "uvm.migrated_bytes": "the CUDA driver counts page migrations for profilers only (Nsight Systems)",
+}
+
+
+def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
+    """Rank 0 alone tells anything to anybody. A tracker that is missing is an error now, not at the first log step."""
+    if not main:
+        return Telemetry()
+    asked = config.logging
+    try:
+        sinks: list[Sink] = [JsonlSink(folder.logs / EVENTS), _Bar(view)]
+        if "tensorboard" in asked.trackers:
+            sinks.append(TensorBoardSink(folder.logs / "tensorboard", folder.path))
+        if "wandb" in asked.trackers:
+            sinks.append(WandbSink(asked.project, folder.path))
+        if asked.webhook is not None:
+            sinks.append(WebhookSink(asked.webhook))
+    except TelemetryError as error:
+        raise GracetuneError(str(error)) from error
+    return Telemetry(sinks, report=view.warn)
+
+
+class _Bar:
+    """Shows where the run stands."""
+
+    name = "the progress bar"
+
+    def __init__(self, view: View) -> None:
+        self._view, self._progress = view, Progress()
+
+    def write(self, record: Record) -> None:
+        self._progress.observe(record.event)
+        if isinstance(record.event, StepDone | RunStarted):
+            self._view.on_standing(self._progress.standing())
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class _Sums:
+    """Of one expert's windows since the last log step; tensors stay on the device."""
+
+    loss: Tensor
+    norm: Tensor
+    steps: int = 0
+    samples: int = 0
+    last: WindowDone | None = None
+
+
+@dataclass
+class Logging:
+    telemetry: Telemetry
+    config: RunConfig
+    machine: Machine
+    view: View
+    resumed: int | None
+    first_ms: float = 0.0
+    """What the first batch took longer than the second: compiling, mostly."""
+    clock: Callable[[], float] = time.perf_counter
+    _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
+    _since: float = 0.0
+    _waited_ms: float = 0.0
+    _paused: float = 0.0
+    _expert: ExpertName | None = None
+    _told_switch: bool = False
+    _accumulation: int = 0
+
+    def start(self, job: Job) -> None:
+        software = self.machine.software
+        versions = {name: version for name, version in software.libraries.items() if version is not None}
+        model = self.config.model
+        self.telemetry.emit(
+            RunStarted(
+                run=self.config.name,
+                resumed_step=self.resumed,
+                total_steps=job.length.steps,
+                world_size=job.runtime.world_size,
+                family=model.family,
+                model=job.trainee.source.name,
+                adapter=self.config.adapter.kind,
+                adapter_format=self.config.checkpoints.format,
+                machine=_machine_in_words(self.machine),
+                versions={
+                    "gracetune": __version__,
+                    "python": software.python or "",
+                    "torch": software.torch or "",
+                    **versions,
+                },
+                config=shareable(self.config),
+            )
+        )
+        for text in self.view.warnings:
+            self.telemetry.emit(Warned(message=text))
+        self._begin(job)
+
+    def window(self, job: Job, done: WindowDone) -> None:
+        self._switch(job, done)
+        sums = self._sums.get(done.expert)
+        if sums is None:
+            sums = self._sums[done.expert] = _Sums(torch.zeros_like(done.loss), torch.zeros_like(done.norm))
+        sums.loss += done.loss
+        sums.norm += done.norm
+        sums.steps, sums.samples, sums.last = sums.steps + 1, sums.samples + done.samples, done
+        self.view.on_step(done.step, job.length.steps)
+        if done.window.accumulation != self._accumulation:
+            if self._accumulation:
+                _LOG.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", done.window.accumulation)
+            self._accumulation = done.window.accumulation
+        if done.step % self.config.logging.every_steps == 0:
+            self._tell(job)
+
+    def end(self, job: Job, stop: Stop) -> None:
+        if self._sums:
+            self._tell(job)
+
+    def _switch(self, job: Job, done: WindowDone) -> None:
+        """Experts that take turns every step would fill the log: one change between two log steps is told."""
+        if done.expert == self._expert:
+            return
+        if not self._told_switch and len(job.trainee.trained) > 1:
+            self.telemetry.emit(
+                StageSwitched(
+                    step=done.step - 1, before=self._expert or "", after=done.expert,
+                    reason=f"experts take turns every {job.switch_every} optimizer steps",
+                )
+            )  # fmt: skip
+            self._told_switch = True
+        self._expert = done.expert
+
+    def _tell(self, job: Job) -> None:
+        values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
+        losses = values[0::2].clone()
+        job.runtime.sum_(losses)
+        read = torch.stack([losses, values[1::2]]).tolist()  # the one time the host waits
+        waited = job.source.stats.wait_ms
+        spent = self.clock() - self._since - (job.paused_seconds - self._paused)
+        count = sum(sums.steps for sums in self._sums.values())
+        step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
+        rates = learning_rates(job)
+        for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
+            assert sums.last is not None, "a window was added"
+            self.telemetry.emit(
+                StepDone(
+                    step=job.position.step,
+                    epoch=job.position.epoch,
+                    loss=loss / sums.samples,
+                    step_ms=step_ms,
+                    steps=sums.steps,
+                    stage=expert,
+                    lr=rates,
+                    grad_norm=norm / sums.steps,
+                    samples=job.position.samples,
+                    data_wait_ms=wait_ms,
+                    compile_ms=self.first_ms,
+                    micro_batch=sums.last.window.micro_batch,
+                    accumulation=sums.last.window.accumulation,
+                )
+            )
+            self.first_ms = 0.0
+        self.telemetry.emit(memory_event(job))
+        self._sums, self._told_switch = {}, False
+        self._begin(job)  # telling took time of its own; the next steps are measured without it
+
+    def _begin(self, job: Job) -> None:
+        self._since, self._waited_ms, self._paused = self.clock(), job.source.stats.wait_ms, job.paused_seconds
+
+
+def learning_rates(job: Job) -> dict[str, float]:
+    """By group; the mean where every element has a rate of its own."""
+    if not isinstance(job.optimizer, Automagic):
+        return {group.get("name") or "all": float(group["lr"]) for group in job.optimizer.param_groups}
+    return {name or "all": float(rate) for name, rate in job.optimizer.learning_rates().items()}
+
+
+def memory_event(job: Job) -> MemorySampled:
+    """What torch and the kernel say now. Owners are what we know the size of; the rest is `other`."""
+    trained = sum(_bytes(one) for one in job.trainee.parameters().values())
+    frozen = sum(
+        _bytes(one) for name in job.trainee.trained for one in job.trainee.host.module(name).parameters()
+        if not one.requires_grad
+    )  # fmt: skip
+    state = sum(
+        _bytes(one) for kept in job.optimizer.state.values() for one in kept.values() if isinstance(one, Tensor)
+    )
+    known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
+    process = psutil.Process().memory_info().rss
+    used: dict[str, dict[str, int]] = {"host": {"process": process}}
+    if job.device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(job.device)
+        used["device"] = {**known, "other": max(0, allocated - sum(known.values()))}
+    else:
+        used["host"] = {**known, "other": max(0, process - sum(known.values()))}
+    stats = job.source.all_stats()
+    counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
+    counters["host.major_page_faults"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
+    unavailable = dict(_NOT_TOLD)
+    if "uvm.stage" not in counters:
+        unavailable["uvm.stage"] = "the unified-memory layer is not open in this run"
+    return MemorySampled(step=job.position.step, used_bytes=used, counters=counters, unavailable=unavailable)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _machine_in_words(machine: Machine) -> str:
+    gpus = ", ".join(gpu.name or "an unnamed GPU" for gpu in machine.gpus) or "no GPU"
+    return f"{gpus}; {machine.host.cpu_count or 'an unknown number of'} CPUs; {machine.profile.value}"

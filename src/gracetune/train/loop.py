@@ -1,0 +1,99 @@
+"""The loop: windows of micro-batches, one optimizer step each, until the run is over or somebody asks it to stop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gracetune.cache.batches import Batch
+from gracetune.data.loader import EpochEnd, Exhausted
+from gracetune.data.refs import BatchRef
+from gracetune.models.experts import expert_for_window, next_expert
+from gracetune.models.spec import ExpertName
+from gracetune.optim.ramp import Window
+from gracetune.train.control import Stop
+from gracetune.train.job import Job
+
+
+@dataclass(eq=False)
+class WindowDone:
+    """One window, after its optimizer step. Tensors stay on the device: who reads one waits for it."""
+
+    step: int
+    """Windows done, this one included."""
+    expert: ExpertName
+    window: Window
+    loss: Tensor
+    """This rank's sum over its samples."""
+    norm: Tensor
+    samples: int = 0
+    """Over all ranks."""
+    batches: list[BatchRef] = field(default_factory=list)
+    epochs: list[EpochEnd] = field(default_factory=list)
+    """Those that ended in this window."""
+
+
+def fit(job: Job) -> Stop:
+    """Until `job.length` windows are done, the data is exhausted, or a stop was asked for. All ranks end together."""
+    for callback in job.callbacks:
+        callback.start(job)
+    while (stop := job.agreed_stop()) is None:
+        done = run_window(job)
+        if isinstance(done, Stop):
+            stop = done
+            break
+        for callback in job.callbacks:
+            callback.window(job, done)
+    for callback in job.callbacks:
+        callback.end(job, stop)
+    return stop
+
+
+def run_window(job: Job) -> WindowDone | Stop:
+    """A stop where no batch is left, or memory does not last until the window's end: then the window is given up.
+
+    What was begun and not finished leaves no trace in the state that is saved.
+    """
+    position = job.position
+    job.seed_window()
+    window = job.ramp.window(position.micro_batches)
+    turn = (position.step, job.switch_every, job.trainee.trained)
+    expert = expert_for_window(*turn)
+    denoiser = job.trainee.host.activate(expert)
+    coming = next_expert(*turn)
+    if coming is not None:
+        job.trainee.host.prepare(coming)
+    gradients = job.gradients[expert]
+    gradients.open()
+    done = WindowDone(position.step + 1, expert, window, torch.zeros((), device=job.device), torch.zeros(()))
+    while len(done.batches) < window.accumulation:
+        if (stop := job.cannot_go_on()) is not None:
+            gradients.close()
+            return stop
+        outcome = job.next_batch(window.micro_batch)
+        if isinstance(outcome, Exhausted):
+            break
+        if isinstance(outcome, EpochEnd):
+            job.on_epoch_end(outcome)
+            done.epochs.append(outcome)
+            continue
+        _learn(job, denoiser, outcome, done)
+    if not done.batches:
+        gradients.close()
+        return Stop("finished", "the data is exhausted")
+    done.norm = gradients.finish(job.scale.factor / done.samples, job.clip)
+    job.take_step(done.norm)
+    gradients.close()
+    job.advance(len(done.batches), done.samples)
+    return done
+
+
+def _learn(job: Job, denoiser: torch.nn.Module, batch: Batch, done: WindowDone) -> None:
+    with job.trainee.strength_for(batch, done.expert):
+        loss = job.step(denoiser, batch, done.expert)
+    job.scale.scaled(loss.total).backward()
+    done.loss += loss.total.detach()
+    done.samples += batch.ref.global_samples
+    done.batches.append(batch.ref)

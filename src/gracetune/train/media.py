@@ -1,0 +1,81 @@
+"""Samples as files people can open: PNG, MP4, WAV, and a sheet of all of them. Each appears whole or not at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+import av
+import numpy as np
+import soundfile
+from PIL import Image
+
+from gracetune.models.spec import Sampled
+
+Kind = Literal["image", "video", "audio"]
+DEFAULT_FPS = 16.0
+_CELL = 384
+"""Longest side of a picture on the sheet."""
+
+
+def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tuple[Path, Kind]:
+    """`fps` overrules the pipeline's own."""
+    if sampled.audio is not None:
+        rate = sampled.sample_rate or 44100
+        sound = sampled.audio.detach().float().cpu().clamp(-1, 1).numpy().T
+        return _whole(stem.with_name(stem.name + ".wav"), lambda path: _write_wav(path, sound, rate)), "audio"
+    if len(sampled.frames) == 1:
+        return _whole(stem.with_name(stem.name + ".png"), lambda path: sampled.frames[0].save(path, "PNG")), "image"
+    rate_video = fps or sampled.fps or DEFAULT_FPS
+    return _whole(
+        stem.with_name(stem.name + ".mp4"), lambda path: _write_mp4(path, sampled.frames, rate_video)
+    ), "video"
+
+
+def contact_sheet(path: Path, pictures: Sequence[Image.Image]) -> Path:
+    """All of them side by side, in the order of the prompts."""
+    columns = math.ceil(math.sqrt(len(pictures)))
+    rows = math.ceil(len(pictures) / columns)
+    shrunk = [picture.copy() for picture in pictures]
+    for picture in shrunk:
+        picture.thumbnail((_CELL, _CELL))
+    width, height = (max(picture.size[side] for picture in shrunk) for side in (0, 1))
+    sheet = Image.new("RGB", (columns * width, rows * height), "white")
+    for number, picture in enumerate(shrunk):
+        row, column = divmod(number, columns)
+        sheet.paste(picture, (column * width + (width - picture.width) // 2, row * height))
+    return _whole(path, lambda target: sheet.save(target, "PNG"))
+
+
+def _whole(path: Path, write: Callable[[Path], None]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write(temporary)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
+
+
+def _write_wav(path: Path, sound: np.ndarray, rate: int) -> None:
+    soundfile.write(path, sound, rate, format="WAV", subtype="PCM_16")
+
+
+def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
+    with av.open(str(path), "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        # The usual colour layout halves both sides, so they have to be even.
+        stream.width, stream.height = (side - side % 2 for side in frames[0].size)
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"crf": "18"}
+        for picture in frames:
+            cut = picture.convert("RGB").crop((0, 0, stream.width, stream.height))
+            frame = av.VideoFrame.from_image(cut)  # type: ignore[no-untyped-call]
+            for packet in stream.encode(frame):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)

@@ -1,0 +1,236 @@
+"""What a run leaves behind: its folder, and the trained weights in it.
+
+<output_dir>/
+  <name>[_<step>][_high_noise|_low_noise].safetensors    adapters; with a step while the run goes on
+  <name>[_<step>]/<component>/                           the same of a full fine-tune, in diffusers' layout
+  config.yaml      the resolved configuration; a run can be started from it again
+  checkpoints/     to go on from          samples/   drawn in validation
+  logs/            events, TensorBoard    cache/     latents and embeddings, unless put elsewhere
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from gracetune import __version__
+from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.writing import FormatName
+from gracetune.adapters.metadata import About, file_name
+from gracetune.adapters.opening import open_adapter, save
+from gracetune.adapters.state import AdapterState, Stage
+from gracetune.adapters.verify import shapes_of, verify
+from gracetune.config.native import write as write_native
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.models.spec import Expert, ExpertName
+from gracetune.train.pieces import whole
+from gracetune.train.trainee import Trainee
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    path: Path
+    name: str
+    """Of the run: what its files are called after."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunFolder:
+        return cls(Path(config.output_dir).expanduser().absolute(), config.name)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def make(self, config: RunConfig) -> None:
+        """The folder and the resolved configuration in it."""
+        try:
+            for folder in (self.path, self.samples, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            temporary = self.path / f".{CONFIG}.tmp"
+            temporary.touch(0o644 if config.logging.webhook is None else 0o600)  # its address is its password
+            temporary.write_text(write_native(config), encoding="utf-8")
+            temporary.replace(self.path / CONFIG)
+        except OSError as error:
+            hint = "--set output_dir=FOLDER"
+            problem = Problem(
+                "output_dir", error.strerror or str(error), "a folder we may write to", hint, str(self.path)
+            )
+            raise ConfigError([problem]) from error
+
+    def adapter(self, stage: str, step: int | None = None) -> Path:
+        return self.path / file_name(self.name, cast(Stage, stage), step)
+
+    def model(self, step: int | None = None) -> Path:
+        return self.path / (self.name if step is None else f"{self.name}_{step:09d}")
+
+    def results(self, stages: Iterable[str], step: int | None = None) -> list[Path]:
+        """All names under which a finished run leaves its weights."""
+        return [*(self.adapter(stage, step) for stage in stages), self.model(step)]
+
+    def refuse_finished(self, stages: Iterable[str]) -> None:
+        """A run that begins anew must not find the result of another one in its way after hours."""
+        there = [path for path in self.results(stages) if path.exists()]
+        if there:
+            hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
+            raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
+                                       "a folder without it", hint, str(self.path))])  # fmt: skip
+
+    def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
+        """A finished run that goes on: its result becomes that of the step it ended at."""
+        notes = []
+        for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
+            if old.exists():
+                if new.exists():
+                    _remove(old)
+                else:
+                    old.rename(new)
+                notes.append(f"{old.name} was the result at step {step}: it is now called {new.name}")
+        return notes
+
+    def remove_step(self, stages: Iterable[str], step: int) -> None:
+        """What belongs to a checkpoint that is not kept any more."""
+        for path in self.results(stages, step):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save_weights(
+    trainee: Trainee, config: RunConfig, folder: RunFolder, step: int, *, final: bool, write: bool
+) -> list[Path]:  # fmt: skip
+    """All experts' files. Every rank calls it; the one that is told to writes. A file of the same step stays."""
+    named = None if final else step
+    paths = []
+    for expert in trainee.trained:
+        if config.adapter.kind == "full_finetune":
+            path = folder.model(named) / _component(trainee, expert)
+            _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
+        else:
+            path = folder.adapter(expert, named)
+            state = trainee.attached[expert].state()
+            if write and not path.exists():
+                _save_adapter(path, state, config, step)
+        paths.append(path)
+    return paths
+
+
+def checkpoint_bytes(trainee: Trainee) -> int:
+    """About what one checkpoint takes: the weights, two averages of an optimizer, and the file to load."""
+    return 4 * sum(one.numel() * one.element_size() for one in trainee.parameters().values())
+
+
+def check_format(trainee: Trainee, config: RunConfig) -> None:
+    """Whether the adapters fit into their files' format: asked before the first step, not after the last."""
+    if config.adapter.kind == "full_finetune":
+        return
+    states = [attached.state() for attached in trainee.attached.values()]
+    dtype = DTYPES[config.checkpoints.save_dtype]
+    try:
+        for state in states:
+            FORMATS[config.checkpoints.format].write(state, dtype)
+    except CannotHoldError as error:
+        others = [name for name in FORMATS if _holds(name, states, dtype)]
+        hint = f"--set checkpoints.format={others[0]}" if others else "--set adapter.kind=lora"
+        found = f"{config.checkpoints.format}: {error.problems[0].found}"
+        expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format has a place for"
+        raise ConfigError([Problem("checkpoints.format", found, expected, hint)]) from None
+
+
+def _holds(name: FormatName, states: Iterable[AdapterState], dtype: torch.dtype) -> bool:
+    try:
+        for state in states:
+            FORMATS[name].write(state, dtype)
+    except CannotHoldError:
+        return False
+    return True
+
+
+def _save_adapter(path: Path, state: AdapterState, config: RunConfig, step: int) -> None:
+    training = {
+        "steps": step,
+        "adapter": config.adapter.kind,
+        "optimizer": config.optimizer.name,
+        "lr": config.optimizer.lr,
+        "seed": config.training.seed,
+        "gracetune": __version__,
+    }
+    about = About(title=path.stem, date=datetime.now(UTC).strftime("%Y-%m-%d"), training=training)
+    save(path, state, config.checkpoints.format, DTYPES[config.checkpoints.save_dtype], about)
+
+
+def _component(trainee: Trainee, expert: ExpertName) -> str:
+    return next(one.component for one in trainee.facts.experts if one.name == expert)
+
+
+def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
+    """A component's folder in diffusers' layout; appears whole or not at all."""
+    tensors = {name: whole(tensor) for name, tensor in denoiser.state_dict().items()}
+    if not write or folder.exists():
+        return
+    kept = cast(Any, denoiser)._keep_in_fp32_modules or []
+    kept = {kept} if isinstance(kept, str) else set(kept)
+
+    def cast_to(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        keep = not tensor.is_floating_point() or not kept.isdisjoint(name.split("."))
+        return tensor.to("cpu", tensor.dtype if keep else dtype).contiguous()
+
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    _remove(temporary)
+    temporary.mkdir(parents=True)
+    cast(Any, denoiser).save_config(str(temporary))
+    save_file(
+        {name: cast_to(name, tensor) for name, tensor in tensors.items()},
+        temporary / "diffusion_pytorch_model.safetensors",
+        {"format": "pt"},
+    )
+    temporary.rename(folder)
+
+
+def verify_weights(trainee: Trainee, config: RunConfig, paths: Iterable[Path]) -> list[str]:
+    """Read every file again as anyone would, and lay it beside the model. A line for each; a wrong one raises."""
+    if config.adapter.kind == "full_finetune":
+        return []
+    lines = []
+    experts = {expert.name: expert for expert in trainee.facts.experts}
+    for path, name in zip(paths, trainee.trained, strict=True):
+        lines.append(_verified(path, trainee, experts[name]))
+    return lines
+
+
+def _verified(path: Path, trainee: Trainee, expert: Expert) -> str:
+    opened = open_adapter(path, trainee.facts.family)
+    shapes = shapes_of(trainee.spec.build_denoiser(trainee.source, expert))
+    reports = verify(opened.reading, {cast(Stage, expert.name): shapes})
+    wrong = [report for report in reports if not report.ok]
+    if wrong:
+        found = wrong[0]
+        first = [*found.missing, *found.unexpected, *found.mismatched, *found.not_finite, "no layer at all"][0]
+        raise GracetuneError(f"{path} was written and does not fit its own model: {first}. Please report this")
+    matched = sum(len(report.matched) for report in reports)
+    return f"{path.name}: {matched} layers, all of them fit"

@@ -1,0 +1,138 @@
+"""What the memory plan says for this run, and what follows from it for how the denoisers are run."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine
+from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.plan import CONFIG_VALUE, Plan, plan
+from gracetune.memory.planning.samples import survey
+from gracetune.models.attention import attention_facts, choose_attention
+from gracetune.models.registry import footprint_of
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import AttentionCalls, ModelFacts, ModelSpec
+from gracetune.train.trainee import Choices
+from gracetune.units import format_bytes
+
+_SAME_MODEL = 0.05
+"""Weights whose number of parameters is further off than this are not those the footprint describes."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    demand: Demand
+    plan: Plan
+    not_ours: str | None = None
+    """Why the plan says nothing about this run: its weights are not of the size the flavour's are."""
+
+    @property
+    def parks_experts(self) -> bool:
+        if self.not_ours is not None:
+            return False
+        return any(change.key == "placement: idle expert" for change in self.plan.changes)
+
+    @property
+    def step_bytes(self) -> int:
+        """Device memory a step takes beside its denoiser's weights: nothing is brought ahead of its turn into that."""
+        if self.not_ours is not None:
+            return 0
+        policy = next(name for name, value in CONFIG_VALUE.items() if value == self.plan.checkpointing.value)
+        weights = self.demand.denoisers[0].size(self.demand.settings.precision)
+        return max(0, self.demand.training_peak(policy) - weights)
+
+
+def make_plan(
+    config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+) -> Planned:  # fmt: skip
+    footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
+    compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
+    demand = estimate(config, footprint, survey(config), compiled=compiled)
+    parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
+    not_ours = None
+    if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:
+        not_ours = (
+            f"the memory plan is for {footprint.flavour} with {footprint.parameters:,} parameters; "
+            f"these weights have {parameters:,}, so it is not followed"
+        )
+    return Planned(demand, plan(demand, machine, disk_free=_disk_free(config)), not_ours)
+
+
+def refuse_misfit(planned: Planned, *, allowed: bool) -> None:
+    """Before anything is loaded: a config that cannot run as it stands. Weights the plan is not for are left alone."""
+    plan = planned.plan
+    if planned.not_ours is not None or allowed or plan.verdict not in ("does not fit", "fits with these changes"):
+        return
+    edits = [change for change in plan.changes if not change.automatic]
+    begin = "it fits with" if plan.verdict != "does not fit" else "what saves most, though not enough:"
+    typed = " ".join(f"--set {_quoted(f'{change.key}={change.after}')}" for change in edits)
+    hint = f"{begin} {typed}" if typed else "a smaller resolution, fewer frames, or a larger machine"
+    problems = [
+        Problem(
+            key="the memory plan",
+            found=f"does not fit as the config stands; {plan.verdict}: {plan.summary}",
+            expected="a run that fits this machine",
+            hint=f"{hint}; or try it all the same with --allow-misfit",
+        )
+    ]
+    problems += [
+        Problem(one.key, one.before, one.after, f"saves {format_bytes(one.saves)}: {one.why}") for one in edits
+    ]
+    raise ConfigError(problems)
+
+
+def _quoted(setting: str) -> str:
+    return f"'{setting}'" if "[" in setting else setting
+
+
+def compiles(config: RunConfig, device: str) -> bool:
+    """`auto` compiles on a GPU, where it is worth its minutes."""
+    return config.training.compile == "on" or (config.training.compile == "auto" and device == "cuda")
+
+
+def choose(
+    config: RunConfig, planned: Planned, calls: AttentionCalls, device: torch.device, dtype: torch.dtype
+) -> tuple[Choices, tuple[str, ...]]:
+    """How the denoisers are run, and a line of reason for each choice."""
+    facts = attention_facts(
+        device, dtype, head_dim=calls.head_dim, masked=calls.masked, dispatched=calls.dispatched
+    )  # fmt: skip
+    attention = choose_attention(config.training.attention, facts)
+    compiled = compiles(config, device.type)
+    asked = config.training.gradient_checkpointing
+    budget: float | None = None
+    if asked != "auto":
+        recompute, why = asked == "full", "as the config says"
+    elif planned.not_ours is not None:
+        recompute = device.type == "cuda"
+        why = "auto, without a plan for these weights: " + (
+            "the careful choice" if recompute else "no GPU to run out of"
+        )
+    else:
+        chosen = planned.plan.checkpointing
+        recompute, why = chosen.value == "full", f"auto: {chosen.why}"
+        budget = chosen.activation_memory_budget if compiled else None
+        recompute = recompute or (chosen.value == "auto" and budget is None)
+    lines = (
+        f"attention: {attention.reason}",
+        f"gradient checkpointing {'on' if recompute else 'off'}: {why}",
+        f"torch.compile {'on: repeated blocks' if compiled else 'off'}",
+    )
+    return Choices(recompute, budget, compiled, attention.backend), lines
+
+
+def _disk_free(config: RunConfig) -> int | None:
+    folder = Path(config.output_dir).expanduser().absolute()
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None

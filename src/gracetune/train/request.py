@@ -1,0 +1,38 @@
+"""Ask a running job for something, from another process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from gracetune.cache.locks import lock
+from gracetune.checkpoint.folder import LOCK_FILE
+from gracetune.errors import ConfigError, Problem
+
+VALIDATE_NOW = "validate-now"
+"""A file of this name in a run's folder asks for a validation; the job removes it."""
+
+
+def ask_for_validation(run_folder: Path) -> str:
+    """Returns what was done, in words."""
+    folder = run_folder.expanduser().absolute()
+    if not (folder / "checkpoints").is_dir():
+        there = "no such folder" if not folder.is_dir() else "a folder without checkpoints/"
+        raise ConfigError([Problem("RUN", there, "the output folder of a run", "check the path", str(folder))])
+    if not is_running(folder):
+        hint = "gracetune train CONFIG --set validation.at_start=true draws samples of a new run"
+        raise ConfigError([Problem("RUN", "nobody trains here now", "a run that is at work", hint, str(folder))])
+    (folder / VALIDATE_NOW).touch()
+    return f"asked: samples appear in {folder / 'samples'} after the step the run is at"
+
+
+def is_running(folder: Path) -> bool:
+    """A run holds a lock on its checkpoints for as long as it lives."""
+    try:
+        descriptor = os.open(folder / "checkpoints" / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return lock(descriptor, exclusive=True) == "busy"
+    finally:
+        os.close(descriptor)

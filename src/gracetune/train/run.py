@@ -1,0 +1,154 @@
+"""One run, from a config to the trained weights: verbs in order. Each is a small module of this folder.
+
+result = train(config, environment=environment, options=RunOptions(), view=View())
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.hardware import probe
+from gracetune.memory.layer import UnifiedMemory
+from gracetune.models.encoders import encoders_of
+from gracetune.models.experts import trained_experts
+from gracetune.models.facts import facts_of
+from gracetune.models.registry import geometry
+from gracetune.train.assembly import assemble, check_optimizer, open_host, open_memory, refuse_two_halves, where_of
+from gracetune.train.callbacks import callbacks_of
+from gracetune.train.control import Stop, listening
+from gracetune.train.data import fill_caches, live_encoders, stage
+from gracetune.train.dry import DryBatch, dry_batch, hours_left, memory_explained
+from gracetune.train.finish import failure_told, finish
+from gracetune.train.guards import watch
+from gracetune.train.identity import identity_of, metadata_of
+from gracetune.train.logs import open_telemetry
+from gracetune.train.loop import fit
+from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
+from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
+from gracetune.train.renewal import refuse_with_several, renew
+from gracetune.train.resume import find_start, refuse_other_data, restore, saved_epoch
+from gracetune.train.runtime import open_runtime
+from gracetune.train.trainee import load_trainee
+from gracetune.train.view import View
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What is said about a run and not about its result."""
+
+    resume: str | None = None
+    """`latest`, `none` or a checkpoint; None takes the config's."""
+    dry_run: bool = False
+    allow_other_data: bool = False
+    allow_other_run: bool = False
+    allow_misfit: bool = False
+    """Begin although the memory plan says that it does not fit."""
+
+
+@dataclass(frozen=True)
+class Result:
+    stop: Stop | None
+    """None after a dry run."""
+    step: int
+    steps: int
+    files: tuple[Path, ...]
+    planned: Planned
+    dry: DryBatch
+    hours: float
+    """What was left when the run began, by the first batch's time."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds_per_step(self) -> float:
+        return 3600 * self.hours / max(1, self.steps - self.step)
+
+
+def train(
+    config: RunConfig, *, environment: Environment, options: RunOptions, view: View,
+    on_memory: Callable[[UnifiedMemory], None] = lambda memory: None,
+) -> Result:  # fmt: skip
+    """`on_memory` is told of the unified-memory layer once it is open."""
+    with ExitStack() as stack:
+        runtime = stack.enter_context(open_runtime(config.training.mixed_precision, environment))
+        runtime.seed(config.training.seed)
+        refuse_two_halves(config)
+        refuse_with_several(config, runtime.world_size)
+        machine = probe()
+        encoders = encoders_of(config, runtime.device)
+        spec, source = encoders.spec, encoders.source
+        facts = facts_of(config, spec, source)
+        trained = trained_experts(config.model.experts, facts)
+        check_optimizer(config, trained, runtime.device)
+        planned = make_plan(config, machine, spec, source, facts)
+        view.planned(planned, machine)
+        refuse_misfit(planned, allowed=options.allow_misfit)
+
+        folder = RunFolder.of(config)
+        keep = config.checkpoints
+        store = stack.enter_context(
+            CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
+        )
+        identity = identity_of(config, source, facts)
+        asked = options.resume or keep.resume
+        start = find_start(asked, store, folder, identity, trained, allow_other_run=options.allow_other_run)
+        view.say(start.reason)
+
+        memory = open_memory(config, machine, runtime, environment, view, stack)
+        if memory is not None:
+            on_memory(memory)
+        where = where_of(config, machine, runtime, memory)
+        index = stage(config, geometry(facts.family, facts.flavour), machine, runtime, view, stack)
+        cached = fill_caches(config, index, encoders, runtime, where, view, stack, epoch=saved_epoch(start))
+
+        refuse_other_data(start, cached.index, allowed=options.allow_other_data)
+
+        choices, reasons = choose(config, planned, spec.attention, runtime.device, encoders.placement.dtype)
+        host = open_host(config, planned, machine, runtime, memory, facts)
+        with view.phase("loading the model"):
+            trainee = load_trainee(config, spec, source, facts, runtime, choices, host)
+        check_format(trainee, config)
+        if runtime.is_main:
+            store.check_room(checkpoint_bytes(trainee))
+        live = live_encoders(cached.index, encoders, cached.keys, stack)
+        job = assemble(config, trainee, cached, live, runtime, memory, view, stack)
+        notes = restore(job, config, start, folder, options.allow_other_data)
+        renewal = renew(job, config, cached, encoders, where, view, stack)
+        for line in (*reasons, host.reason, *cached.report, *notes):
+            view.say(line)
+
+        with view.phase("first batch"):
+            dry = dry_batch(job, config.training.batch_size, planned)
+        hours = hours_left(job, dry, config.training.batch_size)
+        if options.dry_run:
+            return Result(None, job.position.step, job.length.steps, (), planned, dry, hours, notes)
+        metadata = metadata_of(config, identity, cached.index, machine)
+        telemetry = stack.enter_context(open_telemetry(config, folder, view, main=runtime.is_main))
+        resumed = None if start.checkpoint is None else start.step
+        job.callbacks = callbacks_of(
+            job,
+            config,
+            folder,
+            store,
+            metadata,
+            machine,
+            memory,
+            cached,
+            telemetry,
+            dry,
+            view,
+            resumed,
+            stack.enter_context(watch(machine, memory, view)),
+        )
+        began = time.monotonic()
+        told = failure_told(job, folder, telemetry, began=began)
+        with told, listening(job.control, view.say), memory_explained(job, planned):
+            stop = fit(job)
+        files = finish(job, config, folder, cached, stop, telemetry, view, began=began, renewal=renewal)
+        return Result(stop, job.position.step, job.length.steps, files, planned, dry, hours, notes)

@@ -1,0 +1,256 @@
+"""The processes of one run: who they are, what they compute on, and how they agree. Only this imports accelerate.
+
+Processes come from `accelerate launch` or `torchrun`; without a launcher there is one. accelerate sets up the process
+group and the device. Sharding is torch's own `fully_shard`, on any device: accelerate's `prepare` turns FSDP into plain
+replicas on a CPU without a word, and what is asked for in its configuration file has to happen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gracetune.config.environment import Environment
+from gracetune.data.draws import draw
+from gracetune.errors import ConfigError, MachineError, Problem
+
+Precision = Literal["bf16", "fp16", "fp32"]
+T = TypeVar("T")
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_ON = ("1", "true", "yes", "on")
+_PATIENCE = timedelta(hours=12)
+"""How long ranks wait for one another: rank 0 may encode or sample for hours while the others have nothing to do."""
+_NEVER: tuple[tuple[str, str], ...] = (
+    ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+    ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher's environment asks for."""
+
+    sharded: bool = False
+    reshard: bool = True
+    """Whether a block's weights are given back between its forward and its backward pass."""
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def from_environment(cls, environment: Environment, precision: Precision) -> Launch:
+        problems = [
+            Problem(name, f"{what}", "replicas (MULTI_GPU) or FSDP2", "launch with config/accelerate_config_gh200.yaml")
+            for name, what in _NEVER
+            if _is_on(environment.get(name))
+        ]
+        sharded = _is_on(environment.get("ACCELERATE_USE_FSDP"))
+        if sharded:
+            problems += _fsdp_problems(environment)
+        if problems:
+            raise ConfigError(problems)
+        notes = []
+        given = environment.get("ACCELERATE_MIXED_PRECISION")
+        ours = "no" if precision == "fp32" else precision
+        if given is not None and given != ours:
+            notes.append(f"mixed precision: {precision}, as training.mixed_precision says; accelerate was told {given}")
+        reshard = environment.get("FSDP_RESHARD_AFTER_FORWARD")
+        return cls(sharded, reshard is None or reshard.lower() in (*_ON, "full_shard"), tuple(notes))
+
+
+def _fsdp_problems(environment: Environment) -> list[Problem]:
+    problems = []
+    hint = "launch with config/accelerate_config_gh200_fsdp.yaml"
+    version = environment.get("FSDP_VERSION") or "1"
+    if version != "2":
+        problems.append(Problem("fsdp_version", version, "2", hint))
+    if _is_on(environment.get("FSDP_OFFLOAD_PARAMS")):
+        expected = "false: weights that do not fit are what --set memory.use_uvm=true is for"
+        problems.append(Problem("fsdp_offload_params", "true", expected, hint))
+    return problems
+
+
+def _is_on(value: str | None) -> bool:
+    return value is not None and value.strip().lower() in _ON
+
+
+class Runtime:
+    """One process of a run. Made by `open_runtime`; every rank calls its methods in the same order."""
+
+    def __init__(
+        self, *, rank: int, world_size: int, local_rank: int, local_world_size: int, device: torch.device,
+        precision: Precision, launch: Launch, key: str,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size = rank, world_size
+        self.local_rank, self.local_world_size = local_rank, local_world_size
+        self.device = device
+        self.precision = precision
+        self.launch = launch
+        self.key = key
+        """The same text on all ranks of this launch, and on no other's."""
+        self._mesh: Any = None
+        # Words between ranks go over the CPU, so that none of them waits for a GPU.
+        self._talk: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size > 1 else None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> AbstractContextManager[object]:
+        if self.precision == "fp32":
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=_DTYPES[self.precision])
+
+    def seed(self, seed: int) -> None:
+        """The generators libraries draw from. What we draw is a function of (seed, sample) and not of these."""
+        own = draw(seed, "process", self.rank)
+        random.seed(own)
+        np.random.seed(own % (1 << 32))
+        torch.manual_seed(own >> 1)
+
+    # -- agreement ----------------------------------------------------------------------------------------------------
+
+    def sum_(self, tensor: Tensor) -> None:
+        if self.world_size > 1:
+            dist.all_reduce(tensor)
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier(group=self._talk)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank; plain data. An error there is an error everywhere."""
+        if self.world_size == 1:
+            return make()
+        box: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                box[0] = make()
+            except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised again below
+                failure, box[1] = error, str(error) or type(error).__name__
+        dist.broadcast_object_list(box, group=self._talk)
+        if failure is not None:
+            raise failure
+        if box[1] is not None:
+            raise MachineError(f"rank 0 stopped: {box[1]}")
+        result: T = box[0]
+        return result
+
+    def highest(self, value: int) -> int:
+        """Of all ranks' numbers. A collective that no GPU takes part in, so it does not wait for one."""
+        if self.world_size == 1:
+            return value
+        told = torch.tensor([value])
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._talk)
+        return int(told.item())
+
+    def all_of(self, mine: T | None) -> list[T]:
+        """What the ranks have to tell, on each of them, in their order; almost always nothing, and that is cheap."""
+        if not self.highest(int(mine is not None)):
+            return []
+        boxes: list[Any] = [mine] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(boxes, mine, group=self._talk)
+        return [one for one in boxes if one is not None]
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What every rank gave, on rank 0 (`checkpoint.ranks.Ranks`)."""
+        if self.world_size == 1:
+            return [mine]
+        boxes: list[Any] | None = [b""] * self.world_size if self.is_main else None
+        dist.gather_object(mine, boxes, group=self._talk)
+        return boxes or []
+
+    # -- sharding -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.launch.sharded
+
+    def shard(self, model: nn.Module, blocks: Iterable[str]) -> None:
+        """Spread the weights over all ranks (FSDP2): each repeated block for itself, then what is around them."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if self._mesh is None:
+            self._mesh = init_device_mesh(self.device.type, (self.world_size,))
+        names = set(blocks)
+        options: dict[str, Any] = {"mesh": self._mesh, "reshard_after_forward": self.launch.reshard}
+        for module in model.modules():
+            if type(module).__name__ in names:
+                fully_shard(module, **options)
+        fully_shard(model, **options)
+
+    def same_everywhere_(self, tensors: Iterable[Tensor]) -> None:
+        """Every rank takes rank 0's values."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
+    def close(self) -> None:
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+            _forget_state()
+
+    def __enter__(self) -> Runtime:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_runtime(precision: Precision, environment: Environment) -> Runtime:
+    from accelerate import PartialState
+
+    launch = Launch.from_environment(environment, precision)
+    cpu = not torch.cuda.is_available()
+    several = environment.get("WORLD_SIZE") is not None and environment.get("RANK") is not None
+    _check_devices(environment, cpu=cpu)
+    state = PartialState(cpu=cpu, **({"timeout": _PATIENCE} if several else {}))
+    if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
+        launch = Launch(False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded"))
+    local = environment.get("LOCAL_WORLD_SIZE")
+    device = state.device
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return Runtime(
+        rank=state.process_index,
+        world_size=state.num_processes,
+        local_rank=state.local_process_index,
+        local_world_size=int(local) if local else state.num_processes,
+        device=device,
+        precision=precision,
+        launch=launch,
+        key=_launch_key(environment),
+    )
+
+
+def _launch_key(environment: Environment) -> str:
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+    return ":".join(environment.get(name) or "" for name in names)
+
+
+def _check_devices(environment: Environment, *, cpu: bool) -> None:
+    local = int(environment.get("LOCAL_WORLD_SIZE") or 1)
+    if cpu or local <= torch.cuda.device_count():
+        return
+    found = f"{local} processes on this machine, {torch.cuda.device_count()} GPUs"
+    hint = f"accelerate launch --num_processes {torch.cuda.device_count()} ..."
+    raise ConfigError([Problem("--num_processes", found, "at most one process for each GPU", hint)])
+
+
+def _forget_state() -> None:
+    """accelerate keeps one state for the whole process; a second run of the same process begins anew."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(True)
+    PartialState._reset_state()

@@ -1,0 +1,110 @@
+"""One micro-batch's loss: noise, a level, the denoiser's answer, and how far off it is.
+
+    step = TrainStep(spec, facts, Goal.from_config(config.objective, facts, trained), seed=42)
+    step(denoiser, batch, "high_noise").total.backward()
+
+Noise and levels are functions of (seed, global sample index), so a sample is asked the same question whichever rank or
+batch it is in. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.cache.batches import Batch
+from gracetune.config.run_config import Objective
+from gracetune.diffusion.levels import LevelSampler
+from gracetune.diffusion.noise import draw_noise
+from gracetune.diffusion.schedule import noisy, target
+from gracetune.diffusion.weighting import Weighting, sample_losses
+from gracetune.models.experts import window_of_levels
+from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+
+LATENTS_PER_TOKEN = 4
+"""Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.flow_shift`)."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is learnt: the config's objective, decided for one model."""
+
+    objective: Objective
+    levels: Mapping[ExpertName, LevelSampler]
+    """For each trained expert, inside its own window."""
+    weighting: Weighting
+
+    @classmethod
+    def from_config(cls, objective: Objective, facts: ModelFacts, trained: Sequence[ExpertName]) -> Goal:
+        rule = facts.details.get("resolution_shift")
+        levels = {
+            expert: LevelSampler.from_config(
+                objective, facts.schedule, shift=facts.shift, rule=rule, window=window_of_levels(expert, facts)
+            )
+            for expert in trained
+        }
+        return cls(objective, levels, Weighting.from_config(objective, facts.schedule))
+
+
+@dataclass(frozen=True, eq=False)
+class StepLoss:
+    """On the device, all of it."""
+
+    total: Tensor
+    """The sum over the samples, each times its own weight: what is differentiated."""
+    each: Tensor
+    """[B], detached: the same before it is summed."""
+    level: Tensor
+    """[B]"""
+
+
+class TrainStep:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        facts: ModelFacts,
+        goal: Goal,
+        *,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """`dtype` is what the denoiser is given."""
+        self._spec, self._facts, self._goal = spec, facts, goal
+        self._seed, self._dtype, self._autocast = seed, dtype, autocast
+
+    def __call__(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> StepLoss:
+        clean = batch.tensors["latents"].float()
+        indexes = batch.ref.indexes
+        tokens = math.prod(clean.shape[2:]) // LATENTS_PER_TOKEN
+        levels = self._goal.levels[expert].levels(self._seed, indexes, tokens)
+        return self.at(denoiser, batch, _on(levels, clean.device), self._seed, indexes)
+
+    def at(
+        self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int]
+    ) -> StepLoss:  # fmt: skip
+        """The loss at given noise levels [B], with the noise of other draws: what a held-out loss asks."""
+        schedule, objective = self._facts.schedule, self._goal.objective
+        clean = batch.tensors["latents"].float()
+        noise = draw_noise(clean, objective, seed, indexes)
+        seen = noisy(schedule, clean, noise.seen, level).to(self._dtype)
+        with self._autocast():
+            answer = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts)
+        wanted = target(schedule, clean, noise.asked, level)
+        losses = sample_losses(answer, wanted, objective, batch.tensors.get("loss_mask"))
+        losses = losses * self._goal.weighting.weights(schedule, level)
+        weights = [sample.loss_weight for sample in batch.ref.samples]
+        if any(weight != 1.0 for weight in weights):
+            losses = losses * _on(weights, losses.device)
+        return StepLoss(losses.sum(), losses.detach(), level)
+
+
+def _on(values: Sequence[float], device: torch.device) -> Tensor:
+    """From page-locked memory the copy is only queued; the host does not wait for it."""
+    tensor = torch.tensor(values, dtype=torch.float32)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

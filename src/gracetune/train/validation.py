@@ -1,0 +1,223 @@
+"""Samples drawn while training: at the start, on time, and whenever somebody asks. Training notices nothing of it.
+
+A request is a file `validate-now` in the run's folder (`gracetune validate-now RUN` makes it) or the signal SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import nn
+
+from gracetune.checkpoint.random_state import RandomState
+from gracetune.config.run_config import RunConfig, ValidationPrompt
+from gracetune.memory.reclaim import trim_heap
+from gracetune.models.spec import Placement, Sampled, SampleRequest
+from gracetune.telemetry.events import SampleFile, ValidationDone
+from gracetune.telemetry.hub import Telemetry
+from gracetune.train.control import Stop
+from gracetune.train.job import Job
+from gracetune.train.loop import WindowDone
+from gracetune.train.media import contact_sheet, write_sample
+from gracetune.train.output import RunFolder
+from gracetune.train.request import VALIDATE_NOW
+from gracetune.train.view import View
+
+DEFAULT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One sample: what is drawn, and how strongly the adapter counts."""
+
+    request: SampleRequest
+    strength: float
+    references: tuple[str, ...]
+
+
+def requests_of(config: RunConfig) -> list[Asked]:
+    """Every sample of one round. Pure: the reference pictures are opened when they are needed."""
+    section = config.validation
+    found = []
+    for number, prompt in enumerate(section.prompts):
+        seed = next(one for one in (prompt.seed, section.seed, config.training.seed) if one is not None)
+        for copy in range(section.images_per_prompt):
+            walked = seed + (number if section.walk_seed else 0) + copy
+            found.append(Asked(_request(config, prompt, walked), prompt.adapter_strength, prompt.references))
+    return found
+
+
+def _request(config: RunConfig, prompt: ValidationPrompt, seed: int) -> SampleRequest:
+    section = config.validation
+    negative = section.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+    return SampleRequest(
+        prompt=prompt.prompt,
+        negative_prompt=negative,
+        width=prompt.width or section.width or 0,
+        height=prompt.height or section.height or 0,
+        frames=prompt.num_frames or section.num_frames or 1,
+        steps=prompt.steps or section.steps or DEFAULT_STEPS,
+        guidance=section.guidance if prompt.guidance is None else prompt.guidance,
+        seed=seed,
+    )
+
+
+class Sampling:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View, *, room: Callable[[], int]
+    ) -> None:
+        """`room` says how much main memory may still be used."""
+        self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
+        self._room = room
+        self._kept: Any = None
+        """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
+        self._asked = requests_of(config) if config.validation.enabled else []
+        section = config.validation
+        timed = section.at_start or section.every_steps or section.every_epochs
+        if section.enabled and timed and not self._asked:
+            view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
+        if section.guidance_rescale:
+            view.warn("validation.guidance_rescale is not used: samples are drawn by each family's own pipeline")
+
+    def start(self, job: Job) -> None:
+        if self._config.validation.at_start and job.position.step == 0:
+            self._draw(job, requested=False)
+
+    def window(self, job: Job, done: WindowDone) -> None:
+        requested = self._requested(job)
+        section = self._config.validation
+        due = section.every_steps is not None and done.step % section.every_steps == 0
+        if section.every_epochs is not None:
+            due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
+        if requested or due:
+            with job.pausing():
+                self._draw(job, requested=requested)
+
+    def end(self, job: Job, stop: Stop) -> None:
+        self._kept = None
+
+    def _requested(self, job: Job) -> bool:
+        """On any rank, and then on all of them: a sharded model is sampled by all together."""
+        file = self._folder.path / VALIDATE_NOW
+        here = job.control.validate or (job.runtime.is_main and file.exists())
+        job.control.validate = False
+        if not job.runtime.highest(int(here)):
+            return False
+        if job.runtime.is_main:
+            file.unlink(missing_ok=True)
+        if not self._asked:
+            self._view.warn("a validation was asked for, but the config has no validation.prompts")
+        return True
+
+    def _draw(self, job: Job, *, requested: bool) -> None:
+        # Every rank draws where the model is shared out over them; otherwise the first one, and the others wait.
+        if not self._asked or not (job.runtime.is_main or job.runtime.is_sharded):
+            return
+        began, step = time.monotonic(), job.position.step
+        files: list[SampleFile] = []
+        pictures: list[Image.Image] = []
+        with untouched(job), self._view.phase(f"samples at step {step}"), self._pipeline(job) as pipeline:
+            for number, asked in enumerate(self._asked):
+                sampled = _sampled(job, pipeline, asked)
+                if not job.runtime.is_main:
+                    continue
+                stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{asked.request.seed}"
+                path, kind = write_sample(stem, sampled, self._config.validation.fps)
+                name = str(path.relative_to(self._folder.path))
+                files.append(SampleFile(path=name, kind=kind, prompt=asked.request.prompt, seed=asked.request.seed))
+                pictures += sampled.frames[:1]
+        if not job.runtime.is_main:
+            return
+        sheet = self._sheet(step, pictures)
+        took = time.monotonic() - began
+        event = ValidationDone(step=step, files=tuple(files), sheet=sheet, duration_s=took, requested=requested)
+        self._telemetry.emit(event)
+
+    def _sheet(self, step: int, pictures: list[Image.Image]) -> str | None:
+        if len(pictures) < 2:
+            return None
+        path = self._folder.samples / f"{step:09d}_sheet.png"
+        contact_sheet(path, pictures)
+        return str(path.relative_to(self._folder.path))
+
+    @contextmanager
+    def _pipeline(self, job: Job) -> Iterator[Any]:
+        """diffusers' own pipeline around the very denoisers that are trained.
+
+        Text encoders and the VAE wait in main memory for the next round where there is room for them; where there is
+        not, they are let go and read from disk again.
+        """
+        trainee = job.trainee
+        pipeline, self._kept = self._kept, None
+        if pipeline is None:
+            placement = Placement(job.device, trainee.dtype)
+            pipeline = trainee.spec.load_pipeline(trainee.source, trainee.components(), placement, trainee.facts)
+        else:
+            _move(_other_parts(pipeline, job), job.device)
+        try:
+            yield pipeline
+            others = _other_parts(pipeline, job)
+            if _host_bytes(others, job.device) < self._room() // job.runtime.local_world_size:
+                _move(others, torch.device("cpu"))
+                self._kept = pipeline
+            del others
+        finally:
+            del pipeline
+            trim_heap()
+            if job.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _other_parts(pipeline: Any, job: Job) -> list[nn.Module]:
+    ours = {id(module) for module in job.trainee.components().values()}
+    return [part for part in pipeline.components.values() if isinstance(part, nn.Module) and id(part) not in ours]
+
+
+def _move(parts: Iterable[nn.Module], device: torch.device) -> None:
+    for part in parts:
+        part.to(device)
+
+
+def _host_bytes(parts: Iterable[nn.Module], device: torch.device) -> int:
+    """What it takes more of main memory to keep them there."""
+    if device.type == "cpu":
+        return 0
+    return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.state_dict().values())
+
+
+def _sampled(job: Job, pipeline: Any, asked: Asked) -> Sampled:
+    pictures = tuple(Image.open(Path(name).expanduser()).convert("RGB") for name in asked.references)
+    request = replace(asked.request, references=pictures)
+    with job.trainee.evaluating(asked.strength), job.as_delivered(), job.runtime.autocast():
+        return job.trainee.spec.sample(pipeline, request)
+
+
+@contextmanager
+def untouched(job: Job) -> Iterator[None]:
+    """Whatever happens inside: every generator, the expert whose turn it is, and the gradients are as before."""
+    generators = RandomState(job.device)
+    before = generators.save()
+    kept = {name: tensor.clone() for name, tensor in before.tensors.items()}
+    host, active = job.trainee.host, job.trainee.host.active
+    with ExitStack() as stack:
+        for name in job.trainee.trained:
+            # A pipeline calls one expert after the other; a parked one is brought when it is called.
+            hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _bring(job, name))
+            stack.callback(hook.remove)
+        try:
+            yield
+        finally:
+            if active is not None:
+                host.activate(active)
+            generators.load(before.json, kept)
+
+
+def _bring(job: Job, name: str) -> None:
+    job.trainee.host.activate(name)

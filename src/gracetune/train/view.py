@@ -1,0 +1,51 @@
+"""What a run shows while it works. The command line draws it; without one nothing is shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gracetune.cache.pass_work import Progress
+from gracetune.data.backends.progress import OnProgress, unwatched
+from gracetune.telemetry.progress import Standing
+
+if TYPE_CHECKING:
+    from gracetune.hardware import Machine
+    from gracetune.train.planning import Planned
+
+
+class View:
+    """Does nothing: a subclass shows what it likes. Observation never steers."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        """Everything that was warned of, for the log of the run."""
+
+    def say(self, text: str) -> None:
+        """One line the user should read."""
+
+    def warn(self, text: str) -> None:
+        """Something asked for is not done, or done otherwise. Who shows it calls this too."""
+        self.warnings.append(text)
+
+    def planned(self, planned: Planned, machine: Machine) -> None:
+        """The memory plan, before anything is loaded."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        yield
+
+    def on_scanned(self, name: str, done: int, total: int) -> None: ...
+
+    def on_staging(self, name: str) -> OnProgress:
+        return unwatched
+
+    def on_text(self, progress: Progress) -> None: ...
+
+    def on_latents(self, progress: Progress) -> None: ...
+
+    def on_step(self, step: int, steps: int) -> None: ...
+
+    def on_standing(self, standing: Standing) -> None:
+        """At every log step: loss, pace, memory."""

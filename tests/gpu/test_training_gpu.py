@@ -1,0 +1,118 @@
+"""Whole runs of a tiny dual-expert Wan on a real GPU, in float32 and without compiling unless a test says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.config.environment import make_cublas_deterministic
+from gracetune.config.run_config import RunConfig
+from gracetune.memory.native import Uvm
+from gracetune.models.experts import ParkingChoice, Way
+from gracetune.telemetry.events import HeldOutLoss, MemorySampled
+from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.demo import demo_config
+from runs.made import Heard, TinyModel, config_for, pictures, run
+from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
+
+pytestmark = pytest.mark.gpu
+
+make_cublas_deterministic()  # before any test starts CUDA
+
+PLAIN: dict[str, Any] = {"compile": "off", "attention": "math"}
+"""torch's other kernels for float32 have no deterministic backward pass."""
+QUIET: dict[str, Any] = {"every_steps": 1, "trackers": []}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def dual(root: Path, tiny_model: TinyModel, **sections: Any) -> RunConfig:
+    given = {**DUAL_EXPERT, "logging": QUIET, **sections}
+    given["training"] = {**DUAL_EXPERT["training"], **PLAIN, **sections.get("training", {})}
+    return config_for("wan", tiny_model, root, **given)
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(
+    at: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    whole, parted = (dual(tmp_path / name, tiny_model) for name in ("whole", "parted"))
+    assert run(whole).step == STEPS
+    assert run(parted, Interrupting(at)).step == at
+    assert run(parted).step == STEPS
+    assert losses(parted) == losses(whole)
+    assert_same_end(whole, parted)
+
+
+def test_the_held_out_loss_falls_as_in_the_demo(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = tiny_model("wan", "t2v-14b-2.2")
+    config = demo_config(tmp_path / "out", model, pictures(tmp_path / "seen", 8), pictures(tmp_path / "new", 3), seed=1)
+    training = config.training.model_copy(update=PLAIN)
+    validation = config.validation.model_copy(update={"prompts": (), "enabled": False})
+    quiet = config.logging.model_copy(update={"trackers": ()})
+    run(config.model_copy(update={"training": training, "validation": validation, "logging": quiet}))
+    records = read_log(tmp_path / "out" / "logs" / "events.jsonl").merged()
+    means: dict[str, list[float]] = {}
+    for event in (record.event for record in records):
+        if isinstance(event, HeldOutLoss):
+            means.setdefault(event.stage, []).append(event.mean)
+    assert means.keys() == {"high_noise", "low_noise"}
+    for stage, found in means.items():
+        assert found[-1] < 0.8 * found[0], stage
+
+
+@pytest.mark.parametrize("way", ["pinned_copy", "managed"])
+def test_parked_experts_learn_what_resident_ones_learn(
+    way: Way, uvm: Uvm, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = {"enable_uvm_hints": True}
+    one, two = (dual(tmp_path / name, tiny_model, memory=memory) for name in ("resident", "parked"))
+    run(one)
+    # A plan parks what does not fit, and these fit; everything after that decision is real.
+    choice = ParkingChoice(way, "for the test")
+    monkeypatch.setattr("gracetune.train.assembly.choose_parking", lambda *_, **__: choice)
+    heard = Heard()
+    run(two, heard)
+    assert "for the test" in heard.said
+    assert losses(one) == losses(two)
+    assert_same_end(one, two)
+
+
+def test_unified_memory_changes_no_loss(uvm: Uvm, tiny_model: TinyModel, tmp_path: Path) -> None:
+    plain = dual(tmp_path / "plain", tiny_model)
+    caches = {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"}
+    unified = dual(tmp_path / "unified", tiny_model, cache=caches, memory={"use_uvm": True})
+    before = uvm.total_stats().live_bytes
+    run(plain)
+    heard = Heard()
+    run(unified, heard)
+    assert losses(plain) == losses(unified)
+    assert_same_end(plain, unified)
+    records = read_log(Path(unified.output_dir) / "logs" / "events.jsonl").merged()
+    counters = [record.event.counters for record in records if isinstance(record.event, MemorySampled)][-1]
+    assert counters["uvm.arena_reserved_bytes"] > 0, heard.said
+    assert counters["uvm.stage"] == 1
+    assert uvm.total_stats().live_bytes == before, "everything managed was given back"
+
+
+def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_path: Path) -> None:
+    short = {"max_steps": 3}
+    plain = config_for("wan", tiny_model, tmp_path / "plain", training={**short, **PLAIN}, logging=QUIET)
+    compiled = config_for(
+        "wan", tiny_model, tmp_path / "compiled", training={**short, **PLAIN, "compile": "on"}, logging=QUIET
+    )
+    run(plain)
+    heard = Heard()
+    run(compiled, heard)
+    assert any("torch.compile on" in line for line in heard.said)
+    one, two = ([loss for _, _, loss, _ in losses(config)] for config in (plain, compiled))
+    assert one == pytest.approx(two, rel=1e-3)

@@ -1,0 +1,77 @@
+"""A run in a process of its own that meets a real fault: a disk that is full, or memory that is refused."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gracetune.cli.main import main as gracetune
+from gracetune.config import Environment, load
+from gracetune.train.dry import DryBatchError
+from gracetune.train.run import RunOptions, train
+from gracetune.train.view import View
+from unit.cache.processes import NotPermitted, mount_tmpfs, own_mounts, resize_tmpfs
+
+MIB = 1 << 20
+
+
+class Frugal(View):
+    """From the first batch on the kernel gives this process no more address space than a few MiB."""
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name == "first batch":
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            limit = pages * resource.getpagesize() + 8 * MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def without_memory(file: Path) -> None:
+    environment = Environment.capture()
+    config = load(file, environment=environment).config
+    try:
+        train(config, environment=environment, options=RunOptions(), view=Frugal())
+    except DryBatchError as error:
+        print(json.dumps(str(error)))
+
+
+def without_room(file: Path, small: int) -> None:
+    """The command twice: on a disk of `small` bytes that fills up, then on the same one made larger."""
+    folder = Path(load(file, environment=Environment.capture()).config.output_dir)
+    try:
+        own_mounts()
+        mount_tmpfs(folder, small)
+    except NotPermitted as reason:
+        print(json.dumps({"skip": str(reason)}))
+        return
+    first = _command(file)
+    there = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
+    resize_tmpfs(folder, 64 * MIB)
+    second = _command(file)
+    ended = [line for line in (folder / "logs" / "events.jsonl").read_text().splitlines() if "RunEnded" in line]
+    print(json.dumps({"codes": [first, second], "there": there, "left": left, "ended": ended[-1]}))
+
+
+def _command(file: Path) -> object:
+    try:
+        gracetune(["train", str(file)])
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
+if __name__ == "__main__":
+    fault, config_file = sys.argv[1], Path(sys.argv[2])
+    if fault == "memory":
+        without_memory(config_file)
+    else:
+        without_room(config_file, int(fault))

@@ -1,0 +1,55 @@
+"""Runs in processes of their own, as a launcher starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from gracetune.config.native import write
+from gracetune.config.run_config import RunConfig
+
+COMMAND = "from gracetune.cli.main import main; main()"
+ROOT = Path(__file__).parents[2]
+
+
+def write_config(config: RunConfig, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(write(config))
+    return path
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    """Python with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def command_line(*arguments: str) -> list[str]:
+    """`gracetune` with these arguments."""
+    return ["-c", COMMAND, *arguments]
+
+
+def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
+    """`count` processes of this machine go through the jobs; exit code, stdout and stderr of each."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    script = [str(Path(__file__).with_name("two_processes.py")), str(jobs)]
+    processes = [
+        start(script, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port), **shared) for rank in range(count)
+    ]
+    try:
+        outputs = [process.communicate(timeout=280) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]

@@ -1,0 +1,211 @@
+"""What is wrong is said in the first minute: found, expected, what to type. Nothing is trained, nothing overwritten."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.checkpoint.errors import OtherRunError
+from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import OtherDataError
+from gracetune.errors import ConfigError, GracetuneError
+from gracetune.hardware import Machine
+from gracetune.models.published import build_published
+from gracetune.telemetry.events import RunEnded
+from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.assembly import checked_ramp
+from gracetune.train.dry import DryBatchError
+from gracetune.train.planning import Planned, refuse_misfit
+from gracetune.train.runtime import Launch
+from runs.made import Heard, TinyModel, config_for, pictures, run
+
+ONE = {"training": {"max_steps": 1}}
+
+
+def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
+@pytest.fixture
+def finished(tiny_model: TinyModel, tmp_path: Path) -> RunConfig:
+    config = config_for("flux", tiny_model, tmp_path, **ONE)
+    run(config)
+    return config
+
+
+def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Another adapter, another model, other data, a result in the way: each refused by name, and told how to go on."""
+    kept = {path.name: path.read_bytes() for path in Path(finished.output_dir).glob("*.safetensors")}
+    with pytest.raises(OtherRunError, match="adapter"):
+        run(changed(finished, "adapter", rank=8))
+    with pytest.raises(OtherRunError, match="model"):
+        run(changed(finished, "model", path=str(tiny_model("flux", "schnell")), flavour="schnell"))
+    with pytest.raises(ConfigError, match="the result of a run that ended here"):
+        run(finished, resume="none")
+    pictures(tmp_path / "pictures", 5)
+    longer = changed(finished, "training", max_steps=2)
+    with pytest.raises(OtherDataError, match="4 samples then, 5 now"):
+        run(longer)
+    assert {path.name: path.read_bytes() for path in Path(finished.output_dir).glob("*.safetensors")} == kept
+    view = Heard()
+    assert run(longer, view, allow_other_data=True).step == 2
+    assert any("4 samples then, 5 now" in line for line in view.said)
+
+
+def test_a_batch_without_finite_gradients_is_named_and_the_state_before_it_saved(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    bad = {
+        "id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
+        "loss_weight": 1e38,
+    }  # fmt: skip
+    config = config_for("flux", tiny_model, tmp_path, datasets=[good, bad], training={"max_steps": 6})
+    result = run(config)
+    assert result.stop is not None
+    assert result.stop.kind == "failed"
+    assert "step 3" in result.stop.reason
+    assert "00.png of bad" in result.stop.reason
+    with CheckpointStore(Path(config.output_dir) / "checkpoints", 1) as store:
+        checkpoint = store.open(store.latest() or Path())
+        assert checkpoint.step == 3
+        weights = checkpoint.saved("parameters").tensors
+    assert all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_the_very_first_batch_is_judged_before_training(tiny_model: TinyModel, tmp_path: Path) -> None:
+    data = {"id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "loss_weight": 1e39}
+    with pytest.raises(DryBatchError, match=r"the very first batch is inf \(00\.png\)"):
+        run(config_for("flux", tiny_model, tmp_path, datasets=[data]))
+
+
+def test_no_room_for_a_checkpoint_is_said_before_the_first_step(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointStore, "_free", lambda self: 1000)
+    with pytest.raises(GracetuneError, match="room for"):
+        run(config_for("flux", tiny_model, tmp_path))
+
+
+def test_an_output_folder_that_cannot_be_made(tiny_model: TinyModel, tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(GracetuneError, match=r"found .*\n|Not a directory"):
+        run(config_for("flux", tiny_model, tmp_path))
+
+
+def test_weights_that_are_not_there(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = changed(config_for("flux", tiny_model, tmp_path), "model", path="nobody/such-model")
+    with pytest.raises(ConfigError, match="nobody/such-model"):
+        run(config)
+
+
+def test_an_effective_batch_that_the_processes_cannot_share(tiny_model: TinyModel, tmp_path: Path) -> None:
+    ramp = {
+        "enabled": True,
+        "initial_effective_batch_size": 4,
+        "target_effective_batch_size": 10,
+        "batch_rampup_steps": 5,
+    }
+    config = config_for("flux", tiny_model, tmp_path, training={"ramp": ramp})
+    assert checked_ramp(config, 2).target == 10
+    with pytest.raises(ConfigError, match="a multiple of 4") as error:
+        checked_ramp(config, 4)
+    assert error.value.problems[0].hint.endswith("=8")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "fsdp_version"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
+    ],
+)
+def test_what_a_launcher_asks_for_and_we_lack_is_refused(variables: dict[str, str], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        Launch.from_environment(Environment(variables), "bf16")
+
+
+def test_a_precision_the_launcher_sets_otherwise_is_said() -> None:
+    launch = Launch.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "fp16"}), "bf16")
+    assert "fp16" in launch.notes[0]
+    assert not Launch.from_environment(Environment({"ACCELERATE_MIXED_PRECISION": "no"}), "fp32").notes
+
+
+class Planning(Heard):
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans: list[Planned] = []
+
+    def planned(self, planned: Planned, machine: Machine) -> None:
+        self.plans.append(planned)
+
+
+def of_published_size(tiny: Path, folder: Path) -> Path:
+    """A model that says of itself that it is FLUX.1 [dev] in full; no weight of it can be loaded."""
+    shutil.copytree(tiny, folder)
+    build_published("flux", "dev").save_config(str(folder / "transformer"))  # type: ignore[operator]
+    return folder
+
+
+def test_a_plan_that_does_not_fit_stops_before_anything_is_loaded(tiny_model: TinyModel, tmp_path: Path) -> None:
+    model = of_published_size(tiny_model("flux", "dev"), tmp_path / "model")
+    config = config_for("flux", tiny_model, tmp_path, adapter={"kind": "full_finetune"}, training={"batch_size": 512})
+    view = Planning()
+    with pytest.raises(ConfigError) as refused:
+        run(changed(config, "model", path=str(model)), view)
+    first, *edits = refused.value.problems
+    assert "does not fit" in first.found
+    assert "--allow-misfit" in first.hint
+    assert "training.batch_size" in [edit.key for edit in edits]
+    assert not (tmp_path / "out").exists()
+    (planned,) = view.plans
+    refuse_misfit(planned, allowed=True)
+    refuse_misfit(replace(planned, not_ours="for other weights"), allowed=False)
+
+
+def test_what_ends_a_run_from_outside_the_loop_is_in_its_log(tiny_model: TinyModel, tmp_path: Path) -> None:
+    class Failing(Heard):
+        def on_step(self, step: int, steps: int) -> None:
+            if step == 2:
+                raise GracetuneError("the roof fell in")
+
+    config = config_for("flux", tiny_model, tmp_path)
+    with pytest.raises(GracetuneError, match="roof"):
+        run(config, Failing())
+    last = read_log(tmp_path / "out" / "logs" / "events.jsonl").merged()[-1].event
+    assert isinstance(last, RunEnded)
+    assert (last.outcome, last.reason) == ("failed", "the roof fell in")
+    assert "the roof fell in" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_a_webhooks_address_is_in_nothing_that_is_shared(tiny_model: TinyModel, tmp_path: Path) -> None:
+    hook = {"webhook": "http://127.0.0.1:9/T0/secret-word"}
+    config = config_for("flux", tiny_model, tmp_path, logging=hook, **ONE)
+    run(config)
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert [path.name for path in files if b"secret-word" in path.read_bytes()] == ["config.yaml"]
+    assert (tmp_path / "out" / "config.yaml").stat().st_mode & 0o077 == 0
+
+
+def test_regularisation_data_is_learnt_like_any_other_and_that_is_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+    data = {"id": "cats", "path": str(pictures(tmp_path / "p")), "resolution": 64.0, "regularisation": True}
+    view = Heard()
+    run(config_for("flux", tiny_model, tmp_path, datasets=[data], **ONE), view)
+    assert any("cats is regularisation data" in text for text in view.warnings)
+
+
+def test_an_optimizer_that_cannot_be_had_is_said_before_anything_is_loaded(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    optimizers: list[dict[str, Any]] = [{"name": "adamw_8bit"}, {"name": "lion", "options": {"betaz": 1}}]
+    for optimizer in optimizers:
+        with pytest.raises(ConfigError, match="optimizer"):
+            run(config_for("wan", tiny_model, tmp_path, optimizer=optimizer))
+    assert not (tmp_path / "out").exists()

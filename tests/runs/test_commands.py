@@ -1,0 +1,179 @@
+"""`gracetune train`, `train.py`, `gracetune validate-now`, `gracetune demo`: as they are typed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from gracetune.cli.main import main
+from gracetune.cli.train_flags import read_arguments
+from gracetune.errors import ConfigError
+from runs.launched import ROOT, command_line, start, write_config
+from runs.made import TinyModel, config_for, pictures, run
+from runs.test_resume import DUAL_EXPERT, STEPS, assert_same_end, losses
+
+GUIDES = ROOT / "config" / "gh200_in_memory_example.json"
+
+
+def gracetune(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments])
+    return int(str(ended.value.code))
+
+
+def small(tiny_model: TinyModel, tmp_path: Path, family: str, flavour: str) -> list[str]:
+    """A published example, made small enough for a test: other weights, pictures and sizes, the same settings."""
+    values: dict[str, Any] = {
+        "model.path": tiny_model(family, flavour),
+        "output_dir": tmp_path / "out",
+        "datasets[0].path": pictures(tmp_path / "data"),
+        "datasets[0].resolution": 64.0,
+        "validation.width": 64,
+        "validation.height": 64,
+        "validation.steps": 2,
+    }
+    return [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+
+
+def test_the_launch_line_of_the_guides(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`train.py --config config/gh200_in_memory_example.json`, with SimpleTuner's flags."""
+    import importlib.util
+
+    monkeypatch.chdir(tmp_path)  # the example's text cache is relative
+    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    flags = ["--attention_mechanism", "diffusers", "--enable_manual_validation", "--max_train_steps", "2", "--json"]
+    warmup = ["--set", "schedule.warmup_steps=1"]
+    code = script.main(["--config", str(GUIDES), *flags, *warmup, *small(tiny_model, tmp_path, "flux", "dev")])
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    told = json.loads(captured.out)
+    assert (told["outcome"], told["step"], told["steps"]) == ("finished", 2, 2)
+    assert Path(told["files"][0]).name == "gh200_in_memory.safetensors"
+    assert load_file(told["files"][0])
+    assert "validate-now" in captured.err
+
+
+@pytest.mark.full
+def test_an_ai_toolkit_job_runs(tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = ROOT / "examples" / "wan22_t2v_automagic.yaml"
+    options = ["--max-steps", "2", "--json", *small(tiny_model, tmp_path, "wan", "t2v-14b-2.2")]
+    code = gracetune("train", str(job), *options, "--set", "datasets[0].dataset_type=image")
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    names = [Path(path).name for path in json.loads(captured.out)["files"]]
+    assert [name.rpartition("automagic")[2] for name in names] == ["_high_noise.safetensors", "_low_noise.safetensors"]
+
+
+def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(config_for("flux", tiny_model, tmp_path, training={"max_steps": 1000}), tmp_path / "c.yaml")
+    assert gracetune("train", str(file), "--dry-run", "--price-per-hour", "3.5", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    estimate = told["estimate"]
+    assert told["outcome"] == "dry run"
+    assert estimate["hours"] == pytest.approx(1000 * told["first_batch"]["seconds"] / 3600)
+    assert estimate["cost"] == pytest.approx(3.5 * estimate["hours"])
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+    assert gracetune("train", str(file), "--dry-run", "--price-per-hour", "3.5") == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"s/it x 1000 steps = \S+ hours", shown)
+    assert "at 3.5 an hour" in shown
+
+
+def test_mistakes_are_told_without_a_traceback(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for("flux", tiny_model, tmp_path)
+    moved = config.datasets[0].model_copy(update={"path": str(tmp_path / "nothing")})
+    file = write_config(config.model_copy(update={"datasets": (moved,)}), tmp_path / "c.yaml")
+    assert gracetune("train", str(file)) == 1
+    told = capsys.readouterr()
+    assert "datasets[0].path" in told.err
+    assert "Traceback" not in told.err
+    assert not told.out
+    assert gracetune("validate-now", str(tmp_path / "nothing")) == 1
+    assert "no such folder" in capsys.readouterr().err
+
+
+def test_flags_of_train_py() -> None:
+    launch = read_arguments(
+        ["--config", "c.json", "--max_train_steps=10", "--attention_mechanism", "flash_attn_3", "--use_ema",
+         "--learning_rate", "1e-4", "--enable_manual_validation", "--dry-run", "--set", "a.b=1"]
+    )  # fmt: skip
+    assert launch.request.config == Path("c.json")
+    assert launch.request.dry_run
+    assert set(launch.request.overrides) == {
+        "training.max_steps=10", "training.epochs=null", "training.attention=flash_attn_3", "optimizer.lr=0.0001",
+        "a.b=1", "training.ema.enabled=true",
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        read_arguments(["--max_train_step", "10"])
+    assert [problem.key for problem in error.value.problems] == ["--max_train_step", "--config"]
+    assert "max_train_steps" in error.value.problems[0].hint
+
+
+def wait_for(file: Path, text: str, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 120
+    while not (file.exists() and text in file.read_text()):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill-9", "ctrl-c"])
+def test_a_killed_process_loses_nothing_that_was_saved(number: int, tiny_model: TinyModel, tmp_path: Path) -> None:
+    whole = config_for("wan", tiny_model, tmp_path / "whole", **DUAL_EXPERT)
+    run(whole)
+    killed = config_for("wan", tiny_model, tmp_path / "killed", checkpoints={"every_steps": 2}, **DUAL_EXPERT)
+    file = write_config(killed, tmp_path / "killed.yaml")
+    process = start(command_line("train", str(file)))
+    wait_for(Path(killed.output_dir) / "logs" / "events.jsonl", '"kind":"StepDone"', process)
+    wait_for(Path(killed.output_dir) / "logs" / "events.jsonl", '"step":3', process)
+    os.kill(process.pid, number)
+    process.communicate()
+    assert process.returncode == (-9 if number == signal.SIGKILL else 3)
+    result = run(killed)
+    assert result.step == STEPS
+    assert losses(killed) == losses(whole)
+    assert_same_end(whole, killed)
+
+
+@pytest.mark.full
+def test_accelerate_launches_it(tiny_model: TinyModel, tmp_path: Path) -> None:
+    file = write_config(config_for("flux", tiny_model, tmp_path, training={"max_steps": 1}), tmp_path / "c.yaml")
+    command = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(ROOT / "config" / "accelerate_config_gh200.yaml"),
+    ]
+    process = start([*command, "--cpu", str(ROOT / "train.py"), "--config", str(file)])
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert (tmp_path / "out" / "tiny.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
+    process = start(command_line("demo", "--output", str(tmp_path / "demo")), COLUMNS="200")
+    out, errors = process.communicate(timeout=280)
+    assert process.returncode == 0, out + errors
+    assert "the control did not learn, and diffusers reproduces what was learnt" in out
+    assert (tmp_path / "demo" / "run_1" / "demo_low_noise.safetensors").is_file()

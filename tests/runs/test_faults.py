@@ -1,0 +1,93 @@
+"""Runs that meet a machine at its limits: real ones, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.memory.sensors import Vitals
+from gracetune.memory.watchdog import Floors, Watchdog
+from gracetune.train.step import TrainStep
+from runs.launched import ROOT, start, write_config
+from runs.made import TinyModel, config_for, pictures, run
+from runs.test_resume import assert_same_end, losses
+
+
+def meet(fault: str, file: Path) -> tuple[Any, str]:
+    """What the process printed, and what it wrote to stderr."""
+    process = start([str(Path(__file__).with_name("faults.py")), fault, str(file)], PYTHONPATH=str(ROOT / "tests"))
+    out, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    lines = out.splitlines()
+    assert lines, errors
+    return json.loads(lines[-1]), errors
+
+
+def test_memory_refused_at_the_first_batch_says_what_the_plan_was_and_what_to_change(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    data = {"id": "large", "path": str(pictures(tmp_path / "large", 2, 512)), "resolution": 512.0}
+    config = config_for("flux", tiny_model, tmp_path, datasets=[data], training={"batch_size": 2, "max_steps": 1})
+    said, _ = meet("memory", write_config(config, tmp_path / "c.yaml"))
+    for part in (
+        "out of memory after 0 steps, at a micro-batch of 2",
+        "the plan",
+        "training.gradient_checkpointing=full",
+    ):
+        assert part in said
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_disk_that_fills_up_while_checkpoints_are_written(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Told without a traceback; everything that is there is whole, and with more room the same command goes on."""
+    config = config_for(
+        "flux", tiny_model, tmp_path, training={"max_steps": 40}, checkpoints={"every_steps": 1, "keep_last": 100},
+        logging={"every_steps": 10, "trackers": []},
+    )  # fmt: skip
+    told, errors = meet(str(3 << 20), write_config(config, tmp_path / "c.yaml"))
+    if "skip" in told:
+        pytest.skip(told["skip"])
+    assert told["codes"] == [1, 0], errors
+    assert "Traceback" not in errors
+    assert "No space left" in errors or "room for" in errors
+    assert [name for name in told["there"] if name.startswith("checkpoint-")]
+    assert not told["left"]
+    assert "torchvision" not in errors
+    assert '"outcome":"finished"' in told["ended"]
+
+
+def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micro_batch(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real watchdog, with a sensor that sees memory vanish. The window it is in leaves no trace."""
+    window = {"training": {"max_steps": 3, "gradient_accumulation_steps": 4}}
+    whole = config_for("flux", tiny_model, tmp_path / "whole", **window)
+    run(whole)
+    stopped = config_for("flux", tiny_model, tmp_path / "stopped", **window)
+    micro_batches, original = 0, TrainStep.__call__
+    dog = Watchdog(
+        lambda: Vitals(1 << 30 if micro_batches < 8 else 0, None), Floors(host=1 << 20), report=lambda event: None,
+        period=0.005,
+    )  # fmt: skip
+
+    def counted(self: TrainStep, *args: Any) -> Any:
+        nonlocal micro_batches
+        micro_batches += 1  # the first two are the dry batch's
+        while micro_batches == 8 and dog.requested() is None:
+            time.sleep(0.005)
+        return original(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainStep, "__call__", counted)
+        patched.setattr("gracetune.train.run.watch", lambda *_: dog)
+        result = run(stopped)
+    assert result.stop is not None
+    assert (result.stop.kind, result.step, micro_batches) == ("interrupted", 1, 8)
+    assert result.stop.reason.startswith("memory: ")
+    assert run(stopped).step == 3
+    assert losses(stopped) == losses(whole)
+    assert_same_end(whole, stopped, 3)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gracetune.config.run_config import RunConfig
+from gracetune.telemetry.events import StepDone
+from gracetune.telemetry.sinks.jsonl import read_log
+from runs.made import Heard, TinyModel, config_for, run
+
+STEPS = 8
+DUAL_EXPERT: dict[str, Any] = {
+    "adapter": {"kind": "lokr", "rank": 4, "dropout": 0.1},
+    "optimizer": {"name": "automagic", "lr": 1e-4},
+    "training": {
+        "max_steps": STEPS,
+        "batch_size": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+        "ramp": {
+            "enabled": True,
+            "initial_effective_batch_size": 1,
+            "target_effective_batch_size": 4,
+            "batch_rampup_steps": 6,
+        },
+    },
+    "model": {"switch_experts_every": 2},
+    "objective": {"noise_offset": 0.1, "noise_offset_probability": 0.5},
+}
+COSINE: dict[str, Any] = {
+    "training": {"max_steps": STEPS, "gradient_accumulation_steps": 2, "batch_size": 1},
+    "schedule": {"name": "cosine", "warmup_steps": 2},
+}
+
+
+class Interrupting(Heard):
+    """Sends the process a signal after some step, as a user or a scheduler would."""
+
+    def __init__(self, at: int, number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.at, self.number = at, number
+
+    def on_step(self, step: int, steps: int) -> None:
+        if step == self.at:
+            os.kill(os.getpid(), self.number)
+
+
+def losses(config: RunConfig) -> list[tuple[int, str, float, float | None]]:
+    records = read_log(Path(config.output_dir) / "logs" / "events.jsonl").merged()
+    found = [record.event for record in records]
+    return [(one.step, one.stage, one.loss, one.grad_norm) for one in found if isinstance(one, StepDone)]
+
+
+def states(config: RunConfig, step: int) -> dict[str, dict[str, torch.Tensor]]:
+    folder = Path(config.output_dir) / "checkpoints" / f"checkpoint-{step}"
+    return {file.name: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def assert_same_end(one: RunConfig, two: RunConfig, step: int = STEPS) -> None:
+    ours, theirs = states(one, step), states(two, step)
+    assert ours.keys() == theirs.keys()
+    for file, tensors in ours.items():
+        assert tensors.keys() == theirs[file].keys()
+        different = [name for name in tensors if not torch.equal(tensors[name], theirs[file][name])]
+        assert not different, f"{file}: {different}"
+    for name in (path.name for path in Path(one.output_dir).glob("*.safetensors")):
+        assert (Path(one.output_dir) / name).read_bytes() == (Path(two.output_dir) / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("family", "sections", "at"),
+    [
+        pytest.param("wan", DUAL_EXPERT, 3, id="dual-expert-lokr-ramp-automagic-ema"),
+        pytest.param("flux", COSINE, 5, id="accumulation-cosine-adamw"),
+        *(
+            pytest.param("wan", DUAL_EXPERT, at, id=f"dual-expert-{at}", marks=pytest.mark.full)
+            for at in (1, 2, 4, 5, 6, 7)
+        ),
+        *(pytest.param("sdxl", COSINE, at, id=f"cosine-{at}", marks=pytest.mark.full) for at in (1, 4)),
+    ],
+)
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(
+    family: str, sections: dict[str, Any], at: int, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    whole = config_for(family, tiny_model, tmp_path / "whole", **sections)
+    assert run(whole).stop is not None
+    parted = config_for(family, tiny_model, tmp_path / "parted", **sections)
+    first = run(parted, Interrupting(at))
+    assert first.stop is not None
+    assert (first.stop.kind, first.step, first.files) == ("interrupted", at, ())
+    second = run(parted)
+    assert second.stop is not None
+    assert (second.stop.kind, second.step) == ("finished", STEPS)
+    assert losses(parted) == losses(whole)
+    assert_same_end(whole, parted)
+
+
+def test_the_ramp_is_told_in_the_guides_words(
+    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="gracetune")
+    run(config_for("wan", tiny_model, tmp_path, **DUAL_EXPERT))
+    lines = [record.getMessage() for record in caplog.records if record.name == "gracetune"]
+    assert lines[0] == "GH200 gradient accumulation ramp enabled (initial=1, target=2, ramp_steps=6)"
+    assert lines[1:] == ["GH200 ramp adjusted gradient_accumulation_steps -> 2"]
+
+
+def test_an_interrupted_run_leaves_weights_one_can_load(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("wan", tiny_model, tmp_path)
+    run(config, Interrupting(2))
+    names = sorted(path.name for path in Path(config.output_dir).glob("*.safetensors"))
+    assert names == ["tiny_000000002_high_noise.safetensors", "tiny_000000002_low_noise.safetensors"]
+
+
+def test_a_finished_run_can_be_made_longer(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
+    run(config)
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
+    result = run(longer)
+    assert result.step == 3
+    names = sorted(path.name for path in Path(config.output_dir).glob("*.safetensors"))
+    assert names == ["tiny.safetensors", "tiny_000000002.safetensors"]
+    again = run(longer)
+    assert again.step == 3

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+import soundfile
+from PIL import Image
+
+import gracetune.models.flux.load
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
+from gracetune.telemetry.events import HeldOutLoss, ValidationDone
+from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.request import ask_for_validation
+from runs.made import Heard, TinyModel, config_for, pictures, run
+from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
+
+PROMPTS: dict[str, Any] = {
+    "steps": 2,
+    "width": 64,
+    "height": 64,
+    "prompts": [{"prompt": "one"}, {"prompt": "two", "adapter_strength": 0.5, "seed": 9}],
+}
+
+
+class Asking(Heard):
+    """Asks for a validation as a user does: by the command, or by a signal."""
+
+    def __init__(self, folder: Path, *, by_signal: bool) -> None:
+        super().__init__()
+        self.folder, self.by_signal = folder, by_signal
+
+    def on_step(self, step: int, steps: int) -> None:
+        if step == 3 and self.by_signal:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        elif step == 3:
+            ask_for_validation(self.folder)
+
+
+def events(config: RunConfig, kind: type) -> list[Any]:
+    records = read_log(Path(config.output_dir) / "logs" / "events.jsonl").merged()
+    return [record.event for record in records if isinstance(record.event, kind)]
+
+
+def held_out(tmp_path: Path) -> list[dict[str, Any]]:
+    return [
+        {"id": "pictures", "path": str(pictures(tmp_path / "pictures")), "resolution": 64.0},
+        {"id": "held", "path": str(pictures(tmp_path / "held", 2)), "resolution": 64.0, "dataset_type": "eval"},
+    ]
+
+
+@pytest.mark.parametrize("by_signal", [False, pytest.param(True, marks=pytest.mark.full)], ids=["command", "signal"])
+def test_validating_changes_nothing_about_training(by_signal: bool, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """With ramp, EMA, dropout and two experts; at the start, on time, on request, and held-out losses besides."""
+    data = held_out(tmp_path)
+    plain = config_for("wan", tiny_model, tmp_path / "plain", datasets=data, **DUAL_EXPERT)
+    run(plain)
+    asked = {**PROMPTS, "num_frames": 5, "at_start": True, "every_steps": 4, "loss_every_steps": 2}
+    watched = config_for("wan", tiny_model, tmp_path / "watched", datasets=data, validation=asked, **DUAL_EXPERT)
+    run(watched, Asking(Path(watched.output_dir), by_signal=by_signal))
+    assert losses(watched) == losses(plain)
+    assert_same_end(watched, plain)
+    rounds = events(watched, ValidationDone)
+    assert [(one.step, one.requested) for one in rounds] == [(0, False), (3, True), (4, False), (8, False)]
+    clip = Path(watched.output_dir) / rounds[0].files[0].path
+    with av.open(str(clip)) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 5
+    assert Image.open(Path(watched.output_dir) / rounds[0].sheet).size[0] == 128
+    assert not (Path(watched.output_dir) / "validate-now").exists()
+    measured = events(watched, HeldOutLoss)
+    assert [(one.step, one.stage) for one in measured[:3]] == [(0, "high_noise"), (0, "low_noise"), (2, "high_noise")]
+    assert len(measured[0].losses) == 5
+
+
+def test_sound_is_drawn_as_wav(tiny_model: TinyModel, tmp_path: Path) -> None:
+    asked = {"steps": 2, "every_steps": 1, "prompts": [{"prompt": "rain"}]}
+    config = config_for("stable_audio", tiny_model, tmp_path, validation=asked, training={"max_steps": 1})
+    run(config)
+    (drawn,) = events(config, ValidationDone)
+    sound, rate = soundfile.read(Path(config.output_dir) / drawn.files[0].path)
+    assert rate == 44100
+    assert sound.shape[1] == 2
+
+
+def test_the_held_out_loss_falls_with_training_and_stays_without(tiny_model: TinyModel, tmp_path: Path) -> None:
+    means = {}
+    for lr in (3e-2, 0.0):
+        config = config_for(
+            "wan", tiny_model, tmp_path / str(lr), datasets=held_out(tmp_path), optimizer={"lr": lr},
+            training={"max_steps": 12, "batch_size": 2}, validation={"loss_every_steps": 12},
+            model={"experts": "low"},
+        )  # fmt: skip
+        run(config)
+        first, last = events(config, HeldOutLoss)
+        means[lr] = (first.mean, last.mean)
+    assert means[0.0][0] == means[0.0][1] == means[3e-2][0]
+    assert means[3e-2][1] < 0.8 * means[3e-2][0]
+
+
+def test_prompts_that_are_missing_are_said(tiny_model: TinyModel, tmp_path: Path) -> None:
+    view = Heard()
+    config = config_for("flux", tiny_model, tmp_path, validation={"every_steps": 1}, training={"max_steps": 1})
+    run(config, view)
+    assert any("no prompts" in text for text in view.warnings)
+
+
+def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        ask_for_validation(tmp_path / "nothing")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="nobody trains here"):
+        ask_for_validation(tmp_path)
+
+
+@pytest.mark.parametrize(("room", "loads"), [(1 << 40, 1), pytest.param(0, 3, marks=pytest.mark.full)])
+def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_room(
+    room: int, loads: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is learnt, so every round draws the same picture, bit for bit."""
+    loaded: list[Any] = []
+    original = gracetune.models.flux.load.text_parts
+    monkeypatch.setattr(
+        gracetune.models.flux.load, "text_parts", lambda *given: loaded.append(given) or original(*given)
+    )
+    monkeypatch.setattr("gracetune.train.callbacks.host_room", lambda *_: lambda: room)
+    asked = {**PROMPTS, "at_start": True, "every_steps": 1}
+    config = config_for(
+        "flux", tiny_model, tmp_path, validation=asked, training={"max_steps": 2}, optimizer={"lr": 0.0}
+    )
+    run(config)
+    drawn = [(Path(config.output_dir) / one.files[0].path).read_bytes() for one in events(config, ValidationDone)]
+    assert len(drawn) == 3
+    assert len(set(drawn)) == 1
+    assert len(loaded) == loads

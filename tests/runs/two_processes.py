@@ -1,0 +1,37 @@
+"""One process of several that go through some runs together: importing torch for each run would take longer than it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from gracetune.config import Environment, load
+from gracetune.train.run import RunOptions, train
+from gracetune.train.view import View
+
+
+class Printing(View):
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        super().warn(text)
+        print(text, flush=True)
+
+
+def main() -> None:
+    """argv: a JSON list of [config file, variables of the launcher, steps after which it is asked to stop or null]."""
+    for number, (file, variables, stop_after) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+        os.environ.update({**variables, "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + bool(number))})
+        environment = Environment.capture()
+        overrides = [] if stop_after is None else [f"training.max_steps={stop_after}"]
+        config = load(Path(file), environment=environment, overrides=overrides).config
+        train(config, environment=environment, options=RunOptions(), view=Printing())
+        for name in variables:
+            del os.environ[name]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Adapters of every kind with random weights, for layers of the tiny models."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from gracetune.adapters.state import AdapterState, Algorithm, Layer, Stage
+from gracetune.adapters.verify import shapes_of
+from gracetune.models.key_maps import KEY_MAPS
+
+ALGORITHMS: tuple[Algorithm, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
+FLAVOURS = {"wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "sdxl": "base-1.0", "stable_audio": "open-1.0"}
+CLASSES: dict[str, Any] = {
+    "wan": diffusers.WanTransformer3DModel,
+    "qwen_image": diffusers.QwenImageTransformer2DModel,
+    "flux": diffusers.FluxTransformer2DModel,
+    "sdxl": diffusers.UNet2DConditionModel,
+    "stable_audio": diffusers.StableAudioDiTModel,
+}
+Shapes = dict[str, tuple[int, ...]]
+
+
+def denoiser(family: str, folder: Path, component: str | None = None) -> nn.Module:
+    return CLASSES[family].from_pretrained(folder / (component or KEY_MAPS[family].component)).eval()
+
+
+def layer_shapes(family: str, tiny_model: Callable[[str, str], Path], flavour: str | None = None) -> Shapes:
+    return _shapes(family, tiny_model(family, flavour or FLAVOURS[family]))
+
+
+@functools.cache
+def _shapes(family: str, folder: Path) -> Shapes:
+    cls = CLASSES[family]
+    with torch.device("meta"):
+        return shapes_of(cls.from_config(cls.load_config(folder / KEY_MAPS[family].component)))
+
+
+def in_blocks(shapes: Shapes) -> Shapes:
+    """Attention and feed-forward, the layers everybody trains."""
+    return {path: shape for path, shape in shapes.items() if ".attn" in path or ".ff" in path or "_mlp" in path}
+
+
+def one_of_each(shapes: Shapes) -> Shapes:
+    """Of layers that differ in their block's number alone, the first: as many names and shapes, a tenth of the work."""
+    found: dict[str, str] = {}
+    for path in shapes:
+        found.setdefault(re.sub(r"(?<=blocks\.)\d+", "#", path), path)
+    return {path: shapes[path] for path in found.values()}
+
+
+def state(
+    family: str,
+    shapes: Shapes,
+    algorithm: Algorithm,
+    *,
+    rank: int = 2,
+    alpha: float = 3.0,
+    seed: int = 0,
+    stage: Stage = "",
+    options: Iterable[str] = (),
+) -> AdapterState:
+    generator = torch.Generator().manual_seed(seed)
+    keys = KEY_MAPS[family]
+    layers = {
+        path: layer(algorithm, shapes[path], rank, alpha, generator, frozenset(options))
+        for path in keys.in_order(shapes)
+    }
+    return AdapterState(family, stage, layers)
+
+
+def layer(
+    algorithm: Algorithm,
+    shape: Sequence[int],
+    rank: int,
+    alpha: float,
+    generator: torch.Generator,
+    options: frozenset[str] = frozenset(),
+) -> Layer:
+    """`options`: tucker (convolutions only), decomposed and both (LoKr), dora, rescale, bias, on_input."""
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator) * 0.1
+
+    out, inputs, *kernel = shape
+    ones = (1,) * len(kernel)
+    tucker = "tucker" in options and any(side > 1 for side in kernel)
+    columns = inputs * int(torch.tensor([1, *kernel]).prod())
+    rows = drawn(out).abs() + 0.5
+    magnitude = {"dora_scale": rows.reshape(out, *(1,) * (len(shape) - 1))} if "dora" in options else {}
+    if algorithm in ("lora", "dora"):
+        tensors = {"lora_A.weight": drawn(rank, inputs, *kernel), "lora_B.weight": drawn(out, rank, *ones)}
+        return Layer(algorithm, tensors | ({"dora_scale": rows} if algorithm == "dora" else {}), alpha, rank)
+    if algorithm == "locon":
+        tensors = {"lora_down.weight": drawn(rank, inputs, *kernel), "lora_up.weight": drawn(out, rank, *ones)}
+        if tucker:
+            tensors |= {"lora_down.weight": drawn(rank, inputs, *ones), "lora_mid.weight": drawn(rank, rank, *kernel)}
+        return Layer("locon", tensors | magnitude, alpha, rank)
+    if algorithm == "loha":
+        tensors = {}
+        for number in "12":
+            if tucker:
+                tensors[f"hada_t{number}"] = drawn(rank, rank, *kernel)
+            tensors[f"hada_w{number}_a"] = drawn(rank, out) if tucker else drawn(out, rank)
+            tensors[f"hada_w{number}_b"] = drawn(rank, inputs if tucker else columns)
+        return Layer("loha", tensors | magnitude, alpha, rank)
+    if algorithm == "lokr":
+        return _lokr(shape, rank, alpha, drawn, options, magnitude)
+    if algorithm == "ia3":
+        on_input = "on_input" in options
+        size = (1, inputs if on_input else out, *ones) if kernel else (inputs if on_input else out,)
+        return Layer("ia3", {"weight": drawn(*size), "on_input": torch.tensor(int(on_input))}, 1.0, None)
+    if algorithm == "diag_oft":
+        size = _factor(out)
+        tensors = {"oft_blocks": drawn(out // size, size, size)}
+        if "rescale" in options:
+            tensors["rescale"] = drawn(out, *(1,) * (len(shape) - 1)) + 1
+        return Layer("diag_oft", tensors, 1.0, None)
+    tensors = {"diff": drawn(*shape)} | ({"diff_b": drawn(out)} if "bias" in options else {})
+    return Layer("full_delta", tensors, 1.0, None)
+
+
+def _lokr(
+    shape: Sequence[int],
+    rank: int,
+    alpha: float,
+    drawn: Callable[..., Tensor],
+    options: frozenset[str],
+    magnitude: dict[str, Tensor],
+) -> Layer:
+    out, inputs, *kernel = shape
+    a, c = _factor(out), _factor(inputs)
+    columns = inputs // c * int(torch.tensor([1, *kernel]).prod())
+    tensors = {"lokr_w1": drawn(a, c)}
+    if "both" in options:
+        tensors = {"lokr_w1_a": drawn(a, rank), "lokr_w1_b": drawn(rank, c)}
+    if "tucker" in options and any(side > 1 for side in kernel):
+        tensors |= {"lokr_t2": drawn(rank, rank, *kernel)}
+        tensors |= {"lokr_w2_a": drawn(rank, out // a), "lokr_w2_b": drawn(rank, inputs // c)}
+    elif "decomposed" in options or "both" in options:
+        tensors |= {"lokr_w2_a": drawn(out // a, rank), "lokr_w2_b": drawn(rank, columns)}
+    else:
+        tensors |= {"lokr_w2": drawn(out // a, inputs // c, *kernel)}
+    whole = "lokr_w2" in tensors and "lokr_w1" in tensors
+    return Layer("lokr", tensors | magnitude, 1.0 if whole else alpha, None if whole else rank)
+
+
+def _factor(number: int) -> int:
+    return next((factor for factor in (4, 2, 3) if number % factor == 0), 1)

@@ -1,0 +1,56 @@
+"""The table of docs/adapters.md, made by trying every cell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from gracetune.adapters.delta import measured_by_base
+from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats.registry import FORMATS
+from unit.adapters.formats import making
+
+NOTES = {
+    "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one": "a",
+    "ComfyUI does not know (IA)3": "b",
+    "diffusers loads LoRA and DoRA for this family, nothing else": "c",
+    "are one matrix in the original model, and only plain LoRAs or differences of its parts can be joined": "d",
+}
+
+
+def made(tiny_model: Callable[[str, str], Path]) -> str:
+    lines = [f"| family | algorithm | {' | '.join(FORMATS)} |", f"|---|---|{'---|' * len(FORMATS)}"]
+    for family in making.FLAVOURS:
+        shapes = making.in_blocks(making.layer_shapes(family, tiny_model))
+        for algorithm in making.ALGORITHMS:
+            state = making.state(family, shapes, algorithm)
+            cells = [cell(format, state, shapes) for format in FORMATS]
+            lines.append(f"| {family} | {algorithm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def measured(state, shapes):
+    layers = {path: measured_by_base(layer, torch.ones(shapes[path])) for path, layer in state.layers.items()}
+    return replace(state, layers=layers)
+
+
+def cell(format, state, shapes) -> str:
+    """`tested`: written, read, and written again to the same bytes; else the note that says why it is refused."""
+    try:
+        tensors, header = FORMATS[format].write(state, torch.bfloat16)
+    except CannotHoldError as error:
+        reasons = {problem.found.partition(": ")[2] for problem in error.problems}
+        (note,) = {note for reason in reasons for text, note in NOTES.items() if text in reason}
+        if note != "a":
+            return f"refused ({note})"
+        outcome = cell(format, measured(state, shapes), shapes)
+        return "with `--model` (a)" if outcome == "tested" else outcome
+    again = FORMATS[format].read(tensors, header, state.family).checked().states[""]
+    written, second = FORMATS[format].write(again, torch.bfloat16)
+    assert second == header
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
+    return "tested"

@@ -1,0 +1,21 @@
+"""docs/adapters.md says what happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from unit.adapters.formats import table
+
+TEXT = (Path(__file__).parents[4] / "docs" / "adapters.md").read_text(encoding="utf-8")
+
+
+def test_every_cell_of_the_table_is_what_happens(tiny_model) -> None:
+    """To mend the table after a change: print `table.made(tiny_model)`."""
+    assert table.made(tiny_model) in TEXT
+
+
+def test_every_reason_in_the_table_is_explained() -> None:
+    for reason, note in table.NOTES.items():
+        assert f"- **{note}** " in TEXT
+        explained = TEXT.partition(f"- **{note}** ")[2].partition("\n")[0]
+        assert " ".join(reason.split()[-8:]) in explained

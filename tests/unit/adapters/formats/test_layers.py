@@ -1,0 +1,262 @@
+"""Tensors that do not make a layer are refused by name; scales follow the convention of the file."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gracetune.adapters import delta
+from gracetune.adapters.file_errors import BrokenLayerError, CannotHoldError, NotFiniteError, UnknownKeysError
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.shapes import misfit
+from gracetune.adapters.state import AdapterState
+from gracetune.adapters.statistics import norms
+from gracetune.adapters.verify import verify
+from unit.adapters.formats import making
+
+STEM = "diffusion_model.blocks.0.self_attn.q"
+
+
+def lora(rank: int = 2, up_rank: int | None = None) -> dict[str, Tensor]:
+    return {f"{STEM}.lora_A.weight": torch.ones(rank, 8), f"{STEM}.lora_B.weight": torch.ones(8, up_rank or rank)}
+
+
+def read(tensors: dict[str, Tensor], format: str = "comfyui"):
+    return FORMATS[format].read(tensors, {}, "wan").checked("file.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        (lora(2, 3), "rank 2"),
+        ({f"{STEM}.lora_A.weight": torch.ones(2, 8)}, "without lora_B.weight"),
+        ({f"{STEM}.alpha": torch.tensor(1.0)}, "nothing to scale"),
+        ({f"{STEM}.dora_scale": torch.ones(8)}, "dora_scale without"),
+        ({f"{STEM}.lokr_w1": torch.ones(2, 2)}, "neither lokr_w2"),
+        ({f"{STEM}.lokr_w1": torch.ones(2, 2), f"{STEM}.lokr_w2_a": torch.ones(4, 2)}, "neither lokr_w2"),
+        (lora() | {f"{STEM}.lokr_w1": torch.ones(2, 2)}, "LoKr together with"),
+        (lora() | {f"{STEM}.diff": torch.ones(8, 8)}, "more than one kind"),
+        (lora() | {f"{STEM}.alpha": torch.tensor(math.inf).half()}, "alpha is inf"),
+        (lora() | {f"{STEM}.alpha": torch.tensor(math.nan)}, "alpha is nan"),
+        (lora() | {f"{STEM}.alpha": torch.ones(3)}, "an alpha of 3 numbers"),
+        (lora() | {f"{STEM}.dora_scale": torch.ones(5, 1)}, "dora_scale 5x1 for 8 outputs"),
+        (lora() | {f"{STEM}.dora_scale": torch.ones(1, 5)}, "dora_scale 1x5 for 8 outputs"),
+        ({f"{STEM}.hada_w1_a": torch.ones(8, 2)}, "without hada_w1_b"),
+        ({f"{STEM}.oft_blocks": torch.ones(2, 2, 4, 4)}, "square blocks"),
+        ({f"{STEM}.oft_blocks": torch.ones(2, 4, 4), f"{STEM}.alpha": torch.tensor(0.1)}, "constraint"),
+        ({f"{STEM}.weight": torch.ones(8, 8)}, "no tensor of an adapter"),
+        ({f"{STEM}.diff_b": torch.ones(8)}, "diff_b without diff"),
+        ({f"{STEM}.lora_A.weight": torch.ones(2), f"{STEM}.lora_B.weight": torch.ones(2)}, "not the shape"),
+        ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "not the shape"),
+        ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.ones(2)}, "one number"),
+        (lora() | {"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.ones(2, 8)}, "twice"),
+    ],
+)
+def test_broken_layers(tensors: dict[str, Tensor], says: str) -> None:
+    with pytest.raises(BrokenLayerError, match=says) as error:
+        read(tensors)
+    assert error.value.problems[0].file == "file.safetensors"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers(value: float) -> None:
+    tensors = lora()
+    tensors[f"{STEM}.lora_B.weight"][3, 1] = value
+    with pytest.raises(NotFiniteError, match=f"{STEM}.lora_B.weight"):
+        read(tensors)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "diffusion_model.blocks.0.self_attn.nonsense.lora_A.weight",
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+        f"{STEM}.lora_C.weight",
+        f"{STEM}.lora_B.bias",
+        "diffusion_model." + "9" * 5000 + ".lora_A.weight",
+    ],
+)
+def test_keys_that_name_nothing_are_listed(key: str) -> None:
+    with pytest.raises(UnknownKeysError) as error:
+        read(lora() | {key: torch.ones(2, 8)})
+    assert key in error.value.problems[0].found
+
+
+def test_an_alpha_that_is_missing() -> None:
+    """ComfyUI, diffusers and kohya mean a scale of 1; LyCORIS and PEFT's bare file mean nothing anyone could know."""
+    for format in ("comfyui", "kohya", "diffusers"):
+        assert read(lora(), format).states[""].layers["blocks.0.attn1.to_q"].scale == 1.0
+    with pytest.raises(BrokenLayerError, match="no alpha"):
+        read({key.replace(STEM, "lycoris_blocks_0_attn1_to_q"): value for key, value in lora().items()}, "lycoris")
+    with pytest.raises(BrokenLayerError, match="no alpha"):
+        read({key.replace(STEM, "base_model.model.blocks.0.attn1.to_q"): v for key, v in lora().items()}, "diffusers")
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 0.3333333, 16.0, 1e-3, 12345.678])
+def test_an_alpha_is_the_number_that_was_written(alpha: float) -> None:
+    state = making.state("wan", {"blocks.0.attn1.to_q": (8, 8)}, "lora", alpha=alpha)
+    for format in FORMATS:
+        tensors, header = FORMATS[format].write(state, torch.float16)
+        found = FORMATS[format].read(tensors, header, "wan").checked().states[""]
+        assert found.layers["blocks.0.attn1.to_q"].alpha == alpha
+
+
+@pytest.mark.parametrize("alpha", [9999999999.0, math.inf])
+def test_ai_toolkits_alpha_of_a_whole_lokr(alpha: float) -> None:
+    tensors = {
+        f"{STEM}.lokr_w1": torch.ones(2, 2),
+        f"{STEM}.lokr_w2": torch.ones(4, 4),
+        f"{STEM}.alpha": torch.tensor(alpha).half(),
+    }
+    layer = read(tensors).states[""].layers["blocks.0.attn1.to_q"]
+    assert (layer.alpha, layer.rank, layer.scale) == (1.0, None, 1.0)
+
+
+def test_no_alpha_we_write_can_become_infinite(tiny_model) -> None:
+    shapes = {"blocks.0.attn1.to_q": (16, 16)}
+    for algorithm in ("lora", "lokr", "loha", "locon"):
+        state = making.state("wan", shapes, algorithm, alpha=1e9, options=("decomposed",))
+        for format in FORMATS:
+            try:
+                tensors, _ = FORMATS[format].write(state, torch.float16)
+            except CannotHoldError:
+                continue
+            assert all(value.dtype == torch.float32 for key, value in tensors.items() if key.endswith("alpha"))
+            assert all(value.isfinite().all() for value in tensors.values())
+
+
+def test_values_too_large_for_half_precision_are_refused() -> None:
+    state = making.state("wan", {"blocks.0.attn1.to_q": (16, 16)}, "lora")
+    state.layers["blocks.0.attn1.to_q"].tensors["lora_B.weight"][0, 0] = 1e6
+    with pytest.raises(CannotHoldError, match="bf16"):
+        FORMATS["comfyui"].write(state, torch.float16)
+    FORMATS["comfyui"].write(state, torch.bfloat16)
+
+
+def test_a_layer_the_family_does_not_have_is_not_written() -> None:
+    for format in FORMATS:
+        with pytest.raises(CannotHoldError, match="no layer of wan"):
+            FORMATS[format].write(making.state("wan", {"blocks.0.attn9.to_q": (8, 8)}, "lora"), torch.float32)
+
+
+def test_parts_of_one_matrix_must_agree() -> None:
+    first = making.state("stable_audio", {"transformer_blocks.0.attn1.to_q": (8, 8)}, "lora", rank=2)
+    second = making.state("stable_audio", {"transformer_blocks.0.attn1.to_k": (8, 8)}, "lora", rank=3)
+    both = AdapterState("stable_audio", "", {**first.layers, **second.layers})
+    with pytest.raises(CannotHoldError, match="different ranks"):
+        FORMATS["comfyui"].write(both, torch.float32)
+    FORMATS["diffusers"].write(both, torch.float32)
+
+
+STEMS = (
+    STEM,
+    "lora_unet_blocks_0_self_attn_q",
+    "transformer_1.blocks.0.attn1.to_q",
+    "lycoris_blocks_1_attn1_to_q",
+    "x",
+)
+SUFFIXES = (
+    "lora_A.weight", "lora_B.weight", "lora_down.weight", "lora_up.weight", "lora_mid.weight", "dora_scale", "alpha",
+    "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "hada_w1_a", "hada_w1_b",
+    "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "oft_blocks", "rescale", "diff", "diff_b", "weight", "on_input",
+    "lora_magnitude_vector", "nonsense",
+)  # fmt: skip
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.sampled_from(STEMS), st.sampled_from(SUFFIXES)),
+        st.lists(st.integers(0, 4), max_size=4),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_whatever_is_in_a_file_it_is_read_or_named(shapes: dict[tuple[str, str], list[int]]) -> None:
+    """No combination of known names and odd shapes ends in anything but a reading."""
+    tensors = {f"{stem}.{suffix}": torch.ones(shape) for (stem, suffix), shape in shapes.items()}
+    for format in FORMATS:
+        found = FORMATS[format].read(tensors, {}, "wan")
+        explained = len(found.unknown) + len(found.broken) + sum(len(state.layers) for state in found.states.values())
+        assert explained > 0
+        for report in verify(found, {"": {"blocks.0.attn1.to_q": (8, 8), "blocks.1.attn1.to_q": (4, 4)}}):
+            assert report.stage in ("", "high_noise")
+        for state in found.states.values():
+            norms(state)
+
+
+KINDS = {
+    "lora": ("lora_A.weight", "lora_B.weight"),
+    "locon": ("lora_down.weight", "lora_up.weight", "lora_mid.weight"),
+    "dora": ("lora_A.weight", "lora_B.weight", "dora_scale"),
+    "lokr": ("lokr_w1", "lokr_w2_a", "lokr_w2_b"),
+    "tucker": ("lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b", "lokr_t2"),
+    "loha": ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    "oft": ("oft_blocks", "rescale"),
+    "ia3": ("weight", "on_input"),
+    "full": ("diff", "diff_b"),
+}
+
+
+@settings(max_examples=400)
+@given(kind=st.sampled_from(sorted(KINDS)), data=st.data())
+def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
+    """All tensors of a kind, of shapes that agree or do not: a layer that is read and fits a weight has an effect."""
+    sizes = st.lists(st.sampled_from([1, 2, 2, 2, 3, 4]), min_size=0 if kind in ("ia3", "oft") else 1, max_size=3)
+    drawn = {name: torch.full(data.draw(sizes, label=name), 0.5) for name in KINDS[kind]}
+    for other in ("double_blocks.0.img_attn.qkv", "final_layer.adaLN_modulation.1"):  # fused, and in another order
+        found = FORMATS["kohya"].read({f"{other}.{name}": tensor for name, tensor in drawn.items()}, {}, "flux")
+        assert found.broken or found.states
+    tensors = {f"{STEM}.{name}": tensor for name, tensor in drawn.items()}
+    for state in FORMATS["comfyui"].read(tensors, {}, "wan").states.values():
+        norms(state)
+        for layer in state.layers.values():
+            for shape in ((2, 2), (4, 4), (2, 4), (4, 2), (8, 2), (2, 2, 2), (4, 2, 2, 1)):
+                if misfit(layer, shape) is None:
+                    assert delta.apply(layer, torch.ones(shape)).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": "x"}}, "an alpha of x"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "an alpha of None"),
+        ({"lora_alpha": 10**400}, "an alpha of 1000"),
+        ({"lora_alpha": math.inf}, "an alpha of inf"),
+        ({"lora_alpha": math.nan}, "alpha is nan"),
+        ({"lora_alpha": 1, "alpha_pattern": {"(": 2}}, "cannot be followed"),
+        ({"lora_alpha": 1, "alpha_pattern": {"([a-z0-9_.]+)+!": 2}}, "cannot be followed"),
+        ({"lora_alpha": 1, "alpha_pattern": {".*.*.*.*.*!": 2}}, "cannot be followed"),
+    ],
+)
+def test_a_header_that_says_no_number(config: dict[str, object], says: str) -> None:
+    """Nor may a header keep us busy for ever: its patterns are regular expressions."""
+    tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    header = {"lora_adapter_metadata": json.dumps({f"transformer.{name}": value for name, value in config.items()})}
+    with pytest.raises(BrokenLayerError, match=says):
+        FORMATS["diffusers"].read(tensors, header, "wan").checked()
+    tensors = {key: torch.tensor(1.0) for key in tensors}
+    with pytest.raises(BrokenLayerError, match="not the shape"):
+        FORMATS["diffusers"].read(tensors, header, "wan").checked()
+
+
+@pytest.mark.parametrize("format", ["comfyui", "kohya", "lycoris", "diffusers"])
+def test_lengths_of_rows_keep_their_precision(format: str) -> None:
+    """In bf16 they have steps of four thousandths, and training moves them by less."""
+    shapes = {"blocks.0.attn1.to_q": (16, 16)}
+    state = making.state("wan", shapes, "dora")
+    layer = state.layers["blocks.0.attn1.to_q"]
+    if format == "comfyui":
+        layer = delta.measured_by_base(layer, torch.eye(16))
+        state = AdapterState("wan", "", {"blocks.0.attn1.to_q": layer})
+    tensors, _ = FORMATS[format].write(state, torch.bfloat16)
+    magnitudes = next(value for key, value in tensors.items() if key.endswith(("dora_scale", "magnitude_vector")))
+    own = layer.tensors.get("dora_scale", layer.tensors.get("dora_base_scale"))
+    assert own is not None
+    assert torch.equal(magnitudes.flatten(), own.flatten())
+    assert {value.dtype for key, value in tensors.items() if key.endswith(".weight")} == {torch.bfloat16}

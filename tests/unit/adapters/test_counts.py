@@ -1,0 +1,103 @@
+"""The estimate and the model that is trained have the same parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from torch import nn
+
+from gracetune.adapters.attach import attach, describe
+from gracetune.config.run_config import Adapter
+from gracetune.memory.planning.footprint import Block, Linear
+from gracetune.memory.planning.trainable import Target, select, trainable
+from gracetune.models.registry import FOOTPRINTS
+from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load
+
+VARIANTS: list[dict[str, Any]] = [
+    {"rank": 2},
+    {"rank": 7},
+    {"rank": 64},
+    {"rank": 1, "factor": 4, "decompose_both": True},
+    {"rank": 2, "factor": 8},
+    {"rank": 2, "full_rank": True, "factor": 4},
+]
+
+
+def planned(denoiser: Denoiser, kind: str, options: dict[str, Any]) -> dict[str, list[tuple[int, ...]]]:
+    """What the planner would count for each linear layer."""
+    adapter = Adapter(kind=kind, **options)  # type: ignore[arg-type]
+    found = {}
+    for path, info in describe(denoiser.model).items():
+        if info.kind == "linear":
+            layer = denoiser.model.get_submodule(path)
+            linear = Linear(path, layer.in_features, layer.out_features, "x", bias=layer.bias is not None)
+            block = Block("", 1, (), (), (), (linear,))
+            found[path] = sorted(tensor.shape for tensor in Target(block, linear, adapter).tensors())
+    return found
+
+
+CASES = [
+    *(("wan", kind, options) for kind in ADAPTERS for options in (VARIANTS if kind == "lokr" else VARIANTS[1:3])),
+    *(("sdxl", kind, VARIANTS[0]) for kind in ("dora", "lokr")),
+]
+"""Factors are LoKr's alone."""
+
+
+@pytest.mark.parametrize(("family", "kind", "options"), CASES, ids=str)
+def test_of_every_layer(tiny_model: TinyModel, family: str, kind: str, options: dict[str, Any]) -> None:
+    denoiser = load(tiny_model, family)
+    attached = denoiser.attach(kind, **options)
+    layers = attached.state().layers
+    attached.detach()
+    expected = {path: shapes for path, shapes in planned(denoiser, kind, options).items() if path in layers}
+    assert len(expected) >= 20
+    for path, shapes in expected.items():
+        tensors = layers[path].tensors.items()
+        assert sorted(tuple(tensor.shape) for name, tensor in tensors if name != "on_input") == shapes
+
+
+@pytest.mark.parametrize("family", ["wan", "sdxl"])
+def test_of_a_full_finetune(tiny_model: TinyModel, family: str) -> None:
+    denoiser = load(tiny_model, family)
+    attached = denoiser.attach("full_finetune", targets=())
+    expected = sum(parameter.numel() for parameter in denoiser.model.parameters())
+    assert sum(parameter.numel() for parameter in attached.parameters().values()) == expected
+
+
+@pytest.mark.parametrize("factor", [-1, 0, 1, 3, 8, 100])
+def test_every_factor_of_lokr(factor: int) -> None:
+    adapter = Adapter(kind="lokr", rank=1, factor=factor, targets=("Linear",))
+    linear = Linear("0", 24, 60, "x")
+    block = Block("", 1, (), (), (), (linear,))
+    attached = attach(nn.Sequential(nn.Linear(24, 60)), adapter, family="wan", default_targets=(), seed=0)
+    expected = sorted(tensor.shape for tensor in Target(block, linear, adapter).tensors())
+    assert sorted(tuple(parameter.shape) for parameter in attached.parameters().values()) == expected
+    assert all(torch.isfinite(parameter).all() for parameter in attached.parameters().values())
+
+
+@pytest.mark.parametrize(
+    ("adapter", "layers"),
+    [
+        (Adapter(rank=16), 400),
+        (Adapter(kind="lokr", rank=10_000, factor=16, targets=("Attention", "FeedForward"),
+                 by_module={"Attention": {"factor": 16}, "FeedForward": {"factor": 8}}), 400),
+        (Adapter(kind="lokr", full_rank=True, factor=16, exclude=("*attn2*",)), 240),
+        pytest.param(Adapter(kind="loha", rank=8, targets=("to_q", "to_k", "to_v", "to_out.0")), 320,
+                     marks=pytest.mark.full),
+    ],
+)  # fmt: skip
+def test_of_the_published_14b(adapter: Adapter, layers: int) -> None:
+    """As SimpleTuner and ai-toolkit configs ask for it (examples/), on shapes alone."""
+    footprint = FOOTPRINTS["wan"][0]
+    tensors = trainable(footprint, select(footprint, adapter), adapter)
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_layers=40, num_attention_heads=40, ffn_dim=13_824)
+    attached = attach(model, adapter, family="wan", default_targets=("blocks.*",), seed=0)
+    assert attached.selection is not None
+    assert len(attached.selection.paths) == layers
+    assert sum(parameter.numel() for parameter in attached.parameters().values()) == sum(
+        tensor.elements for tensor in tensors
+    )

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gracetune.adapters import svd
+from gracetune.adapters.delta import apply, delta
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.adapters.svd import state_to_lora, to_lora
+from gracetune.errors import ConfigError
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lokr(seed: int = 0, kernel: tuple[int, ...] = ()) -> Layer:
+    return Layer("lokr", {"lokr_w1": drawn(3, 4, seed=seed), "lokr_w2": drawn(6, 5, *kernel, seed=seed + 1)}, 1.0, None)
+
+
+def loha(rank: int = 3) -> Layer:
+    names = {"hada_w1_a": (18, rank), "hada_w1_b": (rank, 20), "hada_w2_a": (18, rank), "hada_w2_b": (rank, 20)}
+    return Layer(
+        "loha", {name: drawn(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}, 1.5, rank
+    )
+
+
+def full(rows: int = 18, columns: int = 20) -> Layer:
+    return Layer("full_delta", {"diff": drawn(rows, columns)}, 1.0, None)
+
+
+def best(change: Tensor, rank: int) -> float:
+    """What no LoRA of this rank can come below (Eckart and Young)."""
+    values = torch.linalg.svdvals(change.flatten(1).double())
+    return float((values[rank:].square().sum() / values.square().sum()).sqrt())
+
+
+class TestNearest:
+    @pytest.mark.parametrize("rank", [1, 3, 7, 18])
+    @pytest.mark.parametrize("layer", [lokr(), loha(), full()], ids=lambda layer: layer.algorithm)
+    def test_is_the_best_there_is_and_the_error_is_true(self, layer: Layer, rank: int) -> None:
+        converted, error = to_lora(layer, rank, (18, 20))
+        change, ours = delta(layer, (18, 20)), delta(converted, (18, 20))
+        measured = float((change - ours).norm() / change.norm())
+        assert error == pytest.approx(measured, abs=1e-6)
+        assert error == pytest.approx(best(change, rank), abs=1e-6)
+        own = 15 if layer.algorithm == "lokr" else 18  # 3 x 5: a product has no more singular values
+        assert (converted.algorithm, converted.rank, converted.scale) == ("lora", min(rank, own), 1.0)
+
+    def test_enough_rank_is_exact(self) -> None:
+        layer = lokr()  # of rank 3 * 5
+        converted, error = to_lora(layer, 15, (18, 20))
+        torch.testing.assert_close(delta(converted, (18, 20)), delta(layer, (18, 20)), rtol=1e-5, atol=1e-5)
+        assert error < 1e-6
+
+    def test_a_convolution(self) -> None:
+        layer, shape = lokr(kernel=(3, 3)), (18, 20, 3, 3)
+        converted, error = to_lora(layer, 18, shape)
+        assert converted.tensors["lora_A.weight"].shape == (18, 20, 3, 3)
+        assert converted.tensors["lora_B.weight"].shape == (18, 18, 1, 1)
+        torch.testing.assert_close(delta(converted, shape), delta(layer, shape), rtol=1e-4, atol=1e-5)
+        assert error < 1e-6
+
+    def test_a_decomposed_lokr_with_a_scale(self) -> None:
+        tensors = {"lokr_w1": drawn(3, 4), "lokr_w2_a": drawn(6, 2, seed=1), "lokr_w2_b": drawn(2, 5, seed=2)}
+        layer = Layer("lokr", tensors, -0.5, 2)
+        converted, error = to_lora(layer, 6, (18, 20))
+        torch.testing.assert_close(delta(converted, (18, 20)), delta(layer, (18, 20)), rtol=1e-5, atol=1e-5)
+        assert error < 1e-6
+
+    def test_what_depends_on_the_weight(self) -> None:
+        weight = drawn(18, 20, seed=9)
+        layer = Layer("diag_oft", {"oft_blocks": 0.1 * drawn(6, 3, 3)}, 1.0, None)
+        converted, error = to_lora(layer, 18, weight)
+        torch.testing.assert_close(weight + delta(converted, weight.shape), apply(layer, weight), rtol=1e-4, atol=1e-5)
+        assert error < 1e-6
+        with pytest.raises(ValueError, match="give it, not its shape"):
+            to_lora(layer, 4, weight.shape)
+
+    def test_nothing_is_nothing(self) -> None:
+        converted, error = to_lora(Layer("full_delta", {"diff": torch.zeros(4, 6)}, 1.0, None), 2, (4, 6))
+        assert error == 0.0
+        assert not delta(converted, (4, 6)).any()
+
+    @given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 14))
+    @settings(max_examples=30)
+    def test_more_rank_is_never_worse(self, rows: int, columns: int, rank: int) -> None:
+        layer = full(rows, columns)
+        errors = [to_lora(layer, count, (rows, columns))[1] for count in (rank, rank + 1)]
+        assert errors[1] <= errors[0] + 1e-6
+        assert 0 <= errors[0] <= 1
+
+    def test_large_matrices_are_projected_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(svd, "EXACT_UP_TO", 64)
+        u, v = torch.linalg.qr(drawn(300, 200)).Q, torch.linalg.qr(drawn(200, 200, seed=1)).Q
+        change = (u * 0.9 ** torch.arange(200)) @ v.T  # spectrum of a trained change: falling, not flat
+        layer = Layer("full_delta", {"diff": change}, 1.0, None)
+        before = torch.get_rng_state()
+        converted, error = to_lora(layer, 16, (300, 200))
+        assert torch.equal(torch.get_rng_state(), before)
+        assert error == pytest.approx(best(change, 16), rel=1e-3)
+        assert float((change - delta(converted, (300, 200))).norm() / change.norm()) == pytest.approx(error, rel=1e-5)
+
+
+class TestState:
+    def test_every_layer_and_all_together(self) -> None:
+        state = AdapterState("wan", "low_noise", {"a": lokr(), "b": lokr(5)}, {"x": "y"})
+        result = state_to_lora(state, 4, lambda _path: (18, 20))
+        assert (result.state.family, result.state.stage, result.state.metadata) == ("wan", "low_noise", {"x": "y"})
+        norms = {path: float(delta(layer, (18, 20)).norm()) for path, layer in state.layers.items()}
+        missed = math.hypot(*(result.errors[path] * norm for path, norm in norms.items()))
+        assert result.error == pytest.approx(missed / math.hypot(*norms.values()), abs=1e-6)
+        assert min(result.errors.values()) <= result.error <= max(result.errors.values())
+
+    def test_a_bias_is_not_dropped_silently(self) -> None:
+        layer = Layer("full_delta", {"diff": drawn(4, 6), "diff_b": torch.ones(4)}, 1.0, None)
+        with pytest.raises(ConfigError, match=r"a\.diff_b"):
+            state_to_lora(AdapterState("wan", "", {"a": layer}), 4, lambda _path: (4, 6))
+        unchanged = Layer("full_delta", {"diff": drawn(4, 6), "diff_b": torch.zeros(4)}, 1.0, None)
+        assert to_lora(unchanged, 4, (4, 6))[1] < 1e-6
+
+
+class TestLoraToLora:
+    @staticmethod
+    def lora(rank: int, kernel: tuple[int, ...] = ()) -> Layer:
+        ones = (1,) * len(kernel)
+        tensors = {"lora_A.weight": drawn(rank, 20, *kernel), "lora_B.weight": drawn(18, rank, *ones, seed=1)}
+        return Layer("lora", tensors, 3.0, rank)
+
+    @pytest.mark.parametrize("kernel", [(), (3, 3)])
+    @pytest.mark.parametrize(("own", "rank"), [(6, 2), (6, 6), (3, 16), (40, 5), (40, 60)])
+    def test_is_the_best_there_is(self, own: int, rank: int, kernel: tuple[int, ...]) -> None:
+        layer, shape = self.lora(own, kernel), (18, 20, *kernel)
+        converted, error = to_lora(layer, rank, shape)
+        change, ours = delta(layer, shape), delta(converted, shape)
+        assert converted.rank == min(own, rank, 18)
+        assert error == pytest.approx(best(change, rank), abs=1e-6)
+        assert error == pytest.approx(float((change - ours).norm() / change.norm()), abs=1e-6)
+
+    def test_without_building_the_matrix(self) -> None:
+        """Of the published size: 70 million entries, decomposed as 16 x 16."""
+        tensors = {"lora_A.weight": drawn(16, 13_824), "lora_B.weight": drawn(5120, 16, seed=1)}
+        converted, error = to_lora(Layer("lora", tensors, 16.0, 16), 8, (5120, 13_824))
+        assert converted.rank == 8
+        assert 0.5 < error < 0.75
+
+
+@pytest.mark.parametrize("layer", [lokr(), loha(), full(), TestLoraToLora.lora(2)], ids=lambda layer: layer.algorithm)
+def test_another_models_weights_are_refused(layer: Layer) -> None:
+    with pytest.raises(ConfigError, match="the layer has 24"):
+        to_lora(layer, 2, (24, 20))
+
+
+@pytest.mark.parametrize("layer", [loha(), full(), TestLoraToLora.lora(2)], ids=lambda layer: layer.algorithm)
+def test_what_is_too_large_for_numbers_is_refused(layer: Layer) -> None:
+    tensors = {name: tensor * 1e30 for name, tensor in layer.tensors.items()}
+    huge = Layer(layer.algorithm, tensors, 1e300, layer.rank)
+    if layer.algorithm == "full_delta":
+        huge = Layer("full_delta", {"diff": torch.full((18, 20), torch.inf)}, 1.0, None)
+    with pytest.raises(ConfigError, match="beyond the range"):
+        to_lora(huge, 2, (18, 20))

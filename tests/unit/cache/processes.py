@@ -1,0 +1,115 @@
+"""Real processes for the tests of this folder: forked, so that each starts in a millisecond with torch loaded."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
+
+
+class NotPermitted(Exception):  # noqa: N818 - a reason to skip, not an error
+    """The machine does not let tests mount anything."""
+
+
+class Child:
+    """A process of ours that runs `work(say)`; what it says arrives in `said`."""
+
+    def __init__(self, work: Callable[[Callable[[str], None]], None]) -> None:
+        self._reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._reading)
+            _run(work, writing)
+        os.close(writing)
+        self._text = b""
+        self.status: int | None = None
+
+    def wait_for_word(self) -> bool:
+        """Until it says something more; False where it has ended."""
+        got = os.read(self._reading, 1 << 16)
+        self._text += got
+        return bool(got)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        self._end()
+
+    def join(self) -> list[str]:
+        """All it said, when it is done; what it raised is raised here."""
+        said = self._end()
+        if said and said[-1].startswith("skip "):
+            pytest.skip(said[-1].removeprefix("skip "))
+        assert self.status == 0, "\n".join(said)
+        return said
+
+    def _end(self) -> list[str]:
+        while self.wait_for_word():
+            pass
+        os.close(self._reading)
+        _, status = os.waitpid(self.pid, 0)
+        self.status = os.waitstatus_to_exitcode(status)
+        return self.said
+
+    @property
+    def said(self) -> list[str]:
+        """Whole words only: a killed process may have been in the middle of one."""
+        return [word.decode().replace("\0", "\n") for word in self._text.split(b"\n")[:-1]]
+
+
+def _run(work: Callable[[Callable[[str], None]], None], descriptor: int) -> None:
+    def say(word: str) -> None:
+        os.write(descriptor, word.replace("\n", "\0").encode() + b"\n")
+
+    code = 1
+    try:
+        work(say)
+        code = 0
+    except NotPermitted as reason:
+        say(f"skip {reason}")
+    except BaseException:  # noqa: BLE001 - told to the test, which fails with it
+        say(traceback.format_exc())
+    finally:
+        os._exit(code)  # without pytest's own exit handlers
+
+
+def own_mounts() -> None:
+    """From here on mounts are this process's alone, and end with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    flags = _CLONE_NEWNS if user == 0 else _CLONE_NEWNS | _CLONE_NEWUSER
+    if libc.unshare(flags) != 0:
+        raise NotPermitted(f"no mount namespace here: {os.strerror(ctypes.get_errno())}")
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    _mount("none", Path("/"), None, _MS_REC | _MS_PRIVATE)
+
+
+def mount_tmpfs(folder: Path, size: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _mount("tmpfs", folder, "tmpfs", 0, f"size={size}")
+
+
+def resize_tmpfs(folder: Path, size: int) -> None:
+    _mount("tmpfs", folder, "tmpfs", _MS_REMOUNT, f"size={size}")
+
+
+def make_read_only(folder: Path) -> None:
+    _mount(str(folder), folder, None, _MS_BIND)
+    _mount(str(folder), folder, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
+
+
+def _mount(source: str, target: Path, kind: str | None, flags: int, options: str = "") -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    kind_bytes = None if kind is None else kind.encode()
+    if libc.mount(source.encode(), str(target).encode(), kind_bytes, flags, options.encode()) != 0:
+        raise NotPermitted(f"cannot mount {target}: {os.strerror(ctypes.get_errno())}")

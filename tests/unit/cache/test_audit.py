@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from gracetune.cache.audit import Difference, Wanted, audit, clear
+from gracetune.cache.keys import Origin, latent_origin, text_origin
+from gracetune.cache.store import DiskStore
+from gracetune.cache.upkeep import compact
+from gracetune.cache.writer import Flush
+from gracetune.data.refs import Bucket
+from unit.cache.samples import TEXT, VAE, entry, key, origin, ref
+
+FP32 = replace(VAE, settings=(("dtype", "fp32"), *VAE.settings[1:]))
+SIZE = 576
+
+
+def put(folder: Path, origins: list[Origin], note: str = "") -> None:
+    with DiskStore.open(folder, writable=True) as store, store.writer(Flush(entries=4)) as writer:
+        for number, one in enumerate(origins):
+            writer.add(one, entry(number), note)
+
+
+def wanted(numbers: range) -> list[Wanted]:
+    return [Wanted(origin(number), f"{number}.png") for number in numbers]
+
+
+def test_present_and_missing(tmp_path: Path) -> None:
+    put(tmp_path, [origin(number) for number in range(6)])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, [*wanted(range(2, 9)), *wanted(range(2, 4))])
+    assert found.wanted == 7
+    assert (found.present.entries, found.present.size) == (4, 4 * SIZE)
+    assert found.missing.keys == (key(6), key(7), key(8))
+    assert found.missing.size is None
+    assert found.missing_examples == ("6.png", "7.png", "8.png")
+    assert {*found.orphaned.keys} == {key(0), key(1)}
+    assert found.orphaned.size == 2 * SIZE
+    assert (found.stale.entries, found.corrupt.entries, found.extra_copies.entries) == (0, 0, 0)
+    assert found.checked
+
+
+def test_a_stale_entry_tells_which_part_differs(tmp_path: Path) -> None:
+    other_size = latent_origin(replace(ref(1), bucket=Bucket(32, 32)), VAE)
+    put(tmp_path, [latent_origin(ref(0), FP32), other_size, latent_origin(ref(9), FP32)])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, wanted(range(3)))
+    assert {*found.stale.keys} == {latent_origin(ref(0), FP32).key, other_size.key}
+    assert found.stale.size == 2 * SIZE
+    assert found.stale_parts == {"encoder.settings.dtype": 1, "bucket": 1}
+    examples = {one.what: one.differences for one in found.stale_examples}
+    assert examples == {
+        "0.png": (Difference("encoder.settings.dtype", "fp32", "bf16"),),
+        "1.png": (Difference("bucket", "[32,32,1,0,0]", "[64,64,1,0,0]"),),
+    }
+    assert found.missing.entries == 3
+    assert found.orphaned.entries == 1, "of a picture nobody wants in any form"
+
+
+def test_a_stale_entry_is_compared_with_the_nearest_wanted_one(tmp_path: Path) -> None:
+    small, large = replace(ref(1), bucket=Bucket(32, 32)), replace(ref(1), bucket=Bucket(96, 96))
+    put(tmp_path, [latent_origin(small, FP32)])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, [Wanted(latent_origin(large, VAE), "large"), Wanted(latent_origin(small, VAE), "small")])
+    assert [(one.what, len(one.differences)) for one in found.stale_examples] == [("small", 1)]
+
+
+def test_an_entry_wanted_in_two_forms_is_not_stale(tmp_path: Path) -> None:
+    small = latent_origin(replace(ref(1), bucket=Bucket(32, 32)), VAE)
+    put(tmp_path, [origin(1), small])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, [*wanted(range(1, 2)), Wanted(small, "small")])
+    assert (found.present.entries, found.stale.entries) == (2, 0)
+
+
+def test_text_is_compared_with_text(tmp_path: Path) -> None:
+    put(tmp_path, [text_origin("a house", replace(TEXT, weights="other")), text_origin("a car", TEXT)])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, [Wanted(text_origin("a house", TEXT), "a house")])
+    assert found.stale_parts == {"encoder.weights": 1}
+    assert found.orphaned.keys == (text_origin("a car", TEXT).key,)
+
+
+def test_corrupt_entries_and_damaged_shards_are_named(tmp_path: Path) -> None:
+    put(tmp_path, [origin(number) for number in range(8)])
+    places = {}
+    with DiskStore.open(tmp_path, writable=False) as store:
+        for name, found in store.stored():
+            places[found.key] = (tmp_path / "shards" / name, found.start)
+    path, start = places[key(1)]
+    raw = bytearray(path.read_bytes())
+    raw[start] ^= 1
+    path.write_bytes(raw)
+    cut = places[key(5)][0]
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, wanted(range(8)))
+        assert found.corrupt.keys == (key(1),)
+        assert found.corrupt.size == SIZE
+        assert [shard.name for shard in found.damaged_shards] == [cut.name]
+        assert "bytes long instead of" in found.damaged_shards[0].reason
+        assert {*found.missing.keys} == {key(number) for number in range(4, 8)}
+        assert found.present.entries == 3
+        quick = audit(store, wanted(range(8)), check=False)
+        assert (quick.corrupt.entries, quick.present.entries, quick.checked) == (0, 4, False)
+
+
+def test_a_corrupt_copy_beside_a_good_one_is_no_corrupt_entry(tmp_path: Path) -> None:
+    put(tmp_path, [origin(1)])
+    (path,) = (tmp_path / "shards").iterdir()
+    (tmp_path / "shards" / f"{'a' * 32}.safetensors").write_bytes(path.read_bytes())
+    with DiskStore.open(tmp_path, writable=False) as store:
+        assert audit(store, wanted(range(1, 2))).extra_copies.entries == 1
+    raw = bytearray(path.read_bytes())
+    raw[-100] ^= 1
+    path.write_bytes(raw)
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, wanted(range(1, 2)))
+    assert (found.present.entries, found.corrupt.entries) == (1, 0)
+
+
+def test_imported_entries_are_counted(tmp_path: Path) -> None:
+    put(tmp_path, [origin(0)])
+    put(tmp_path, [origin(1)], note="imported from ai-toolkit")
+    with DiskStore.open(tmp_path, writable=False) as store:
+        assert audit(store, wanted(range(2))).imported == 1
+
+
+def test_clear_removes_what_the_configuration_wants_and_nothing_else(tmp_path: Path) -> None:
+    put(tmp_path, [origin(number) for number in range(6)])
+    with DiskStore.open(tmp_path, writable=True) as store:
+        assert clear(store, [key(number) for number in range(2, 9)]).entries == 4
+        assert store.keys() == sorted([key(0), key(1)])
+
+
+def test_an_audit_is_json(tmp_path: Path) -> None:
+    put(tmp_path, [latent_origin(ref(0), FP32), origin(1)])
+    with DiskStore.open(tmp_path, writable=False) as store:
+        said = json.loads(json.dumps(audit(store, wanted(range(3))).as_json()))
+    assert said["present"] == {"entries": 1, "bytes": SIZE}
+    assert said["missing"] == {"entries": 2, "bytes": None}
+    assert said["stale"] == {"entries": 1, "bytes": SIZE}
+    assert said["stale_parts"] == {"encoder.settings.dtype": 1}
+    assert said["stale_examples"][0]["differences"][0] == {
+        "part": "encoder.settings.dtype",
+        "stored": "fp32",
+        "wanted": "bf16",
+    }
+
+
+def test_a_header_damaged_since_the_index_was_written(tmp_path: Path) -> None:
+    """An audit must not call missing what a build would call there."""
+    put(tmp_path, [origin(number) for number in range(8)])
+    with DiskStore.open(tmp_path, writable=True) as store:
+        store.save_index()
+        victim = tmp_path / "shards" / store.locate([key(0)]).shards[0]
+    raw = bytearray(victim.read_bytes())
+    raw[300] ^= 1
+    victim.write_bytes(raw)
+    seen: list[tuple[int, int]] = []
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, wanted(range(8)), on_checked=lambda done, total: seen.append((done, total)))
+        assert [one.name for one in found.damaged_shards] == [victim.name]
+        assert {*found.missing.keys} == {*store.find([key(number) for number in range(8)]).missing}
+        assert found.missing.entries == 4
+    assert seen[-1][0] == seen[-1][1] > 4 * SIZE
+
+
+def test_shards_merged_meanwhile_are_neither_corrupt_nor_missing(tmp_path: Path) -> None:
+    put(tmp_path, [origin(number) for number in range(12)])
+    merged: list[int] = []
+
+    def merge(done: int, total: int) -> None:
+        if not merged:
+            with DiskStore.open(tmp_path, writable=True) as other:
+                merged.append(compact(other).shards_after)
+
+    with DiskStore.open(tmp_path, writable=False) as store:
+        found = audit(store, wanted(range(12)), on_checked=merge)
+    assert merged == [1]
+    assert (found.present.entries, found.corrupt.entries, found.missing.entries) == (12, 0, 0)
+    assert found.extra_copies.entries == 0

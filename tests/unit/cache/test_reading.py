@@ -1,0 +1,105 @@
+"""Entries are read and checked many at once; which ones, and in which order, must not matter to what is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gracetune.cache.errors import CorruptEntryError
+from gracetune.cache.keys import Key, Origin
+from gracetune.cache.reading import jobs
+from gracetune.cache.shards import RUN
+from gracetune.cache.store import DiskStore
+from gracetune.cache.writer import Flush
+
+COUNT = 30
+ORIGINS = [Origin("latent", f"{number:032x}", ()) for number in range(COUNT)]
+NUMBER = {origin.key: number for number, origin in enumerate(ORIGINS)}
+
+
+def content(number: int) -> torch.Tensor:
+    """From 64 bytes to a third of a run, and one larger than a run."""
+    size = RUN + 64 if number == 17 else 64 << (number * 7 % 13)
+    return torch.full((size,), number, dtype=torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskStore]:
+    with DiskStore.open(tmp_path_factory.mktemp("reading") / "cache", writable=True) as store:
+        with store.writer(Flush(entries=COUNT // 2)) as writer:
+            for number, origin in enumerate(ORIGINS):
+                writer.add(origin, {"x": content(number)})
+        yield store
+
+
+def test_whole_runs_are_checked_at_once(store: DiskStore) -> None:
+    plan = store.locate([*NUMBER])
+    ends = np.cumsum(plan.sizes)
+    found = jobs(plan, ends - plan.sizes)
+    assert [(one.first, one.end) for one in found if one.end - one.first == 1 and one.checksum] == []
+    in_runs = sum(one.end - one.first for one in found if one.checksum is not None)
+    assert in_runs >= COUNT - 6
+    assert len(found) < COUNT / 2
+
+
+def test_part_of_a_run_is_checked_entry_by_entry(store: DiskStore) -> None:
+    plan = store.locate([*NUMBER][::2])
+    found = jobs(plan, np.cumsum(plan.sizes) - plan.sizes)
+    assert all(one.checksum is None for one in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([*NUMBER]), unique=True), st.integers(0, 2), st.integers(1, 3))
+def test_any_part_to_any_place(store: DiskStore, keys: list[Key], order: int, threads: int) -> None:
+    plan = store.locate(keys)
+    offsets = np.cumsum(plan.sizes) - plan.sizes
+    if order == 1:  # backwards: nothing lies side by side in the slab
+        offsets = plan.total - np.cumsum(plan.sizes)
+    if order == 2:  # with a gap in the middle of what lies side by side
+        offsets = offsets + 64 * (np.arange(len(plan)) > len(plan) // 2)
+    covered = [number for job in jobs(plan, offsets) for number in range(job.first, job.end)]
+    assert covered == [*range(len(plan))]
+    slab = torch.full((plan.total + 64,), 255, dtype=torch.uint8)
+    store.read_into(plan, slab, offsets, threads=threads)
+    for key, layout, at in zip(plan.keys, plan.layouts, offsets.tolist(), strict=True):
+        assert torch.equal(layout.views(slab[at : at + layout.size])["x"], content(NUMBER[key]))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sets(st.sampled_from([*NUMBER]), min_size=1, max_size=4))
+def test_only_the_damaged_ones_of_a_run_are_damaged(tmp_path_factory: pytest.TempPathFactory, bad: set[Key]) -> None:
+    folder: Path = tmp_path_factory.mktemp("damaged") / "cache"
+    with DiskStore.open(folder, writable=True) as store:
+        with store.writer() as writer:
+            for number, origin in enumerate(ORIGINS):
+                writer.add(origin, {"x": content(number)})
+        for place in store.locate([*bad]).places:
+            with (store.shards_folder / place.shard).open("r+b") as file:
+                file.seek(place.start + place.layout.size // 2)
+                byte = file.read(1)[0]
+                file.seek(-1, 1)
+                file.write(bytes([byte ^ 4]))
+        plan = store.locate([*NUMBER])
+        offsets = np.cumsum(plan.sizes) - plan.sizes
+        slab = torch.zeros(plan.total, dtype=torch.uint8)
+        with pytest.raises(CorruptEntryError) as caught:
+            store.read_into(plan, slab, offsets)
+        assert {*caught.value.keys} == bad
+        for key, layout, at in zip(plan.keys, plan.layouts, offsets.tolist(), strict=True):
+            right = torch.equal(layout.views(slab[at : at + layout.size])["x"], content(NUMBER[key]))
+            assert right == (key not in bad)
+
+
+def test_the_index_knows_the_runs(store: DiskStore) -> None:
+    store.save_index()
+    with DiskStore.open(store.folder, writable=False) as again:
+        plans = [one.locate([*NUMBER]) for one in (store, again)]
+    found = [jobs(plan, np.cumsum(plan.sizes) - plan.sizes) for plan in plans]
+    checksums = [{one.checksum for one in some} for some in found]
+    assert checksums[0] == checksums[1] != {None}

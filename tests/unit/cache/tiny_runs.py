@@ -1,0 +1,225 @@
+"""Whole small runs: tiny models, generated media, the config that joins them, and what a cache of them holds."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.keys import Key
+from gracetune.cache.places import Places, places_of
+from gracetune.cache.session import Caches, needs
+from gracetune.config.run_config import RunConfig
+from gracetune.data.build import build_index
+from gracetune.data.index import DataIndex
+from gracetune.data.media.load import Sample
+from gracetune.models.encoders import FamilyEncoders, encoders_of
+from gracetune.models.registry import geometry_of, spec_of
+from unit.data.folders import image, pictures, write
+from unit.data.media.generated import audio_bytes, every, tone, video_bytes
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage() -> Iterator[None]:
+    """Closing an encoder collects garbage, and looking through all of diffusers takes longer than a tiny pass.
+
+    For the modules that import it.
+    """
+    for family in FLAVOURS:
+        spec_of(family)
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+TinyModel = Callable[[str, str], Path]
+FLAVOURS = {
+    "wan": "t2v-14b-2.2",
+    "qwen_image": "edit-2509",
+    "sdxl": "base-1.0",
+    "stable_audio": "open-1.0",
+    "flux": "dev",
+}
+
+
+def datasets(family: str, folder: Path, count: int = 3) -> list[dict[str, Any]]:
+    """Data a family can be trained on, written into the folder."""
+    if family == "wan":
+        clips: dict[str, bytes | str] = {}
+        for number in range(count):
+            clips[f"{number}.mp4"] = video_bytes(every(1 / 16, 6 + number), size=(32, 32))
+            clips[f"{number}.txt"] = f"clip {number}"
+        video = {"num_frames": 5}
+        return [{"path": str(write(folder / "clips", clips)), "dataset_type": "video", "resolution": 32.0,
+                 "video": video}]  # fmt: skip
+    if family == "stable_audio":
+        sounds: dict[str, bytes | str] = {}
+        for number in range(count):
+            sounds[f"{number}.wav"] = audio_bytes(tone(200 + 50 * number, 0.5, 44_100), 44_100)
+            sounds[f"{number}.txt"] = f"sound {number}"
+        audio = {"duration_interval": 0.1}
+        return [{"path": str(write(folder / "sounds", sounds)), "dataset_type": "audio", "audio": audio}]
+    own: dict[str, Any] = {"path": str(write(folder / "pictures", pictures(count))), "resolution": 64.0}
+    if family != "qwen_image":
+        return [own]
+    sources = {f"{number:03}.png": image(64, 64, seed=100 + number) for number in range(count)}
+    references = {"path": str(write(folder / "sources", sources)), "resolution": 64.0, "dataset_type": "conditioning"}
+    return [{**own, "conditioning": ["d1"]}, references]
+
+
+def config_dict(tmp_path: Path, family: str, model: Path, found: Sequence[dict[str, Any]], **values: Any) -> Any:
+    return {
+        "name": "run",
+        "output_dir": str(tmp_path / "out"),
+        "model": {"family": family, "flavour": FLAVOURS[family], "path": str(model)},
+        "datasets": [{"id": f"d{number}", **one} for number, one in enumerate(found)],
+        "training": {"max_steps": 10, "seed": 7, "mixed_precision": "fp32"},
+        **values,
+    }
+
+
+@dataclass
+class Run:
+    config: RunConfig
+    index: DataIndex
+    encoders: Any
+    places: Places
+
+    @classmethod
+    def of(
+        cls,
+        tmp_path: Path,
+        family: str,
+        model: Path,
+        found: Sequence[dict[str, Any]] | None = None,
+        flavour: str | None = None,
+        **values: Any,
+    ) -> Run:
+        found = datasets(family, tmp_path) if found is None else found
+        said = config_dict(tmp_path, family, model, found, **values)
+        said["model"]["flavour"] = flavour or FLAVOURS[family]
+        config = RunConfig.model_validate(said)
+        index = build_index(config, geometry_of(config.model)[0])
+        return cls(config, index, encoders_of(config, torch.device("cpu")), places_of(config))
+
+    def caches(self) -> Caches:
+        return Caches(self.places, writable=True)
+
+    def keys(self, epoch: int = 0) -> set[Key]:
+        return {item.key for item in needs(self.config, self.index, self.encoders, self.places, epoch=epoch).all}
+
+
+def contents(*folders: Path) -> dict[Key, Entry]:
+    """Everything in these stores."""
+    from gracetune.cache.store import DiskStore
+
+    found: dict[Key, Entry] = {}
+    for folder in folders:
+        with DiskStore.open(folder, writable=False) as store:
+            found |= {key: store.read(key) for key in store.keys()}  # noqa: SIM118 - a store is no mapping
+    return found
+
+
+def same(one: dict[Key, Entry], other: dict[Key, Entry]) -> bool:
+    """But for the last bits, which depend on how many samples a library worked on at once."""
+    return one.keys() == other.keys() and all(
+        one[key].keys() == other[key].keys()
+        and all(torch.allclose(one[key][name], other[key][name], rtol=1e-5, atol=1e-6) for name in one[key])
+        for key in one
+    )
+
+
+@dataclass
+class Watched:
+    """A family's encoders, and what was asked of them; a hook may fail as a full GPU does, or take its time."""
+
+    inner: FamilyEncoders
+    batches: list[int] = field(default_factory=list)
+    encoded: list[str] = field(default_factory=list)
+    """Paths or texts, in order."""
+    loaded: list[str] = field(default_factory=list)
+    before_encode: Callable[[Sequence[Sample | Prompt]], None] = lambda asked: None
+    on_save_memory: Callable[[], None] = lambda: None
+
+    def text_id(self) -> EncoderId:
+        return self.inner.text_id()
+
+    def latent_id(self) -> EncoderId:
+        return self.inner.latent_id()
+
+    def reads_pictures(self) -> bool:
+        return self.inner.reads_pictures()
+
+    def tile(self, why: str) -> None:
+        self.inner.tile(why)
+
+    def tiling_note(self) -> str | None:
+        return self.inner.tiling_note()
+
+    def forget_tiling(self) -> None:
+        self.inner.forget_tiling()
+
+    def load_text(self) -> TextEncoder:
+        self.loaded.append("text")
+        return _WatchedText(self, self.inner.load_text())
+
+    def load_latents(self) -> LatentEncoder:
+        self.loaded.append("latents")
+        return _WatchedLatents(self, self.inner.load_latents())
+
+    def note(self, asked: Sequence[Sample] | Sequence[Prompt]) -> None:
+        self.before_encode(asked)
+        self.batches.append(len(asked))
+        self.encoded += [one.text if isinstance(one, Prompt) else one.ref.path for one in asked]
+
+
+class _WatchedText:
+    def __init__(self, watch: Watched, inner: TextEncoder) -> None:
+        self._watch, self._inner = watch, inner
+
+    @property
+    def id(self) -> EncoderId:
+        return self._inner.id
+
+    @property
+    def reads_pictures(self) -> bool:
+        return self._inner.reads_pictures
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
+        self._watch.note(prompts)
+        return self._inner.encode(prompts)
+
+    def close(self) -> None:
+        self._watch.loaded.append("text closed")
+        self._inner.close()
+
+
+class _WatchedLatents:
+    def __init__(self, watch: Watched, inner: LatentEncoder) -> None:
+        self._watch, self._inner = watch, inner
+
+    @property
+    def id(self) -> EncoderId:
+        return self._inner.id
+
+    def encode(self, samples: Sequence[Sample]) -> list[Entry]:
+        self._watch.note(samples)
+        return self._inner.encode(samples)
+
+    def save_memory(self) -> bool:
+        self._watch.on_save_memory()
+        return self._inner.save_memory()
+
+    def close(self) -> None:
+        self._watch.loaded.append("latents closed")
+        self._inner.close()

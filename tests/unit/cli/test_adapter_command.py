@@ -1,0 +1,397 @@
+"""`gracetune adapter`: every answer and every refusal, on real files of tiny models."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gracetune.adapters.delta import apply
+from gracetune.adapters.opening import open_adapter, save
+from gracetune.adapters.state import AdapterState
+from gracetune.cli.main import main
+from unit.adapters.formats import making
+from unit.adapters.formats.predicting import predict
+
+TinyModel = Callable[[str, str], Path]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as done:
+        main(["adapter", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return int(done.value.code or 0), captured.out, captured.err
+
+
+def answer(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code, out, _ = run(capsys, *arguments, "--json")
+    return code, json.loads(out)
+
+
+def adapter(tiny_model: TinyModel, family: str = "wan", kind: str = "lora", **more: Any) -> AdapterState:
+    shapes = making.in_blocks(making.layer_shapes(family, tiny_model))
+    return making.state(family, shapes, kind, **more)
+
+
+@pytest.fixture
+def file(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    state = adapter(tiny_model, stage="high_noise")
+    return save(tmp_path / "mine_high_noise.safetensors", state, "comfyui", torch.bfloat16)
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", making.FLAVOURS)
+@pytest.mark.parametrize("kind", making.ALGORITHMS)
+def test_inspect_knows_every_family_and_algorithm(family, kind, tiny_model, tmp_path, capsys) -> None:
+    state = adapter(tiny_model, family, kind, rank=2, alpha=3.0)
+    path = save(tmp_path / "x.safetensors", state, "lycoris", torch.bfloat16)
+    code, found = answer(capsys, "inspect", path)
+    report = found["files"][0]
+    assert code == 0
+    assert (report["family"], report["algorithm"], report["format"]) == (family, kind, "lycoris")
+    assert report["adapters"][0]["layers"] == len(state.layers)
+    decomposed = kind in ("lora", "dora", "loha", "locon")
+    assert report["adapters"][0]["ranks"] == {"2" if decomposed else "full": len(state.layers)}
+    assert report["adapters"][0]["alphas"] == {"3" if decomposed else "full": len(state.layers)}
+    assert 0 < report["adapters"][0]["norm"]["smallest"] <= report["adapters"][0]["norm"]["largest"]
+
+
+def test_inspect_prints_norms_of_the_changes(tiny_model, tmp_path, capsys) -> None:
+    """The norm is that of the whole change, computed without building it."""
+    from gracetune.adapters import delta
+    from gracetune.adapters.statistics import change_norm
+
+    shapes = making.layer_shapes("sdxl", tiny_model)
+    for kind, options in (
+        ("lora", ()),
+        ("locon", ("tucker",)),
+        ("loha", ("tucker",)),
+        ("lokr", ("both",)),
+        ("full_delta", ()),
+    ):
+        for path, layer in making.state("sdxl", shapes, kind, options=options).layers.items():
+            expected = float(delta.delta(layer, shapes[path]).norm())
+            assert change_norm(layer) == pytest.approx(expected, rel=1e-4)
+
+
+def test_inspect_shows_what_is_empty_or_broken(file, tmp_path, capsys) -> None:
+    tensors = load_file(file)
+    zero, broken = sorted(key for key in tensors if "lora_B" in key)[:2]
+    tensors[zero].zero_()
+    tensors[broken][0, 0] = torch.nan
+    save_file(tensors, tmp_path / "odd.safetensors")
+    code, out, _ = run(capsys, "inspect", tmp_path / "odd.safetensors")
+    assert code == 1
+    assert zero in out
+    assert broken in out
+    code, found = answer(capsys, "inspect", tmp_path / "odd.safetensors")
+    report = found["files"][0]
+    assert (report["not_finite"], report["zero"], report["usable"]) == ([broken], [zero], False)
+
+
+def test_inspect_goes_on_after_a_bad_file(file, tmp_path, capsys) -> None:
+    (tmp_path / "bad.pt").write_bytes(b"\x80\x04nonsense")
+    code, out, err = run(capsys, "inspect", tmp_path / "bad.pt", file)
+    assert code == 1
+    assert "pickle" in err
+    assert "high_noise" in out
+    code, found = answer(capsys, "inspect", tmp_path / "bad.pt", file)
+    assert "pickle" in found["files"][0]["error"]
+    assert found["files"][1]["stages"] == ["high_noise"]
+
+
+# -- convert ----------------------------------------------------------------------------------------------------------
+
+
+def test_convert_there_and_back(file, tmp_path, capsys) -> None:
+    code, out, _ = run(capsys, "convert", file, "--to", "kohya")
+    there = tmp_path / "mine_kohya_high_noise.safetensors"
+    assert code == 0
+    assert str(there) in out.replace("\n", "")
+    code, found = answer(capsys, "convert", there, "--to", "comfyui", "--output", tmp_path / "back.safetensors")
+    assert code == 0
+    assert found["written"][0]["stage"] == "high_noise"
+    assert (tmp_path / "back.safetensors").read_bytes() == file.read_bytes()
+
+
+def test_convert_never_overwrites(file, tmp_path, capsys) -> None:
+    taken = tmp_path / "taken.safetensors"
+    taken.write_text("mine")
+    code, _, err = run(capsys, "convert", file, "--to", "kohya", "--output", taken)
+    assert (code, taken.read_text()) == (1, "mine")
+    assert "a name that is free" in err
+    code, _, err = run(capsys, "convert", file, "--to", "comfyui", "--output", file)
+    assert code == 1
+
+
+def test_convert_to_another_precision(file, tmp_path, capsys) -> None:
+    assert run(capsys, "convert", file, "--to", "lycoris", "-o", tmp_path / "x.safetensors", "--dtype", "fp16")[0] == 0
+    kept = {value.dtype for key, value in load_file(tmp_path / "x.safetensors").items() if not key.endswith("alpha")}
+    assert kept == {torch.float16}
+
+
+def test_convert_a_lokr_for_diffusers(tiny_model, tmp_path, capsys) -> None:
+    """Refused as it is; as a LoRA of enough rank nothing is lost, of less the error is told."""
+    state = adapter(tiny_model, "wan", "lokr")
+    path = save(tmp_path / "lokr.safetensors", state, "comfyui", torch.float32)
+    code, _, err = run(capsys, "convert", path, "--to", "diffusers")
+    assert code == 1
+    assert "--lora-rank" in err
+    code, found = answer(
+        capsys, "convert", path, "--to", "diffusers", "--lora-rank", 256, "-o", tmp_path / "all.safetensors"
+    )
+    assert code == 0
+    assert found["written"][0]["relative_error"] < 1e-5
+    code, out, _ = run(capsys, "convert", path, "--to", "diffusers", "--lora-rank", 2)
+    assert code == 0
+    assert "misses" in out
+    assert open_adapter(tmp_path / "lokr_diffusers.safetensors").detected.algorithm == "lora"
+
+
+def test_convert_what_depends_on_the_weights(tiny_model, tmp_path, capsys) -> None:
+    path = save(tmp_path / "dora.safetensors", adapter(tiny_model, "wan", "dora"), "kohya", torch.float32)
+    code, _, err = run(capsys, "convert", path, "--to", "comfyui", "--lora-rank", 64)
+    assert code == 1
+    assert "--model" in err
+    folder = tiny_model("wan", "t2v-1.3b-2.1")
+    arguments = ("convert", path, "--to", "comfyui", "--lora-rank", 64, "--model", folder)
+    code, found = answer(capsys, *arguments)
+    assert code == 0
+    assert found["written"][0]["relative_error"] < 1e-4
+
+
+def test_convert_a_dora_for_comfyui(tiny_model, tmp_path, capsys) -> None:
+    """Given the base weights it is exact; without them it is refused, with the way out."""
+    folder = tiny_model("wan", "t2v-1.3b-2.1")
+    state = adapter(tiny_model, "wan", "dora")
+    path = save(tmp_path / "dora.safetensors", state, "diffusers", torch.bfloat16)
+    code, _, err = run(capsys, "convert", path, "--to", "comfyui")
+    assert code == 1
+    assert "--model MODEL" in err
+    code, found = answer(capsys, "convert", path, "--to", "comfyui", "--model", folder)
+    assert (code, found["written"][0]["algorithms"]) == (0, ["dora"])
+    written = open_adapter(tmp_path / "dora_comfyui.safetensors").state()
+    base = making.denoiser("wan", folder)
+    for name, layer in open_adapter(path).state().layers.items():
+        weight = base.get_submodule(name).weight
+        torch.testing.assert_close(apply(written.layers[name], weight), apply(layer, weight), atol=1e-5, rtol=1e-5)
+    code, _, err = run(capsys, "convert", tmp_path / "dora_comfyui.safetensors", "--to", "diffusers")
+    assert code == 1
+    assert "the file it came from" in err
+    code, _, err = run(capsys, "convert", path, "--to", "comfyui", "--model", tiny_model("wan", "ti2v-5b-2.2"),
+                       "-o", tmp_path / "other.safetensors")  # fmt: skip
+    assert "Traceback" not in err
+
+
+def test_places_that_disagree_about_the_expert(file, tmp_path, capsys) -> None:
+    renamed = file.rename(tmp_path / "mine_low_noise.safetensors")
+    for more in (("inspect", renamed), ("convert", renamed, "--to", "kohya"),
+                 ("verify", renamed, "--flavour", "t2v-14b-2.2")):  # fmt: skip
+        code, out, err = run(capsys, *more)
+        assert code == 1
+        assert "its header says high_noise, its file's name low_noise" in " ".join((out + err).split())
+
+
+def test_names_from_a_file_do_not_steer_the_terminal(file, tmp_path, capsys) -> None:
+    tensors = load_file(file) | {"diffusion_model.\x1b[2J[bold]x.lora_A.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "odd.safetensors", {"ss_output_name": "\x1b]0;title\x07"})
+    for more in (("inspect",), ("convert", "--to", "kohya"), ("verify", "--flavour", "t2v-1.3b-2.1")):
+        code, out, err = run(capsys, more[0], tmp_path / "odd.safetensors", *more[1:])
+        assert code == 1
+        assert "\x1b" not in out + err
+        assert "[bold]x" in "".join((out + err).split())
+
+
+def test_convert_splits_a_file_of_both_experts(tiny_model, tmp_path, capsys) -> None:
+    tensors = {}
+    for number, stage in (("1", "high_noise"), ("2", "low_noise")):
+        for path, layer in adapter(tiny_model, seed=int(number), stage=stage).layers.items():
+            tensors |= {
+                f"transformer.transformer_{number}.{path}.{name}": value for name, value in layer.tensors.items()
+            }
+    save_file(tensors, tmp_path / "both.safetensors")
+    code, _, err = run(capsys, "convert", tmp_path / "both.safetensors", "--to", "comfyui")
+    assert code == 1
+    assert "--split" in err
+    code, found = answer(capsys, "convert", tmp_path / "both.safetensors", "--to", "comfyui", "--split")
+    assert code == 0
+    names = [Path(one["path"]).name for one in found["written"]]
+    assert names == ["both_comfyui_high_noise.safetensors", "both_comfyui_low_noise.safetensors"]
+    for name, stage in zip(names, ("high_noise", "low_noise"), strict=True):
+        assert open_adapter(tmp_path / name).state().stage == stage
+
+
+def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:
+    folder = tiny_model("wan", "t2v-14b-2.2")
+    state = adapter(tiny_model, "wan", "lokr", stage="low_noise")
+    path = save(tmp_path / "x_low_noise.safetensors", state, "comfyui", torch.float32)
+    out = tmp_path / "merged"
+    code, found = answer(capsys, "convert", path, "--merge-into", folder, "--output", out)
+    assert code == 0
+    assert found["written"][0]["path"] == str(out / "transformer_2")
+    merged = predict("wan", making.CLASSES["wan"].from_pretrained(out / "transformer_2"))
+    base = making.denoiser("wan", folder, "transformer_2")
+    assert not torch.allclose(merged, predict("wan", base))
+    from gracetune.adapters.merge import merge_module
+
+    merge_module(state, base)
+    torch.testing.assert_close(merged, predict("wan", base), atol=1e-5, rtol=1e-5)
+    code, _, err = run(capsys, "convert", path, "--merge-into", folder, "--output", out)
+    assert code == 1, "a second time the folder is taken"
+    assert err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "--to"),
+        (("--to", "comfyui", "--output", "x.bin"), ".safetensors"),
+        (("--to", "comfyui", "--family", "wann"), "--family wan"),
+        (("--merge-into", "nowhere"), "--output"),
+        (("--merge-into", "x", "--output", "y", "--to", "kohya"), "one of them"),
+        (("--merge-into", "x", "--output", "y", "--dtype", "fp16"), "keeps the model's precision"),
+        (("--merge-into", "x", "--output", "y", "--split"), "remove --split"),
+        (("--to", "comfyui", "--model", "MODEL"), "nothing that needs it"),
+        (("--to", "comfyui", "--output", "a" * 300 + ".safetensors"), "too long"),
+        (("--merge-into", "/nowhere/at/all", "--output", "y"), "nowhere"),
+    ],
+)
+def test_what_convert_is_asked_wrongly(arguments, says, file, capsys, tiny_model, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(tiny_model("wan", "t2v-14b-2.2")) if one == "MODEL" else one for one in arguments]
+    code, _, err = run(capsys, "convert", file, *arguments)
+    assert code == 1
+    assert says in err
+    assert "Traceback" not in err
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", making.FLAVOURS)
+def test_verify_against_a_folder(family, tiny_model, tmp_path, capsys) -> None:
+    state = adapter(tiny_model, family, "lokr", stage="high_noise" if family == "wan" else "")
+    path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
+    code, found = answer(capsys, "verify", path, "--model", tiny_model(family, making.FLAVOURS[family]))
+    assert code == 0, found
+    assert found["adapters"][0]["matched"] == len(state.layers)
+    code, out, _ = run(capsys, "verify", path, "--model", tiny_model(family, making.FLAVOURS[family]))
+    assert f"{len(state.layers)} layers" in out
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_verify_prints_its_answer_and_nothing_else(family, tiny_model, tmp_path) -> None:
+    """In a process of its own: transformers complains once, when it is first imported."""
+    state = adapter(tiny_model, family, "lora")
+    path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
+    command = [sys.executable, "-m", "gracetune.cli.main", "adapter", "verify", path, "--json", "--model"]
+    done = subprocess.run([*command, tiny_model(family, making.FLAVOURS[family])], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["ok"]
+
+
+def test_verify_lists_what_does_not_fit(file, tmp_path, capsys) -> None:
+    """A tiny adapter on the published model: every layer is of another size."""
+    code, found = answer(capsys, "verify", file, "--flavour", "t2v-1.3b-2.1")
+    report = found["adapters"][0]
+    assert (code, found["ok"], report["matched"]) == (1, False, 0)
+    assert "the layer has 1536" in report["mismatched"][0]
+    assert report["left_out"], "blocks 2 to 29 have no adapter"
+
+
+def test_verify_a_published_size(tmp_path, capsys) -> None:
+    shapes = {f"blocks.{block}.attn1.to_q": (1536, 1536) for block in range(30)}
+    good = save(tmp_path / "good.safetensors", making.state("wan", shapes, "lora"), "comfyui", torch.bfloat16)
+    assert answer(capsys, "verify", good, "--flavour", "t2v-1.3b-2.1")[0] == 0
+    too_many = shapes | {"blocks.30.attn1.to_q": (1536, 1536)}
+    bad = save(tmp_path / "bad.safetensors", making.state("wan", too_many, "lora"), "comfyui", torch.bfloat16)
+    code, found = answer(capsys, "verify", bad, "--flavour", "t2v-1.3b-2.1")
+    assert code == 1
+    assert found["adapters"][0]["unexpected"] == ["blocks.30.attn1.to_q"]
+
+
+# -- the issue's list of bad input -------------------------------------------------------------------------------------
+
+
+def broken(name: str, file: Path, folder: Path) -> Path:
+    tensors, path = dict(load_file(file)), folder / f"{name.replace(' ', '_')}.safetensors"
+    first = sorted(key for key in tensors if "lora_B" in key)[0]
+    if name == "truncated":
+        path.write_bytes(file.read_bytes()[:-10])
+        return path
+    if name == "pickle":
+        torch.save(tensors, path)
+        return path
+    if name == "wrong rank":
+        tensors[first] = torch.cat([tensors[first], tensors[first]], dim=1)
+    elif name == "unknown layer":
+        tensors["diffusion_model.blocks.0.self_attn.z.lora_B.weight"] = tensors[first].clone()
+    elif name == "nan":
+        tensors[first] = tensors[first] * torch.nan
+    elif name == "alpha missing":
+        tensors = {
+            f"lycoris_{key.removeprefix('diffusion_model.').replace('.', '_', key.count('.') - 3)}": value
+            for key, value in tensors.items()
+            if not key.endswith("alpha") and "self_attn.q" in key
+        }
+    save_file(tensors, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("truncated", "bytes"),
+        ("pickle", "pickle"),
+        ("wrong rank", "rank"),
+        ("unknown layer", "blocks.0.self_attn.z"),
+        ("nan", "NaN"),
+        ("alpha missing", "no alpha"),
+    ],
+)
+@pytest.mark.parametrize("command", ["convert", "verify", "inspect"])
+def test_bad_input_is_refused_by_name(command, name, says, file, tmp_path, capsys) -> None:
+    path = broken(name, file, tmp_path)
+    more = {"convert": ("--to", "comfyui"), "verify": ("--flavour", "t2v-1.3b-2.1"), "inspect": ()}[command]
+    code, out, err = run(capsys, command, path, *more)
+    assert code == 1
+    assert says in out + err
+    assert "Traceback" not in err
+    assert not list(tmp_path.glob("*_comfyui*"))
+
+
+def test_an_adapter_of_another_family(file, tiny_model, capsys) -> None:
+    code, _, err = run(capsys, "verify", file, "--model", tiny_model("sdxl", "base-1.0"))
+    assert code == 1
+    assert "Traceback" not in err
+    code, _, err = run(capsys, "verify", file, "--flavour", "dev")
+    assert code == 1
+    assert "is of flux" in err
+    code, _, err = run(capsys, "convert", file, "--to", "kohya", "--family", "sdxl")
+    assert code == 1
+    assert "layers of sdxl" in err
+
+
+def test_an_empty_file(tmp_path, capsys) -> None:
+    save_file({}, tmp_path / "empty.safetensors")
+    for more in ((), ("--family", "wan")):
+        code, _, err = run(capsys, "convert", tmp_path / "empty.safetensors", "--to", "kohya", *more)
+        assert code == 1
+        assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--model", "x", "--flavour", "y"), ("--flavour", "t2v-99b")])
+def test_what_verify_is_asked_wrongly(arguments, file, capsys) -> None:
+    code, _, err = run(capsys, "verify", file, *arguments)
+    assert code == 1
+    assert "Traceback" not in err

@@ -1,0 +1,124 @@
+"""The encoders of a config: known before they are loaded, and by what decides their entries alone."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import Model, RunConfig, Training
+from gracetune.errors import ConfigError
+from gracetune.models import fingerprint
+from gracetune.models.encoders import encode_options, encoders_of
+
+CPU = torch.device("cpu")
+FLAVOURS = [
+    ("wan", "i2v-14b-480p-2.1"),
+    ("qwen_image", "t2i"),
+    ("qwen_image", "edit-2509"),
+    ("flux", "dev"),
+    ("sdxl", "base-1.0"),
+    ("stable_audio", "open-1.0"),
+]
+TinyModel = Callable[[str, str], Path]
+
+
+def config(family: str, folder: Path, output: Path, *, precision: Any = "fp32", **model: Any) -> RunConfig:
+    return RunConfig(
+        name="r",
+        output_dir=str(output),
+        model=Model(family=family, path=str(folder), **model),  # type: ignore[arg-type]
+        datasets=(),
+        training=Training(mixed_precision=precision),
+    )
+
+
+@pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
+def test_known_before_they_are_loaded(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Where nothing is to be encoded nothing is loaded, and still the entries must be found."""
+    encoders = encoders_of(config(family, tiny_model(family, flavour), tmp_path, precision="bf16"), CPU)
+    texts, latents = encoders.load_text(), encoders.load_latents()
+    assert encoders.text_id() == texts.id
+    assert encoders.latent_id() == latents.id
+    assert encoders.reads_pictures() == texts.reads_pictures == (flavour == "edit-2509")
+
+
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[0], FLAVOURS[2], FLAVOURS[4], FLAVOURS[5]])
+def test_known_by_what_decides_their_entries(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = tiny_model(family, flavour)
+    moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    own, copy, half, tiled = (
+        encoders_of(config(family, path, tmp_path / "out", **changed), CPU)
+        for path, changed in [
+            (folder, {}),
+            (moved, {}),
+            (folder, {"precision": "bf16"}),
+            (folder, {"vae_tiling": True}),
+        ]
+    )
+    assert (copy.text_id(), copy.latent_id()) == (own.text_id(), own.latent_id())
+    assert half.text_id() != own.text_id()
+    assert len({own.latent_id(), half.latent_id(), tiled.latent_id()}) == 3
+    assert tiled.text_id() == own.text_id()
+
+
+def test_weights_are_read_once_for_all_runs_with_a_cache(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
+    ids = [encoders_of(asked, CPU).text_id(), encoders_of(asked, CPU).latent_id()]
+
+    def unread(*_: object) -> str:
+        raise AssertionError("weights were read again")
+
+    monkeypatch.setattr(fingerprint, "_digest", unread)
+    assert [encoders_of(asked, CPU).text_id(), encoders_of(asked, CPU).latent_id()] == ids
+
+
+def test_clips_are_learnt_one_way_in_a_run(tmp_path: Path) -> None:
+    def clips(name: str, start: bool) -> Dataset:
+        return Dataset(id=name, path=name, dataset_type="video", video={"image_to_video": start})  # type: ignore[arg-type]
+
+    asked = config("wan", tmp_path, tmp_path)
+    assert not encode_options(asked).image_to_video
+    same = asked.model_copy(update={"datasets": (clips("a", True), clips("b", True))})
+    assert encode_options(same).image_to_video
+    mixed = asked.model_copy(update={"datasets": (clips("a", True), clips("b", False))})
+    with pytest.raises(ConfigError, match=r"video\.image_to_video\n.*datasets\[0\] true, datasets\[1\] false"):
+        encode_options(mixed)
+
+
+def test_a_file_of_somebody_else_in_the_cache_folder_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    for name in ("fingerprints.json", "tiling.json"):
+        (folder / name).write_text("mine")
+    encoders = encoders_of(config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path), CPU)
+    encoders.latent_id()
+    encoders.tile("it did not fit")
+    assert {path.name for path in folder.iterdir()} == {
+        "fingerprints.json", "tiling.json", "gracetune-fingerprints.json", "gracetune-tiling.json",
+    }  # fmt: skip
+    assert {(folder / name).read_text() for name in ("fingerprints.json", "tiling.json")} == {"mine"}
+
+
+def test_tiles_of_an_earlier_start(tiny_model: TinyModel, tmp_path: Path) -> None:
+    asked = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
+    first = encoders_of(asked, CPU)
+    untiled = first.latent_id()
+    first.tile("one sample did not fit")
+    tiled = encoders_of(asked.model_copy(update={"model": asked.model.model_copy(update={"vae_tiling": True})}), CPU)
+    assert first.latent_id() == first.load_latents().id == tiled.latent_id()
+    assert tiled.tiling_note() is None  # its config asks for them
+    loaded = encoders_of(asked, CPU).load_latents()  # before anybody asked for the id
+    assert loaded.id == tiled.latent_id()
+    again = encoders_of(asked, CPU)
+    assert again.latent_id() == tiled.latent_id()
+    assert "one sample did not fit" in (again.tiling_note() or "")
+    again.forget_tiling()
+    assert encoders_of(asked, CPU).latent_id() == untiled

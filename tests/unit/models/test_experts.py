@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gracetune.diffusion.schedule import Flow
+from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.models.experts import (
+    ExpertHost,
+    choose_parking,
+    expert_at,
+    expert_for_window,
+    next_expert,
+    trained_experts,
+    window_of_levels,
+)
+from gracetune.models.loading import load_component
+from gracetune.models.parking import CopyParking, InlineLane, Staying, frozen_tensors, pinned_bytes
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Expert, ModelFacts, Placement
+
+CPU = torch.device("cpu")
+HIGH, LOW = "high_noise", "low_noise"
+BOUNDARY = 0.875
+
+
+def facts(boundary: float = BOUNDARY) -> ModelFacts:
+    experts = (Expert(HIGH, "transformer", boundary, 1.0), Expert(LOW, "transformer_2", 0.0, boundary))
+    return ModelFacts("wan", "t2v-14b-2.2", experts, Flow(1000.0))
+
+
+ONE = ModelFacts("flux", "dev", (Expert("", "transformer"),), Flow(1000.0))
+
+
+# -- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_turns_are_counted_in_windows() -> None:
+    assert [expert_for_window(window, 2, (HIGH, LOW)) for window in range(6)] == [HIGH, HIGH, LOW, LOW, HIGH, HIGH]
+    assert {expert_for_window(window, 3, (LOW,)) for window in range(9)} == {LOW}
+
+
+@given(st.integers(0, 10_000), st.integers(1, 50), st.sampled_from([(HIGH, LOW), (LOW, HIGH), (HIGH,), ("",)]))
+def test_every_expert_has_the_same_share_and_a_change_is_announced(
+    window: int, every: int, trained: tuple[str, ...]
+) -> None:
+    start = window - window % (every * len(trained))
+    turns = [expert_for_window(index, every, trained) for index in range(start, start + every * len(trained))]
+    assert all(turns.count(name) == every for name in trained)
+    then = expert_for_window(window + 1, every, trained)
+    expected = then if then != expert_for_window(window, every, trained) else None
+    assert next_expert(window, every, trained) == expected
+
+
+@pytest.mark.parametrize("wrong", [(-1, 1, (HIGH,)), (0, 0, (HIGH,)), (0, 1, ())])
+def test_turns_of_nobody(wrong: tuple[int, int, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match="need 0 or more"):
+        expert_for_window(*wrong)
+
+
+def test_whom_a_config_trains() -> None:
+    assert trained_experts("both", facts()) == (HIGH, LOW)
+    assert trained_experts("high", facts()) == (HIGH,)
+    assert trained_experts("low", facts()) == (LOW,)
+    assert trained_experts("low", ONE) == ("",)
+
+
+# -- noise levels -----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1000), st.sampled_from([0.875, 0.9, 0.417, 1 / 3]))
+def test_the_boundary_is_where_diffusers_pipelines_have_it(timestep: int, boundary: float) -> None:
+    assume(timestep / 1000 * 1000 == timestep)
+    theirs = HIGH if timestep >= boundary * 1000 else LOW  # WanPipeline: t >= boundary_ratio * num_train_timesteps
+    assert expert_at(timestep / 1000, facts(boundary)).name == theirs
+
+
+def test_the_boundary_itself_belongs_to_the_high_expert() -> None:
+    assert expert_at(BOUNDARY, facts()).name == HIGH
+    assert expert_at(float(torch.nextafter(torch.tensor(BOUNDARY), torch.tensor(0.0))), facts()).name == LOW
+    assert expert_at(0.0, facts()).name == LOW
+    assert expert_at(0.3, ONE).name == ""
+
+
+@given(st.fractions(0, 1, max_denominator=1000))
+def test_drawn_levels_lead_back_to_their_expert(share: Fraction) -> None:
+    for name in (HIGH, LOW):
+        lowest, highest = window_of_levels(name, facts())
+        level = lowest + float(share) * (highest - lowest)
+        if level < highest:
+            assert expert_at(level, facts()).name == name
+    assert window_of_levels("", ONE) == (0.0, 1.0)
+    with pytest.raises(KeyError, match="no expert 'middle'"):
+        window_of_levels("middle", facts())
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("profile", "park", "experts", "managed", "way", "reason"),
+    [
+        ("superchip", True, 2, True, "managed", "prefetched over the coherent link"),
+        ("superchip", True, 2, False, "pinned_copy", "managed memory is not available"),
+        ("superchip", False, 2, True, "resident", "both fit in the plan"),
+        ("discrete", True, 2, True, "pinned_copy", "copied from pinned memory"),
+        ("discrete", False, 2, True, "resident", "both fit in the plan"),
+        ("integrated", True, 2, True, "resident", "one pool"),
+        ("cpu", True, 2, False, "resident", "no GPU"),
+        ("discrete", True, 1, True, "resident", "one denoiser"),
+    ],
+)
+def test_where_the_idle_expert_waits(
+    profile: str, park: bool, experts: int, managed: bool, way: str, reason: str
+) -> None:
+    choice = choose_parking(profile, park=park, experts=experts, managed=managed)  # type: ignore[arg-type]
+    assert choice.way == way
+    assert reason in choice.reason
+
+
+# -- parking, with main memory in the part of the device --------------------------------------------------------------
+
+
+class Denoiser(nn.Module):
+    """Frozen layers of several dtypes, one of them tied, a buffer, and an adapter that is trained."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(33, 7, dtype=torch.bfloat16)
+        self.second = nn.Linear(33, 7, dtype=torch.float32)
+        self.third = nn.Linear(33, 7, bias=False, dtype=torch.bfloat16)
+        self.third.weight = self.first.weight
+        self.register_buffer("table", torch.tensor([float("nan"), -0.0, 1.5]), persistent=False)
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("steps", torch.tensor(3))
+        self.eighth = nn.Parameter(torch.randn(5).to(torch.float8_e4m3fn), requires_grad=False)
+        self.requires_grad_(False)
+        self.adapter = nn.Linear(7, 7)
+
+
+def snapshot(module: nn.Module) -> dict[str, tuple[torch.dtype, bytes]]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    raw = {name: tensor.detach().clone().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
+    return {name: (tensors[name].dtype, bytes(raw[name].tolist())) for name in tensors}
+
+
+def copying(module: nn.Module) -> CopyParking:
+    return CopyParking(module, CPU, InlineLane())
+
+
+def addresses(module: nn.Module) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in frozen_tensors(module)}
+
+
+def test_what_is_frozen_is_moved_once_and_what_is_trained_stays() -> None:
+    module = Denoiser(0)
+    before, adapter = snapshot(module), [(p.data_ptr(), id(p)) for p in module.adapter.parameters()]
+    names = {id(tensor): name for name, tensor in module.named_parameters()}
+    parking = copying(module)
+    assert snapshot(module) == before
+    home = addresses(module)
+    assert len(home) == 1
+    parking.finish()
+    assert snapshot(module) == before
+    assert len(addresses(module)) == 1
+    assert addresses(module) != home
+    assert module.third.weight is module.first.weight
+    parking.park()
+    assert snapshot(module) == before
+    assert addresses(module) == home
+    assert [(p.data_ptr(), id(p)) for p in module.adapter.parameters()] == adapter
+    assert {id(tensor): name for name, tensor in module.named_parameters()} == names
+    assert parking.bytes >= sum(tensor.nbytes for tensor in frozen_tensors(module))
+
+
+def in_place(module: Denoiser) -> None:
+    with torch.no_grad():
+        module.second.weight.add_(1.0)
+
+
+def behind_autograds_back(module: Denoiser) -> None:
+    module.second.weight.data += 1.0  # how peft merges
+
+
+def other_memory(module: Denoiser) -> None:
+    module.second.weight.data = module.second.weight.data.double().add(1.0).float()
+
+
+@pytest.mark.parametrize("change", [in_place, behind_autograds_back, other_memory])
+def test_a_change_on_the_device_is_kept(change: Callable[[Denoiser], None]) -> None:
+    module = Denoiser(0)
+    expected = module.second.weight.detach() + 1.0
+    parking = copying(module)
+    for _ in range(2):
+        parking.finish()
+        if change is not None:
+            change(module)
+            changed, change = snapshot(module), None  # type: ignore[assignment]
+        parking.park()
+        assert torch.equal(module.second.weight, expected)
+        assert snapshot(module) == changed
+
+
+def test_a_graph_from_before_parking_still_computes_its_gradients() -> None:
+    torch.manual_seed(1)
+    module, inputs = Denoiser(0), torch.randn(4, 33)
+
+    def loss() -> Tensor:
+        return module.adapter(module.second(inputs)).square().sum()
+
+    loss().backward()
+    expected = [p.grad.clone() for p in module.adapter.parameters() if p.grad is not None]
+    module.zero_grad()
+    parking = copying(module)
+    parking.finish()
+    pending = loss()
+    parking.park()
+    pending.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(module.adapter.parameters(), expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_start_that_is_called_off() -> None:
+    module = Denoiser(0)
+    before, parking = snapshot(module), copying(module)
+    parking.start()
+    parking.start()
+    parking.park()
+    parking.park()
+    assert snapshot(module) == before
+    parking.finish()
+    parking.finish()
+    assert snapshot(module) == before
+
+
+def test_a_module_with_nothing_frozen() -> None:
+    parking = copying(nn.Linear(3, 3))
+    parking.finish()
+    parking.park()
+    assert parking.bytes == 0
+
+
+class Registry:
+    """Stands in for the CUDA runtime: keeps the list it would keep."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer, self.pinned = answer, dict[int, int]()
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int, /) -> int:  # noqa: N802 - CUDA's name
+        if self.answer == 0:
+            self.pinned[pointer] = size
+        return self.answer
+
+    def cudaHostUnregister(self, pointer: int, /) -> int:  # noqa: N802
+        ctypes.c_uint8.from_address(pointer).value = 1  # crashes if the memory were gone before
+        del self.pinned[pointer]
+        return 0
+
+
+def test_memory_stays_pinned_until_its_last_view_is_gone() -> None:
+    registry = Registry()
+    block = pinned_bytes(3 * 4096 + 5, registry)
+    assert registry.pinned == {block.data_ptr(): 3 * 4096 + 5}
+    module = Denoiser(0)
+    before = snapshot(module)
+    parking = CopyParking(module, CPU, InlineLane(), block)
+    del block
+    del parking  # its tensors still lie there
+    assert len(registry.pinned) == 1
+    assert snapshot(module) == before
+    del module
+    assert registry.pinned == {}
+    assert pinned_bytes(0, registry).numel() == 0
+
+
+def test_memory_that_cannot_be_pinned() -> None:
+    with pytest.raises(UnifiedMemoryError, match=r"could not be pinned \(CUDA error 2\)"):
+        pinned_bytes(4096, Registry(answer=2))
+
+
+# -- the host ---------------------------------------------------------------------------------------------------------
+
+
+def host_of(*names: str, room: int = 1 << 40, spare: int = 0) -> ExpertHost:
+    host = ExpertHost(copying, "for the test", room=lambda *, here, away: room, spare=spare)
+    for index, name in enumerate(names):
+        host.add(name, Denoiser(index))
+    return host
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["prepare", "activate"]), st.sampled_from([HIGH, LOW, "third"])), max_size=12)
+)
+def test_any_order_of_turns_leaves_every_weight_as_it_was(turns: list[tuple[str, str]]) -> None:
+    host = host_of(HIGH, LOW, "third")
+    before = {name: snapshot(host.module(name)) for name in host.names}
+    at_home = {name: addresses(host.module(name)) for name in host.names}
+    for what, name in turns:
+        if what == "prepare":
+            host.prepare(name)
+        else:
+            assert host.activate(name) is host.module(name)
+            assert host.active == name
+        for other in host.names:
+            assert (addresses(host.module(other)) == at_home[other]) == (other != host.active)
+        assert {other: snapshot(host.module(other)) for other in host.names} == before
+
+
+def test_ahead_of_its_turn_only_where_there_is_room() -> None:
+    size = copying(Denoiser(0)).bytes
+    tight = host_of(HIGH, LOW, room=size + 99, spare=100)
+    tight.activate(HIGH)
+    refused = tight.prepare(LOW)
+    assert not refused.started
+    assert "no room beside the active one" in refused.reason
+    tight.activate(LOW)
+    roomy = host_of(HIGH, LOW, "third", room=size + 100, spare=100)
+    roomy.activate(HIGH)
+    assert roomy.prepare(LOW).started
+    assert roomy.prepare(LOW).reason == "already there or on its way"
+    assert not roomy.prepare("third").started
+
+
+def test_what_the_driver_keeps_for_the_one_that_is_away_is_asked_for_as_such() -> None:
+    class Managed(Staying):
+        bytes = managed = 100
+
+    asked: list[tuple[int, int]] = []
+
+    def room(*, here: int, away: int) -> int:
+        asked.append((here, away))
+        return 100
+
+    host = ExpertHost(lambda module: Managed(), "for the test", room=room)
+    for name in (HIGH, LOW, "third"):
+        host.add(name, Denoiser(0))
+    host.activate(HIGH)
+    assert host.prepare(LOW).started
+    host.activate(LOW)
+    assert host.prepare(HIGH).started
+    host.activate("third")
+    assert asked == [(100, 200)] * 2
+
+
+class OutOfRoom(Staying):
+    """A device that is full, or in pieces."""
+
+    bytes = 1
+
+    def __init__(self) -> None:
+        self.full = True
+
+    def start(self) -> None:
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def finish(self) -> None:
+        self.start()
+
+
+def test_a_device_that_is_full_after_all() -> None:
+    parking = {HIGH: OutOfRoom(), LOW: OutOfRoom()}
+    waiting = iter(parking.values())
+    host = ExpertHost(lambda module: next(waiting), "for the test")
+    for name in parking:
+        host.add(name, nn.Linear(1, 1))
+    assert "no room in one piece" in host.prepare(LOW).reason
+    parking[HIGH].full = False
+    host.activate(HIGH)
+    with pytest.raises(torch.OutOfMemoryError):
+        host.activate(LOW)
+    assert host.active is None
+    host.activate(HIGH)
+    parking[LOW].full = False
+    host.activate(LOW)
+    assert host.active == LOW
+
+
+def test_names_nobody_has() -> None:
+    host = host_of(HIGH)
+    for call in (host.activate, host.prepare, host.module):
+        with pytest.raises(KeyError, match="no expert 'low_noise'"):
+            call(LOW)
+    with pytest.raises(ValueError, match="already"):
+        host.add(HIGH, Denoiser(3))
+
+
+def test_resident_experts_stay_where_they_are(tiny_model: Callable[[str, str], Path]) -> None:
+    folder = tiny_model("wan", "t2v-14b-2.2")
+    source = ModelSource("tiny", folder)
+    host = ExpertHost.open(choose_parking("cpu", park=True, experts=2), CPU)
+    for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
+        host.add(name, load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.bfloat16)))
+    where = {name: addresses(host.module(name)) for name in host.names}
+    assert host.prepare(LOW).started
+    host.activate(LOW)
+    host.activate(HIGH)
+    assert {name: addresses(host.module(name)) for name in host.names} == where
+    assert host.reason == "resident: no GPU: everything is in host memory"
+    assert Staying.bytes == 0
+
+
+def test_managed_parking_without_a_heap() -> None:
+    with pytest.raises(ValueError, match="needs the heap"):
+        ExpertHost.open(choose_parking("superchip", park=True, experts=2), CPU)
+
+
+def test_wans_experts_answer_the_same_after_any_number_of_turns(tiny_model: Callable[[str, str], Path]) -> None:
+    source = ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2"))
+    host = ExpertHost(copying, "for the test")
+    given_to = {
+        "hidden_states": torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.zeros(1, 512, 32),
+    }
+    expected = {}
+    for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
+        model = load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.float32))
+        expected[name] = model(**given_to, return_dict=False)[0]
+        host.add(name, model)
+    for name in (HIGH, LOW, LOW, HIGH, LOW):
+        assert torch.equal(host.activate(name)(**given_to, return_dict=False)[0], expected[name])
+    assert not torch.equal(expected[HIGH], expected[LOW])

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from gracetune.memory.errors import WeightFileError
+from gracetune.memory.weights.files import open_weights
+from gracetune.models import fingerprint as module
+from gracetune.models.fingerprint import fingerprint
+
+ANY_TIME = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def of(*files: Path, remembered: Path | None = None) -> str:
+    return fingerprint([one for file in files for one in open_weights(file).entries.values()], remembered)
+
+
+def written(file: Path, tensors: Mapping[str, Tensor], **metadata: str) -> Path:
+    save_file(dict(tensors), file, metadata)
+    return file
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Larger than one read: a table of many rows, and small tensors beside it."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {"table": torch.randn(700, 1000, generator=generator), "small": torch.randn(7, generator=generator)}
+    file = written(tmp_path / "model.safetensors", tensors, format="pt")
+    assert file.stat().st_size > 2 * module._CHUNK
+    return file
+
+
+@ANY_TIME
+@given(position=st.integers(0, 2_800_027), bit=st.integers(0, 7))
+def test_any_flipped_bit_shows(weights: Path, position: int, bit: int) -> None:
+    before, start = of(weights), min(one.start for one in open_weights(weights).entries.values())
+    with weights.open("r+b") as file:
+        file.seek(start + position)
+        byte = file.read(1)[0]
+        file.seek(start + position)
+        file.write(bytes([byte ^ 1 << bit]))
+        file.flush()
+        assert of(weights) != before
+        file.seek(start + position)
+        file.write(bytes([byte]))
+    assert of(weights) == before
+
+
+def test_one_replaced_row_of_an_embedding_table_shows(weights: Path, tmp_path: Path) -> None:
+    tensors = load_file(weights)
+    tensors["table"][333] += 0.01
+    assert of(written(tmp_path / "other.safetensors", tensors, format="pt")) != of(weights)
+
+
+def test_names_folders_shards_and_metadata_do_not_count(weights: Path, tmp_path: Path) -> None:
+    tensors, blob = load_file(weights), tmp_path / "0123456789abcdef"  # how the hub's cache names files behind links
+    blob.symlink_to(weights)
+    (tmp_path / "deeper").mkdir()
+    moved = Path(shutil.copyfile(weights, tmp_path / "deeper" / "b.safetensors"))
+    shards = [written(tmp_path / f"{name}.safetensors", {name: tensors[name]}) for name in tensors]
+    noted = written(tmp_path / "noted.safetensors", tensors, format="np", by="somebody")
+    found = [of(weights), of(blob), of(moved), of(*shards), of(*reversed(shards)), of(noted)]
+    assert len({*found}) == 1
+
+
+def test_every_other_way_weights_are_rewritten_shows(weights: Path, tmp_path: Path) -> None:
+    tensors = load_file(weights)
+    ways = {
+        "cast": {name: tensor.half() for name, tensor in tensors.items()},
+        "renamed": {("other" if name == "small" else name): tensor for name, tensor in tensors.items()},
+        "transposed": {**tensors, "table": tensors["table"].T.contiguous()},
+        "reshaped": {**tensors, "table": tensors["table"].reshape(1000, 700)},
+        "exchanged": {"small": tensors["table"], "table": tensors["small"]},
+        "one left out": {"table": tensors["table"]},
+    }
+    found = {of(written(tmp_path / f"{way}.safetensors", rewritten)) for way, rewritten in ways.items()}
+    assert len({*found, of(weights)}) == len(ways) + 1
+
+
+# -- the memory -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_computed_is_taken_from_the_memory_while_the_file_is_the_same(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, read = tmp_path / "new" / "fingerprints.json", []
+    digest = module._digest
+    monkeypatch.setattr(module, "_digest", lambda *given: read.append(given[1].name) or digest(*given))
+    before = of(weights)
+    assert sorted(read) == ["small", "table"]
+    assert of(weights, remembered=memory) == before
+    read.clear()
+    assert of(weights, remembered=memory) == before
+    assert read == []
+    tensors = load_file(weights)
+    tensors["table"][0] += 1
+    written(weights, tensors, format="pt")
+    assert of(weights, remembered=memory) == of(weights) != before
+
+
+def test_a_memory_of_some_tensors_grows(weights: Path, tmp_path: Path) -> None:
+    memory, entries = tmp_path / "fingerprints.json", open_weights(weights).entries
+    fingerprint([entries["small"]], memory)
+    assert of(weights, remembered=memory) == of(weights)
+    assert [*json.loads(memory.read_text())["files"][str(weights)]["tensors"]] == ["small", "table"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "files": {}}', '{"version": 2, "files": {"a": 1}}'])
+def test_a_memory_nobody_understands_is_written_anew(weights: Path, tmp_path: Path, content: str) -> None:
+    memory = tmp_path / "fingerprints.json"
+    memory.write_text(content)
+    assert of(weights, remembered=memory) == of(weights)
+    assert json.loads(memory.read_text())["version"] == module.VERSION
+
+
+def test_a_memory_that_cannot_be_written_is_done_without(weights: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert of(weights, remembered=tmp_path / "file" / "fingerprints.json") == of(weights)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_to_take_a_fingerprint_of(weights: Path) -> None:
+    with pytest.raises(ValueError, match="no tensor at all"):
+        fingerprint([])
+    entries = [*open_weights(weights).entries.values()]
+    weights.unlink()
+    with pytest.raises(WeightFileError, match="No such file"):
+        fingerprint(entries)

@@ -1,0 +1,136 @@
+"""Every layer of every denoiser has exactly one name in each layout, and each name leads back to it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.config.families import FAMILIES
+from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import Fused, KeyMap, Place, Rule
+from unit.models.published import FLUX, QWEN, WAN, denoiser
+
+FLAVOURS = [
+    *(("wan", flavour) for flavour in WAN),
+    *(("qwen_image", flavour) for flavour in QWEN),
+    *(("flux", flavour) for flavour in FLUX),
+    ("sdxl", "base-1.0"),
+    ("stable_audio", "open-1.0"),
+]
+TINY = [
+    ("wan", "t2v-14b-2.2"),
+    ("wan", "i2v-14b-2.2"),
+    ("wan", "ti2v-5b-2.2"),
+    ("wan", "i2v-14b-480p-2.1"),
+    ("qwen_image", "t2i"),
+    ("flux", "dev"),
+    ("sdxl", "base-1.0"),
+    ("stable_audio", "open-1.0"),
+]
+
+
+def adaptable(model: nn.Module) -> Iterator[str]:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            yield path
+
+
+def check_bijection(keys: KeyMap, paths: list[str]) -> None:
+    assert [path for path in paths if not keys.knows(path)] == []
+    seen: dict[tuple[str, int], str] = {}
+    for path in paths:
+        original = keys.original(path)
+        assert original is not None
+        assert seen.setdefault((original.name, original.part), path) == path, "two layers share an original name"
+        assert original.place.paths[original.part] == path
+        for name in (path, path.replace(".", "_")):
+            assert keys.find(name) == Place((path,), "diffusers")
+        for name in (original.name, original.name.replace(".", "_")):
+            found = keys.find(name)
+            assert found is not None
+            assert found.paths == original.place.paths or name in (path, path.replace(".", "_"))
+
+
+@pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
+def test_every_layer_of_the_published_models_has_one_name_in_each_layout(family: str, flavour: str) -> None:
+    with torch.device("meta"):
+        paths = list(adaptable(denoiser(family, flavour)))
+    check_bijection(KEY_MAPS[family], paths)
+
+
+@pytest.mark.parametrize(("family", "flavour"), TINY)
+def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flavour, tiny_model) -> None:
+    import diffusers
+
+    folder = tiny_model(family, flavour)
+    component = KEY_MAPS[family].component
+    cls = {
+        "wan": diffusers.WanTransformer3DModel,
+        "qwen_image": diffusers.QwenImageTransformer2DModel,
+        "flux": diffusers.FluxTransformer2DModel,
+        "sdxl": diffusers.UNet2DConditionModel,
+        "stable_audio": diffusers.StableAudioDiTModel,
+    }[family]
+    check_bijection(KEY_MAPS[family], list(adaptable(cls.from_pretrained(folder / component))))
+
+
+@pytest.mark.parametrize("keys", KEY_MAPS.values(), ids=lambda keys: keys.family)
+def test_no_underscored_name_stands_for_two_layers(keys: KeyMap) -> None:
+    """Over all templates with small block numbers: what a name could mean is one place, whichever table finds it."""
+    means: dict[str, set[tuple[str, ...]]] = {}
+    for template in keys.templates:
+        for counts in itertools.product(range(3), repeat=template.count("{}")):
+            path = template.format(*counts)
+            means.setdefault(path.replace(".", "_"), set()).add((path,))
+    for entry in (*keys.rules, *keys.fused):
+        for counts in itertools.product(range(3), repeat=entry.original.count("{}")):
+            parts = [entry.ours] if isinstance(entry, Rule) else [part for part, _ in entry.parts]
+            paths = tuple(part.format(*counts) for part in parts)
+            means.setdefault(entry.original.format(*counts).replace(".", "_"), set()).add(paths)
+    assert {name: places for name, places in means.items() if len(places) > 1} == {}
+    for name, places in means.items():
+        found = keys.find(name)
+        assert found is not None
+        assert {found.paths} == places
+
+
+def test_the_maps_are_those_of_the_families() -> None:
+    assert tuple(KEY_MAPS) == FAMILIES
+
+
+def test_fused_families_say_so() -> None:
+    assert {family for family, keys in KEY_MAPS.items() if keys.fused} == {"flux", "stable_audio"}
+    place = KEY_MAPS["flux"].find("lora_unet_single_blocks_3_linear1".removeprefix("lora_unet_"))
+    assert place == Place(
+        tuple(f"single_transformer_blocks.3.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
+        "original",
+        (1, 1, 1, 4),
+    )
+
+
+def test_unknown_names_are_unknown() -> None:
+    for keys in KEY_MAPS.values():
+        for name in ("", "blocks", "nonsense.0.to_q", "lora_te1_text_model_encoder_layers_0_mlp_fc1", "12"):
+            assert keys.find(name) is None
+            assert keys.original(name) is None
+
+
+def test_order_follows_the_blocks() -> None:
+    keys = KEY_MAPS["wan"]
+    paths = ["proj_out", "blocks.10.attn1.to_q", "blocks.2.ffn.net.2", "blocks.2.attn1.to_k", "patch_embedding"]
+    assert keys.in_order(paths) == [
+        "patch_embedding", "blocks.2.attn1.to_k", "blocks.2.ffn.net.2", "blocks.10.attn1.to_q", "proj_out",
+    ]  # fmt: skip
+
+
+def test_a_map_of_ones_own() -> None:
+    keys = KeyMap("x", "transformer", (Rule("a.{}.b", "c.{}"),), (Fused("f.{}", (("a.{}.q", 1), ("a.{}.k", 2))),))
+    assert keys.find("c_7") == Place(("a.7.b",), "original")
+    assert keys.find("f.7") == Place(("a.7.q", "a.7.k"), "original", (1, 2))
+    found = keys.original("a.7.k")
+    assert found is not None
+    assert (found.name, found.part) == ("f.7", 1)

@@ -1,0 +1,304 @@
+"""The built-in tiny models: ordinary folders that diffusers' own pipelines load and run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config.families import FAMILIES, find_flavour, flavours
+from gracetune.errors import ConfigError
+from gracetune.memory.planning.footprint import AudioLatents
+from gracetune.models import tiny
+from gracetune.models.common.tiny_parts import Weights, clip_tokenizer, save, t5_tokenizer
+from gracetune.models.qwen_image.tiny import qwen_tokenizer
+from gracetune.models.registry import FOOTPRINTS, geometry
+from gracetune.testing import tiny_models
+from unit.models.tiny_samples import ALL, DENOISERS, ONE_EACH, Recorder, load, sample, small_references
+
+__all__ = ["small_references"]
+
+TinyModel = Callable[[str, str], Path]
+every_flavour = pytest.mark.parametrize(("family", "flavour"), ALL)
+every_family = pytest.mark.parametrize(("family", "flavour"), ONE_EACH)
+
+T5, CLIP, QWEN = t5_tokenizer(), clip_tokenizer(), qwen_tokenizer()
+
+# The last text stream of Qwen-Image ends in nothing.
+UNREACHED = {
+    "qwen_image": (
+        "transformer_blocks.1.attn.to_add_out.*",
+        "transformer_blocks.1.attn.add_q_proj.*",
+        "transformer_blocks.1.attn.norm_added_q.*",
+        "transformer_blocks.1.txt_mlp.*",
+    )
+}
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@every_family
+def test_the_same_bytes_every_time(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    again = tiny.build(family, flavour, tmp_path / "again")
+    assert torch.equal(torch.get_rng_state(), state)
+    found = contents(again)
+    assert found == contents(tiny_model(family, flavour))
+    assert any(name.endswith(".safetensors") for name in found)
+    assert sum(path.stat().st_size for path in again.rglob("*")) < 5e6
+
+
+@pytest.mark.full
+def test_the_same_bytes_in_another_process(tiny_model: TinyModel, tmp_path: Path) -> None:
+    named = [("wan", "t2v-14b-2.2"), ("qwen_image", "edit-2509"), ("sdxl", "base-1.0"), ("stable_audio", "open-1.0")]
+    program = "from pathlib import Path\nfrom gracetune.models.tiny import build\n"
+    program += f"for family, flavour in {named}: build(family, flavour, Path(family))"
+    environment = os.environ | {"PYTHONHASHSEED": "12345", "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=tmp_path, env=environment, capture_output=True)
+    for family, flavour in named:
+        assert contents(tmp_path / family) == contents(tiny_model(family, flavour))
+
+
+def test_another_seed_gives_other_weights_of_the_same_kind(tiny_model: TinyModel, tmp_path: Path) -> None:
+    one, other = contents(tiny_model("flux", "dev")), contents(tiny.build("flux", "dev", tmp_path / "other", seed=1))
+    assert one.keys() == other.keys()
+    assert {name for name in one if one[name] != other[name]} == {n for n in one if n.endswith(".safetensors")}
+
+
+@every_family
+@pytest.mark.usefixtures("small_references")
+def test_what_was_built_what_was_read_back_and_what_it_draws(
+    family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[Any] = []
+    monkeypatch.setattr(f"gracetune.models.{family}.tiny.save", lambda pipeline, *_, **__: built.append(pipeline))
+    tiny.build(family, flavour, tmp_path / "unwritten")
+    built[0].set_progress_bar_config(disable=True)
+    read = load(tiny_model(family, flavour))
+    assert type(read) is type(built[0])
+    drawn = sample(read, family, flavour)
+    assert np.isfinite(drawn).all()
+    assert 0.01 < drawn.std() < 10
+    for name, part in built[0].components.items():
+        if isinstance(part, torch.nn.Module):
+            stored = read.components[name].state_dict()
+            assert stored.keys() == part.state_dict().keys()
+            assert all(torch.equal(weight, stored[key]) for key, weight in part.state_dict().items())
+    # Weights mapped from a file lie at other addresses, where the CPU's kernels add up in another order.
+    np.testing.assert_allclose(drawn, sample(built[0], family, flavour), rtol=1e-4, atol=1e-5)
+    assert not np.array_equal(drawn, sample(read, family, flavour, prompt="something else"))
+
+
+@every_flavour
+def test_it_is_the_pipeline_of_the_published_weights(family: str, flavour: str, tiny_model: TinyModel) -> None:
+    index = json.loads((tiny_model(family, flavour) / "model_index.json").read_text())
+    published = find_flavour(family, flavour)
+    assert published is not None
+    assert (index.get("transformer_2", [None])[0] is not None) is published.dual_expert
+    for library, _ in (entry for entry in index.values() if isinstance(entry, list)):
+        assert library in ("diffusers", "transformers", "stable_audio", None)
+
+
+@every_flavour
+def test_the_shapes_the_family_promises(family: str, flavour: str, tiny_model: TinyModel) -> None:
+    vae = load(tiny_model(family, flavour)).vae
+    latents = next(footprint for footprint in FOOTPRINTS[family] if footprint.flavour == flavour).latents
+    asked = geometry(family, flavour)
+    with torch.no_grad():
+        if isinstance(latents, AudioLatents):
+            assert vae.config.sampling_rate == asked.sample_rate
+            sound = torch.zeros(1, asked.channels or 0, 3 * (asked.audio_multiple or 0))
+            assert vae.encode(sound).latent_dist.mean.shape[2] == 3  # fewer channels than published, see its recipe
+            return
+        side, frames = asked.side_multiple, asked.frame_step + 1
+        video = torch.zeros(1, 3, *((frames,) if asked.makes == "video" else ()), side, side)
+        if family == "qwen_image":  # a video VAE that sees one frame
+            video = video[:, :, None]
+        shape = vae.encode(video).latent_dist.mean.shape
+    assert (shape[1], shape[-1], shape[-2]) == (latents.channels, side // latents.spatial, side // latents.spatial)
+    if asked.makes == "video":
+        assert shape[2] == 1 + (frames - 1) // latents.temporal
+
+
+@every_family
+@pytest.mark.usefixtures("small_references")
+def test_gradients_reach_every_parameter(family: str, flavour: str, tiny_model: TinyModel) -> None:
+    pipeline = load(tiny_model(family, flavour))
+    recorder = Recorder().watch(pipeline)
+    # At the smallest side the bottom of SDXL is one pixel, and attention over one thing has no choice to learn.
+    sides = {} if geometry(family, flavour).makes == "audio" else {"width": 64, "height": 64}
+    sample(pipeline, family, flavour, **sides)
+    for name, calls in recorder.calls.items():
+        module = pipeline.components[name]
+        module(**calls[0] | {"return_dict": False})[0].square().mean().backward()
+        trained = {key: p for key, p in module.named_parameters() if p.requires_grad}
+        without = {key for key, p in trained.items() if p.grad is None or not p.grad.any()}
+        known = UNREACHED.get(family, ())
+        assert without == {key for key in trained if any(fnmatch(key, pattern) for pattern in known)}
+        assert all(p.grad.isfinite().all() for p in module.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(("flavour", "boundary"), [("t2v-14b-2.2", 875), ("i2v-14b-2.2", 900)])
+@pytest.mark.parametrize("steps", [2, 5])
+def test_both_experts_take_their_share(flavour: str, boundary: float, steps: int, tiny_model: TinyModel) -> None:
+    pipeline = load(tiny_model("wan", flavour))
+    recorder = Recorder().watch(pipeline)
+    sample(pipeline, "wan", flavour, steps=steps, guidance_scale=1.0)
+    high, low = ([float(call["timestep"].max()) for call in recorder.calls[name]] for name in DENOISERS[:2])
+    timesteps = pipeline.scheduler.timesteps
+    assert high == [float(t) for t in timesteps if t >= boundary]
+    assert low == [float(t) for t in timesteps if t < boundary]
+    assert high
+    assert low
+    experts = [dict(pipeline.components[name].named_parameters()) for name in DENOISERS[:2]]
+    assert all(not torch.equal(weight, experts[1][key]) for key, weight in experts[0].items())
+
+
+@pytest.mark.parametrize("flavour", ["edit-2509", "edit-2511"])
+@pytest.mark.usefixtures("small_references")
+def test_several_references(flavour: str, tiny_model: TinyModel) -> None:
+    pipeline = load(tiny_model("qwen_image", flavour))
+    recorder = Recorder().watch(pipeline)
+    drawn = [sample(pipeline, "qwen_image", flavour, references=count) for count in (1, 3)]
+    tokens = [call["hidden_states"].shape[1] for call in recorder.calls["transformer"]]
+    assert tokens == [1 + 4] * 2 + [1 + 3 * 4] * 2  # one token to draw, four of each reference; two steps each
+    assert not np.array_equal(*drawn)
+
+
+def test_the_small_wan_draws_from_a_picture_too(tiny_model: TinyModel) -> None:
+    from diffusers import WanImageToVideoPipeline
+
+    pipeline = WanImageToVideoPipeline.from_pretrained(tiny_model("wan", "ti2v-5b-2.2"))
+    pipeline.set_progress_bar_config(disable=True)
+    assert pipeline.config.expand_timesteps
+    assert np.isfinite(sample(pipeline, "wan", "ti2v-5b-2.2")).all()
+
+
+def test_v_prediction(tiny_v_prediction: Path, tiny_model: TinyModel) -> None:
+    pipeline = load(tiny_v_prediction)
+    assert pipeline.scheduler.config.prediction_type == "v_prediction"
+    assert pipeline.scheduler.config.rescale_betas_zero_snr
+    drawn = sample(pipeline, "sdxl", "base-1.0")
+    assert np.isfinite(drawn).all()
+    plain = load(tiny_model("sdxl", "base-1.0"))
+    assert plain.scheduler.config.prediction_type == "epsilon"
+    assert not np.array_equal(drawn, sample(plain, "sdxl", "base-1.0"))
+
+
+@given(st.text(min_size=1))
+def test_tokenizers_know_every_text(text: str) -> None:
+    for tokenizer in (T5, CLIP):
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert tokenizer.unk_token_id not in ids
+        assert max(ids, default=0) < len(tokenizer)
+    assert QWEN.decode(QWEN(text).input_ids) == QWEN.backend_tokenizer.normalizer.normalize_str(text)
+
+
+def test_tokenizers_come_back_from_their_files(tiny_model: TinyModel) -> None:
+    text = "Ein roter Kater, 猫 🐈, naïve ﷽"
+    sdxl, flux = load(tiny_model("sdxl", "base-1.0")), load(tiny_model("flux", "dev"))
+    assert sdxl.tokenizer(text).input_ids == CLIP(text).input_ids
+    assert flux.tokenizer_2(text).input_ids == T5(text).input_ids
+    assert T5.decode(T5(text).input_ids, skip_special_tokens=True) == text
+    assert sdxl.tokenizer_2.pad_token_id == 0
+    assert sdxl.tokenizer.pad_token_id == sdxl.tokenizer.eos_token_id
+    assert flux.tokenizer_2("a", padding="max_length", max_length=3).input_ids[1:] == [1, 0]
+
+
+@pytest.mark.parametrize("flavour", ["t2i", "edit", "edit-2509"])
+def test_templates_have_the_length_the_pipelines_cut_off(flavour: str, tiny_model: TinyModel) -> None:
+    pipeline = load(tiny_model("qwen_image", flavour))
+    before, _ = pipeline.prompt_template_encode.split("{}")
+    before = before.removesuffix("<|vision_start|><|image_pad|><|vision_end|>")
+    assert len(pipeline.tokenizer(before).input_ids) == pipeline.prompt_template_encode_start_idx
+
+
+def test_cached_builds_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        folders = set(pool.map(lambda _: tiny_models.cached("flux", "schnell", tmp_path), range(4)))
+    assert len(folders) == 1
+    assert [*tmp_path.iterdir()] == [*folders]  # nothing half-built beside it
+    folder = folders.pop()
+    before = (folder / "model_index.json").stat()
+    assert tiny_models.cached("flux", "schnell", tmp_path) == folder
+    assert (folder / "model_index.json").stat() == before
+    assert tiny_models.cached("flux", "schnell", tmp_path, seed=1) != folder
+
+
+def test_a_build_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+    class FullDisk:
+        def save_pretrained(self, save_directory: str, /) -> None:
+            (Path(save_directory) / "half.safetensors").write_bytes(b"half")
+            raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        save(FullDisk(), tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "says"),
+    [
+        ("wann", "t2v-14b-2.2", r"model\.family\n  found     wann\n  expected  wan, .*\n  try       wan$"),
+        ("wan", "t2v-14b-2.3", r"model\.flavour\n  found     t2v-14b-2\.3\n(.*\n)+  try       t2v-14b-2\.2$"),
+        ("sdxl", "xyz", r"found     xyz\n  expected  base-1\.0\n  try       base-1\.0$"),
+    ],
+)
+@pytest.mark.parametrize("call", [tiny.build, lambda f, n, folder: tiny.cached(f, n, folder)])
+def test_names_nobody_knows(call: Callable[..., Path], family: str, flavour: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        call(family, flavour, tmp_path / "model")
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("precious")
+    with pytest.raises(ConfigError, match="already holds something"):
+        tiny.build("flux", "schnell", tmp_path)
+    with pytest.raises(ConfigError, match="already holds something"):
+        tiny.build("flux", "schnell", tmp_path / "mine.txt")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+    (tmp_path / "mine.txt").unlink()
+    assert (tiny.build("flux", "schnell", tmp_path) / "model_index.json").is_file()
+
+
+def test_every_family_is_listed_without_loading_torch() -> None:
+    assert list(tiny.BUILDERS) == list(FAMILIES)
+    program = "import sys, gracetune.models.tiny, gracetune.models.registry, gracetune.testing.tiny_models\n"
+    program += "print(sorted({'torch', 'diffusers', 'transformers', 'tokenizers'} & {*sys.modules}))"
+    answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert answer.stdout == "[]\n"
+
+
+def test_every_builder_refuses_a_flavour_it_has_no_recipe_for(tmp_path: Path) -> None:
+    for family in FAMILIES:
+        with pytest.raises(KeyError, match="nothing"):
+            tiny.BUILDERS[family](tmp_path / family, "nothing", 0)
+        assert flavours(family)
+
+
+def test_modules_continue_one_stream_of_numbers() -> None:
+    def two(seed: int) -> list[torch.Tensor]:
+        weights = Weights(seed)
+        return [weights.of(lambda: torch.nn.Linear(4, 4)).weight.detach() for _ in range(2)]
+
+    first, second = two(0)
+    assert not torch.equal(first, second)
+    assert all(torch.equal(*pair) for pair in zip(two(0), (first, second), strict=True))
+    assert not torch.equal(two(1)[0], first)

@@ -1,0 +1,53 @@
+"""An adapter on the default targets sits on exactly the layers that a gradient reaches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from gracetune.adapters.attach import attach
+from gracetune.config.run_config import Adapter
+from gracetune.models.registry import spec_of
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import Placement
+from unit.models.model_inputs import inputs_of
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "flavour", "idle"),
+    [
+        ("qwen_image", "t2i", 4),
+        ("flux", "dev", 0),
+        ("sdxl", "base-1.0", 0),
+        ("stable_audio", "open-1.0", 0),
+        ("wan", "i2v-14b-480p-2.1", 0),
+    ],
+)
+def test_every_adapted_layer_learns_and_no_other_could(
+    family: str, flavour: str, idle: int, tiny_model: Callable[[str, str], Path]
+) -> None:
+    spec, source = spec_of(family), ModelSource(flavour, tiny_model(family, flavour))
+    facts = spec.inspect(source)
+    untrained = (*spec.untrained, *facts.untrained)
+    learnt = {}
+    for left_out in (untrained, ()):
+        denoiser = spec.load_denoiser(source, facts.experts[0], CPU)
+        attached = attach(
+            denoiser, Adapter(rank=2), family=family, default_targets=spec.default_targets, untrained=left_out, seed=0
+        )
+        inputs = inputs_of(denoiser, torch.float32)
+        assert isinstance(inputs, dict)
+        denoiser(**inputs, return_dict=False)[0].square().sum().backward()
+        ups = {name: one for name, one in attached.parameters().items() if one.grad is not None and one.grad.any()}
+        assert attached.selection is not None
+        learnt[left_out] = {name.rpartition(".")[0].removesuffix(".lora_B") for name in ups}, attached.selection
+    found, selection = learnt[untrained]
+    reached, everything = learnt[()]
+    assert {path for path in selection.paths if not any(name.startswith(path) for name in found)} == set()
+    assert len(everything.paths) - len(selection.paths) == idle
+    assert found == reached

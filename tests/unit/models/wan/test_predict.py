@@ -1,0 +1,158 @@
+"""`predict` on entries of our encoders against what diffusers' own pipelines ask and get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.adapters.targets import names
+from gracetune.diffusion.schedule import noisy, target
+from gracetune.models.spec import Placement
+from gracetune.models.wan.facts import TEXT_TOKENS
+from gracetune.models.wan.spec import SPEC
+from unit.models.wan.cases import (
+    CASES,
+    CPU,
+    Case,
+    TinyModel,
+    batched,
+    clip,
+    entries,
+    pipeline_of,
+    record,
+    run,
+    source_of,
+)
+
+CAPTION, AVOIDED = "a red cat &amp; a   dog", ""
+EXACT = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, case: Case) -> None:
+    source = source_of(tiny_model, case.flavour)
+    pipeline, facts = pipeline_of(source, case), SPEC.inspect(source)
+    calls = record(pipeline)
+    run(pipeline, case, prompt=CAPTION, negative_prompt=AVOIDED, num_inference_steps=3, guidance_scale=5.0)
+    batches = entries(source, case, clip(case.size, case.frames), CAPTION, AVOIDED)
+    denoisers = {expert.component: SPEC.load_denoiser(source, expert, CPU) for expert in facts.experts}
+    assert len(calls) == 6
+    channels = pipeline.vae.config.z_dim
+    for number, call in enumerate(calls):
+        level = call.asked["timestep"].flatten(1).amax(1) / 1000 if case.flavour.startswith("ti2v") else None
+        level = call.asked["timestep"] / 1000 if level is None else level
+        expert = next(expert for expert in facts.experts if float(level) >= expert.lowest)
+        assert expert.component == call.component
+        batch = batches[number % 2]
+        with torch.no_grad():
+            answer = SPEC.predict(
+                denoisers[expert.component], call.asked["hidden_states"][:, :channels], level, batch, facts
+            )
+        torch.testing.assert_close(answer, call.answer, **EXACT)
+    assert {call.component for call in calls} == set(denoisers)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.from_image], ids=str)
+def test_the_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyModel, case: Case) -> None:
+    source = source_of(tiny_model, case.flavour)
+    pipeline, facts = pipeline_of(source, case), SPEC.inspect(source)
+    calls = record(pipeline)
+    run(pipeline, case, prompt=CAPTION, num_inference_steps=1, guidance_scale=1.0)
+    (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
+    denoiser, asked = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
+    denoiser.register_forward_pre_hook(lambda _module, _args, given: asked.update(given), with_kwargs=True)
+    channels = pipeline.vae.config.z_dim
+    # The pipeline's own noise in frame 0 of the 5B is covered by the picture: anything may be there.
+    states = torch.cat(
+        [torch.zeros_like(batch["latents"][:, :, :1]), calls[0].asked["hidden_states"][:, :channels, 1:]], 2
+    )
+    if not facts.details["expand_timesteps"]:
+        states = calls[0].asked["hidden_states"][:, :channels]
+    SPEC.predict(denoiser, states, torch.tensor([float(calls[0].asked["timestep"].max()) / 1000]), batch, facts)
+    for name in ("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"):
+        torch.testing.assert_close(
+            asked[name],
+            calls[0].asked[name],
+            **EXACT,
+            check_dtype=False,  # the solver's times are whole numbers
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_samples_are_answered_as_each_alone(tiny_model: TinyModel, case: Case) -> None:
+    source = source_of(tiny_model, case.flavour)
+    facts = SPEC.inspect(source)
+    denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
+    batches = [
+        *entries(source, case, clip(case.size, case.frames, seed=1), "a dog"),
+        *entries(source, case, clip(case.size, case.frames, seed=2), "a photo of a red cat in the snow"),
+    ]
+    both, level = batched(batches), torch.tensor([0.95, 0.91])
+    states = noisy(facts.schedule, both["latents"], torch.randn(both["latents"].shape), level)
+    together = SPEC.predict(denoiser, states, level, both, facts)
+    for index, batch in enumerate(batches):
+        alone = SPEC.predict(denoiser, states[index : index + 1], level[index : index + 1], batch, facts)
+        torch.testing.assert_close(together[index : index + 1], alone, **EXACT)
+    assert together.shape == states.shape
+    assert not torch.allclose(together[0], together[1], atol=1e-2)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_reach_every_default_target(tiny_model: TinyModel, case: Case) -> None:
+    source = source_of(tiny_model, case.flavour)
+    facts = SPEC.inspect(source)
+    (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
+    level, noise = torch.tensor([0.95]), torch.randn(batch["latents"].shape)
+    states = noisy(facts.schedule, batch["latents"], noise, level)
+    for expert in facts.experts:
+        denoiser = SPEC.load_denoiser(source, expert, CPU)
+        linears = {path: module for path, module in denoiser.named_modules() if isinstance(module, nn.Linear)}
+        chosen = {path for path in linears if any(names(pattern, path) for pattern in SPEC.default_targets)}
+        assert all(any(names(pattern, path) for path in linears) for pattern in SPEC.default_targets)
+        assert len(chosen) == (12 if facts.details["image_encoder"] else 10) * len(denoiser.get_submodule("blocks"))
+        for path in chosen:
+            linears[path].weight.requires_grad_()
+        answer = SPEC.predict(denoiser, states, level, batch, facts)
+        (answer - target(facts.schedule, batch["latents"], noise, level)).square().mean().backward()
+        for path in chosen:
+            gradient = linears[path].weight.grad
+            assert gradient is not None, path
+            assert float(gradient.abs().max()) > 0, path
+
+
+def test_a_picture_is_a_clip_of_one_frame(tiny_model: TinyModel) -> None:
+    source = source_of(tiny_model, "t2v-14b-2.2")
+    facts = SPEC.inspect(source)
+    (batch,) = entries(source, CASES[0], clip((48, 48), frames=1), CAPTION)
+    assert batch["latents"].shape == (1, 16, 1, 6, 6)
+    denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
+    answer = SPEC.predict(denoiser, batch["latents"], torch.tensor([0.9]), batch, facts)
+    assert answer.shape == batch["latents"].shape
+    assert bool(answer.isfinite().all())
+
+
+def test_everything_follows_the_dtype_of_the_noisy_latents(tiny_model: TinyModel) -> None:
+    case = CASES[1]
+    source = source_of(tiny_model, case.flavour)
+    facts, half = SPEC.inspect(source), Placement(torch.device("cpu"), torch.bfloat16)
+    (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
+    precise, states = SPEC.load_denoiser(source, facts.experts[0], CPU), torch.randn(batch["latents"].shape)
+    expected = SPEC.predict(precise, states, torch.tensor([0.95]), batch, facts)
+    denoiser = SPEC.load_denoiser(source, facts.experts[0], half)
+    answer = SPEC.predict(denoiser, states.bfloat16(), torch.tensor([0.95]), batch, facts)
+    assert answer.dtype == torch.bfloat16
+    torch.testing.assert_close(answer.float(), expected, rtol=0.0, atol=0.1 * float(expected.abs().max()))
+
+
+def test_the_5b_without_a_first_frame_is_given_one_time_for_all_tokens(tiny_model: TinyModel) -> None:
+    case = CASES[2]
+    source = source_of(tiny_model, case.flavour)
+    facts = SPEC.inspect(source)
+    (batch,) = entries(source, case, clip(case.size, case.frames), CAPTION)
+    denoiser, asked = SPEC.load_denoiser(source, facts.experts[0], CPU), {}
+    denoiser.register_forward_pre_hook(lambda _module, _args, given: asked.update(given), with_kwargs=True)
+    SPEC.predict(denoiser, batch["latents"], torch.tensor([0.5]), batch, facts)
+    assert asked["timestep"].tolist() == [500.0]
+    assert asked["encoder_hidden_states"].shape[1] == TEXT_TOKENS

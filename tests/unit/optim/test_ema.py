@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config.run_config import Ema as EmaConfig
+from gracetune.errors import GracetuneError
+from gracetune.optim.ema import Ema
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(3, 2, generator=draw).to(dtype).requires_grad_() for name in ("a", "b")}
+
+
+@torch.no_grad()
+def move(held: dict[str, torch.Tensor], seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in held.values():
+        parameter.add_(torch.randn(3, 2, generator=draw).to(parameter.dtype))
+
+
+@given(st.floats(0.01, 0.9999), st.integers(1, 4), st.integers(0, 12))
+def test_follows_its_formula(decay: float, every: int, steps: int) -> None:
+    held = parameters()
+    ema = Ema(held, decay=decay, update_every=every)
+    expected = {name: parameter.detach().double() for name, parameter in held.items()}
+    for step in range(1, steps + 1):
+        move(held, step)
+        ema.update()
+        if step % every == 0:
+            expected = {name: decay * expected[name] + (1 - decay) * held[name].detach().double() for name in held}
+    for name, average in ema.averages.items():
+        torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_small_moves_of_bf16_parameters_are_not_lost() -> None:
+    held = {"a": torch.ones(4, dtype=torch.bfloat16)}
+    ema = Ema(held, decay=0.999)
+    held["a"].add_(1.0)
+    for _ in range(100):
+        ema.update()
+    assert ema.averages["a"].dtype == torch.float32
+    torch.testing.assert_close(ema.averages["a"], torch.full((4,), 2 - 0.999**100), rtol=1e-4, atol=0)
+
+
+def fail_inside(ema: Ema) -> None:
+    with ema.swapped():
+        raise RuntimeError("in the middle")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swapping_gives_the_averages_and_brings_back_every_bit(dtype: torch.dtype) -> None:
+    held = parameters(dtype)
+    ema = Ema(held, decay=0.9)
+    move(held, 1)
+    ema.update()
+    before = {name: parameter.detach().clone() for name, parameter in held.items()}
+    with ema.swapped():
+        for name, parameter in held.items():
+            assert torch.equal(parameter, ema.averages[name].to(dtype))
+            assert not torch.equal(parameter, before[name])
+            assert parameter.requires_grad
+    assert all(torch.equal(held[name], before[name]) for name in held)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail_inside(ema)
+    assert all(torch.equal(held[name], before[name]) for name in held)
+
+
+def test_resumes_to_the_bit() -> None:
+    whole, first = parameters(), parameters()
+    uninterrupted, ema = Ema(whole, decay=0.9, update_every=2), Ema(first, decay=0.9, update_every=2)
+    for step in range(7):
+        move(whole, step)
+        uninterrupted.update()
+    for step in range(3):
+        move(first, step)
+        ema.update()
+    resumed = Ema(first, decay=0.9, update_every=2)
+    resumed.load_named_state(ema.named_state(), ema.steps)
+    for step in range(3, 7):
+        move(first, step)
+        resumed.update()
+    assert all(torch.equal(resumed.averages[name], uninterrupted.averages[name]) for name in whole)
+
+
+def test_state_of_other_parameters_is_refused_and_changes_nothing() -> None:
+    ema = Ema(parameters(), decay=0.9)
+    before = ema.named_state()
+    state = {"a": torch.zeros(3, 3), "c": torch.zeros(3, 2)}
+    with pytest.raises(GracetuneError) as caught:
+        ema.load_named_state(state, 3)
+    for words in ("missing (1): b", "not ours (1): c", "different (1): a ((3, 3) instead of (3, 2))"):
+        assert words in str(caught.value)
+    assert all(torch.equal(before[name], average) for name, average in ema.averages.items())
+
+
+def test_comes_from_the_config() -> None:
+    assert Ema.from_config(parameters(), EmaConfig()) is None
+    made = Ema.from_config(parameters(), EmaConfig(enabled=True, decay=0.5, update_every=3))
+    assert made is not None
+    assert (made.decay, made.update_every) == (0.5, 3)

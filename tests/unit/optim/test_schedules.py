@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers.optimization import get_scheduler
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config import Environment, load
+from gracetune.config.run_config import Schedule
+from gracetune.errors import ConfigError
+from gracetune.optim.schedules import build_schedule, effective, learning_rate
+
+NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "sine")
+FALLING = ("linear", "cosine", "polynomial", "cosine_with_restarts")
+
+
+def schedule(name: str = "constant", **changes: object) -> Schedule:
+    return Schedule.model_validate({"name": name, **changes})
+
+
+def optimizer(*rates: float) -> torch.optim.SGD:
+    return torch.optim.SGD(
+        [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates], lr=rates[0]
+    )
+
+
+def followed(asked: Schedule, total: int, *rates: float, name: str = "adamw") -> list[list[float]]:
+    """The rates of every step of a run, group by group, as the optimizer sees them."""
+    sgd = optimizer(*rates)
+    scheduler = build_schedule(sgd, asked, optimizer_name=name, total=total).scheduler
+    seen: list[list[float]] = [[] for _ in rates]
+    for _ in range(total):
+        for group, rates_seen in zip(sgd.param_groups, seen, strict=True):
+            rates_seen.append(group["lr"])
+        sgd.step()
+        scheduler.step()
+    return seen
+
+
+class TestAgainstDiffusers:
+    @pytest.mark.parametrize("warmup", [0, 7])
+    @pytest.mark.parametrize(
+        ("name", "theirs"),
+        [
+            ("constant", {"name": "constant"}),
+            ("constant_with_warmup", {"name": "constant_with_warmup"}),
+            ("linear", {"name": "linear"}),
+            ("cosine", {"name": "cosine", "num_cycles": 0.5}),
+            ("cosine_with_restarts", {"name": "cosine_with_restarts", "num_cycles": 3}),
+            ("polynomial", {"name": "polynomial", "power": 2.0}),
+        ],
+    )
+    def test_every_step_is_equal(self, name: str, theirs: dict[str, object], warmup: int) -> None:
+        end = 1e-7 if name == "polynomial" else 0.0  # theirs has no other
+        cycles = 3 if name == "cosine_with_restarts" else 1
+        power = 2.0 if name == "polynomial" else 1.0
+        asked = schedule(name, warmup_steps=warmup, cycles=cycles, power=power, end_lr=end)
+        sgd = optimizer(2e-4)
+        options = {"num_warmup_steps": warmup, "num_training_steps": 50, **theirs}
+        scheduler = get_scheduler(optimizer=sgd, **options)  # type: ignore[arg-type]
+        expected = []
+        for _ in range(50):
+            expected.append(sgd.param_groups[0]["lr"])
+            sgd.step()
+            scheduler.step()
+        assert followed(asked, 50, 2e-4)[0] == pytest.approx(expected, rel=1e-9, abs=1e-18)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Schedule, int]:
+    total = draw(st.integers(1, 400))
+    asked = schedule(
+        draw(st.sampled_from(NAMES)),
+        warmup_steps=draw(st.integers(0, total - 1)),
+        cycles=draw(st.sampled_from([0.5, 1, 1.5, 3])),
+        power=draw(st.floats(0.1, 4)),
+        end_lr=draw(st.floats(0, 1e-4)),
+    )
+    return asked, total
+
+
+class TestRates:
+    @given(schedules())
+    def test_stay_between_0_and_the_groups_own(self, made: tuple[Schedule, int]) -> None:
+        asked, total = made
+        for step in range(total + 20):
+            rate = learning_rate(step, total, asked, 1e-3)
+            warming = asked.name != "constant" and step < asked.warmup_steps
+            assert (0 if warming else min(asked.end_lr, 1e-3)) * (1 - 1e-9) <= rate <= 1e-3 * (1 + 1e-9)
+
+    @given(schedules())
+    def test_warm_up_is_a_straight_line_that_ends_at_the_rate(self, made: tuple[Schedule, int]) -> None:
+        asked, total = made
+        if asked.name == "constant":
+            assert learning_rate(0, total, asked, 1e-3) == 1e-3
+            return
+        for step in range(asked.warmup_steps + 1):
+            expected = 1e-3 * step / max(1, asked.warmup_steps) if step < asked.warmup_steps else 1e-3
+            assert learning_rate(step, total, asked, 1e-3) == pytest.approx(expected)
+
+    @pytest.mark.parametrize("name", FALLING)
+    def test_end_at_the_end_and_stay_there(self, name: str) -> None:
+        asked = schedule(name, end_lr=1e-6, warmup_steps=10)
+        assert learning_rate(100, 100, asked, 1e-3) == pytest.approx(1e-6)
+        assert learning_rate(1000, 100, asked, 1e-3) == pytest.approx(1e-6)
+        assert learning_rate(99, 100, asked, 1e-3) > 1e-6
+
+    def test_restarts_jump_back_to_the_top(self) -> None:
+        asked = schedule("cosine_with_restarts", cycles=4)
+        rates = [learning_rate(step, 100, asked, 1.0) for step in range(100)]
+        jumps = [at for at in range(1, 100) if rates[at] > rates[at - 1]]
+        assert jumps == [25, 50, 75]
+        assert [rates[at] for at in jumps] == [1.0, 1.0, 1.0]
+
+    def test_sine_is_a_wave_from_the_top(self) -> None:
+        asked = schedule("sine", cycles=2, end_lr=0.2)
+        rates = [learning_rate(step, 100, asked, 1.0) for step in range(101)]
+        assert [rates[at] for at in (0, 25, 50, 75, 100)] == pytest.approx([1.0, 0.2, 1.0, 0.2, 1.0])
+        assert max(abs(b - a) for a, b in pairwise(rates)) < 0.06
+
+    def test_steps_count_from_0(self) -> None:
+        with pytest.raises(ValueError, match="from 0"):
+            learning_rate(-1, 10, schedule(), 1.0)
+
+
+class TestBuilding:
+    def test_every_group_keeps_its_own_rate(self) -> None:
+        first, second, none = followed(schedule("linear", end_lr=1e-5), 10, 1e-3, 1e-4, 0.0)
+        assert (first[0], second[0]) == (1e-3, 1e-4)
+        assert first[5] == pytest.approx(1e-5 + (1e-3 - 1e-5) / 2)
+        assert second[5] == pytest.approx(1e-5 + (1e-4 - 1e-5) / 2)
+        assert none == [0.0] * 10
+
+    @pytest.mark.parametrize("name", ["automagic", "prodigy_plus_schedule_free"])
+    def test_optimizers_that_find_their_own_are_left_constant_and_it_is_said(self, name: str) -> None:
+        asked = schedule("cosine", warmup_steps=3)
+        assert followed(asked, 10, 1e-3, name=name) == [[1e-3] * 10]
+        (note,) = build_schedule(optimizer(1e-3), asked, optimizer_name=name, total=10).notes
+        assert "cosine" in note
+        assert name in note
+        assert effective(schedule(), name) == (schedule(), ())
+
+    @pytest.mark.parametrize(
+        ("asked", "word"),
+        [
+            (schedule("constant", warmup_steps=5), "constant_with_warmup"),
+            (schedule("cosine", cycles=3), "schedule.cycles"),
+            (schedule("linear", power=2.0), "schedule.power"),
+        ],
+    )
+    def test_what_means_nothing_is_said(self, asked: Schedule, word: str) -> None:
+        (note,) = effective(asked, "adamw")[1]
+        assert word in note
+
+    def test_an_end_above_the_rate_and_a_warm_up_without_end_are_refused_together(self) -> None:
+        asked = schedule("polynomial", end_lr=1e-2, warmup_steps=10)
+        with pytest.raises(ConfigError) as caught:
+            build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=10)
+        assert [problem.key for problem in caught.value.problems] == ["schedule.end_lr", "schedule.warmup_steps"]
+
+    def test_resumes_where_it_was(self) -> None:
+        asked = schedule("cosine", warmup_steps=3)
+        whole = followed(asked, 20, 1e-3)[0]
+        sgd = optimizer(1e-3)
+        scheduler = build_schedule(sgd, asked, optimizer_name="adamw", total=20).scheduler
+        for _ in range(8):
+            sgd.step()
+            scheduler.step()
+        saved = scheduler.state_dict()
+        again = optimizer(1e-3)
+        resumed = build_schedule(again, asked, optimizer_name="adamw", total=20).scheduler
+        resumed.load_state_dict(saved)
+        again.step()
+        resumed.step()
+        assert again.param_groups[0]["lr"] == whole[9]
+
+
+def test_a_simpletuner_config_is_told_how_our_sine_differs(tmp_path: Path) -> None:
+    example = Path(__file__).parents[3] / "examples" / "gh200_large_batch.json"
+    asked = {**json.loads(example.read_text()), "lr_scheduler": "sine"}
+    (tmp_path / "c.json").write_text(json.dumps(asked))
+    notes = load(tmp_path / "c.json", environment=Environment({})).notes
+    assert any("lr_scheduler" in note and "whole waves" in note for note in notes)

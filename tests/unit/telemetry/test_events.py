@@ -1,0 +1,315 @@
+"""Events, their schema, the log and the hub."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.telemetry.errors import TelemetryError
+from gracetune.telemetry.events import EVENTS, Event, Record, RunEnded, RunStarted, StepDone, Warned, step_of
+from gracetune.telemetry.hub import Telemetry
+from gracetune.telemetry.schema import NotAnEventError, document, from_json, from_line, json_schema, to_json, to_line
+from gracetune.telemetry.sinks.jsonl import JsonlSink, merge, read_log
+from unit.cache.processes import Child, mount_tmpfs, own_mounts
+from unit.telemetry.made_events import any_event, end, memory, start, step, whole_run, write_log
+
+SINKS = ("jsonl", "scalars", "tensorboard", "wandb", "webhook")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal, where NaN equals NaN."""
+    return repr(left) == repr(right)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """The part of JSON Schema that ours uses."""
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        return value in schema.get("enum", [schema.get("const")])
+    kinds = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    kind = schema.get("type")
+    if kind in ("number", "integer"):
+        return isinstance(value, int if kind == "integer" else (int, float)) and not isinstance(value, bool)
+    if kind is not None and not isinstance(value, kinds[kind]):
+        return False
+    if kind == "array":
+        return all(fits(one, schema["items"]) for one in value)
+    if "additionalProperties" in schema:
+        return all(fits(one, schema["additionalProperties"]) for one in value.values())
+    if "properties" in schema:
+        named = all(fits(value[name], one) for name, one in schema["properties"].items() if name in value)
+        return named and set(schema["required"]) <= set(value)
+    return True
+
+
+class TestSchema:
+    @given(any_event, st.floats(0, 4e9))
+    def test_every_event_comes_back_as_it_was_and_fits_the_schema(self, event: Event, time_s: float) -> None:
+        line = to_line(Record(time_s, event))
+        assert line.count(b"\n") == 1
+        found = from_line(line)
+        assert fits(json.loads(line), json_schema())
+        assert same(found.event, event)
+        assert found.time_s == time_s
+
+    @pytest.mark.parametrize(
+        ("change", "match"),
+        [
+            ({"kind": "Other"}, "unknown kind, Other"),
+            ({"v": 2}, "version 2; this release reads version 1"),
+            ({"step": "7"}, "step is '7'"),
+            ({"step": 7.5}, "step is 7.5"),
+            ({"step": True}, "step is True"),
+            ({"step": 10**30}, "step is 1000"),
+            ({"loss": None}, "loss is None"),
+            ({"lr": [1]}, "lr is"),
+            ({"lr": {"a": "b"}}, "lr is 'b'"),
+            ({"time_s": "now"}, "time_s"),
+        ],
+    )
+    def test_what_is_no_event_is_refused_with_the_reason(self, change: dict[str, Any], match: str) -> None:
+        good = to_json(Record(1.0, step(7)))
+        with pytest.raises(NotAnEventError, match=match):
+            from_json({**good, **change})
+        assert not fits({**good, **change}, json_schema()) or change.get("step") == 10**30
+
+    def test_a_missing_field_is_named_and_one_with_a_default_may_be_missing(self) -> None:
+        good = to_json(Record(1.0, step(7)))
+        with pytest.raises(NotAnEventError, match="StepDone without loss"):
+            from_json({name: value for name, value in good.items() if name != "loss"})
+        without = from_json({name: value for name, value in good.items() if name != "compile_ms"})
+        assert without.event == step(7)
+
+    def test_fields_of_a_later_release_are_passed_over(self) -> None:
+        assert from_json({**to_json(Record(1.0, step(7))), "novelty": 3}).event == step(7)
+
+    @pytest.mark.parametrize("line", [b"", b"[1]", b'{"v":1}', b"{", b"\xff\xfe", b"[" * 100_000, b'"x"', b"7"])
+    def test_garbage_is_refused(self, line: bytes) -> None:
+        with pytest.raises(NotAnEventError):
+            from_line(line)
+
+    def test_the_document_is_what_the_code_says(self) -> None:
+        hint = "PYTHONPATH=src python -m gracetune.telemetry.schema > docs/events.md"
+        assert (ROOT / "docs" / "events.md").read_text() == document(), hint
+
+    def test_every_field_has_a_note_and_durations_and_sizes_carry_their_unit(self) -> None:
+        for kind in json_schema()["anyOf"]:
+            for name, field in kind["properties"].items():
+                if name in ("v", "kind", "time_s"):
+                    continue
+                assert field["description"], name
+                assert not name.endswith(("time", "duration", "wait", "bytes_used", "memory")), name
+
+    def test_every_event_but_the_start_has_a_step(self) -> None:
+        without = [kind.__name__ for kind in EVENTS if "step" not in kind.__dataclass_fields__]
+        assert without == ["RunStarted"]
+
+    @given(any_event)
+    def test_the_step_of_an_event_is_its_step(self, event: Event) -> None:
+        assert step_of(event) == vars(event).get("step")
+
+
+class TestLog:
+    def test_appends_and_is_read_back(self, tmp_path: Path) -> None:
+        path = write_log(tmp_path, [start(), step(1)])
+        write_log(tmp_path, [start(1), step(2)])
+        log = read_log(path)
+        assert [record.event for record in log.records] == [start(), step(1), start(1), step(2)]
+        assert log.unreadable == ()
+
+    @given(st.integers(1, 2000))
+    def test_a_log_torn_anywhere_loses_one_line_at_most(self, cut: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            events = [start(), *(step(number) for number in range(1, 6))]
+            path = write_log(Path(folder), events)
+            whole = path.read_bytes()
+            cut = min(cut, len(whole))
+            path.write_bytes(whole[:-cut])
+            lines_left = whole[:-cut].count(b"\n")
+            # The next process goes on with a line of its own.
+            write_log(Path(folder), [start(2), step(3)])
+            log = read_log(path)
+            found = [record.event for record in log.records]
+            kept = len(found) - 2
+            assert lines_left <= kept <= lines_left + 1  # a line that lacks nothing but its end is whole
+            assert found == [*events[:kept], start(2), step(3)]
+            assert len(log.unreadable) <= 1
+
+    def test_survives_kill_9(self, tmp_path: Path) -> None:
+        path = tmp_path / "logs" / "events.jsonl"
+
+        def work(say: Callable[[str], None]) -> None:
+            sink = JsonlSink(path)
+            for number in range(1, 10_000):
+                sink.write(Record(0.0, step(number)))
+                say(str(number))
+                if number == 50:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        child = Child(work)
+        while child.wait_for_word():
+            pass
+        os.waitpid(child.pid, 0)
+        assert [record.event for record in read_log(path).records] == [step(number) for number in range(1, 51)]
+
+    def test_a_folder_that_cannot_be_made_is_told_at_the_start(self, tmp_path: Path) -> None:
+        (tmp_path / "logs").write_text("a file")
+        with pytest.raises(TelemetryError, match="output_dir"):
+            JsonlSink(tmp_path / "logs" / "events.jsonl")
+
+    def test_no_log_says_what_to_type(self, tmp_path: Path) -> None:
+        with pytest.raises(TelemetryError, match="name the run's folder"):
+            read_log(tmp_path / "logs" / "events.jsonl")
+
+
+class TestMerging:
+    def merged(self, *events: Event) -> list[Event]:
+        return [record.event for record in merge([Record(0.0, event) for event in events])]
+
+    def test_what_is_done_again_after_a_resume_is_dropped(self) -> None:
+        first = [start(), *(step(number) for number in range(1, 9)), end(step=8, outcome="failed")]
+        second = [start(5), *(step(number, loss=9.0) for number in range(6, 10))]
+        assert self.merged(*first, *second) == [*first[:6], *second]
+
+    def test_beginning_anew_drops_everything(self) -> None:
+        again = [start(), step(1)]
+        assert self.merged(start(), step(1, loss=3.0), Warned(message="x"), *again) == again
+
+    def test_warnings_from_outside_training_stay(self) -> None:
+        warning = Warned(message="x")
+        assert self.merged(start(), warning, step(3), start(1)) == [start(), warning, start(1)]
+
+    @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20)), min_size=1, max_size=6))
+    def test_steps_always_rise_and_come_from_the_last_process_that_did_them(
+        self, segments: list[tuple[int, int]]
+    ) -> None:
+        events: list[Event] = []
+        expected: dict[int, float] = {}
+        done = 0
+        for process, (back, count) in enumerate(segments):
+            begin = max(0, done - back)
+            events.append(start(begin if process else None))
+            expected = {number: loss for number, loss in expected.items() if number <= begin and process}
+            begin = begin if process else 0
+            for number in range(begin + 1, begin + count + 1):
+                events.append(step(number, loss=float(process)))
+                expected[number] = float(process)
+            done = begin + count
+        found = {event.step: event.loss for event in self.merged(*events) if isinstance(event, StepDone)}
+        assert found == expected
+        assert [*found] == sorted(found)
+
+
+class Failing:
+    """A sink that fails from some event on."""
+
+    def __init__(self, name: str, after: int, error: Exception) -> None:
+        self.name, self._left, self._error = name, after, error
+        self.got: list[Event] = []
+        self.closed = False
+
+    def write(self, record: Record) -> None:
+        if self._left == 0:
+            raise self._error
+        self._left -= 1
+        self.got.append(record.event)
+
+    def close(self) -> None:
+        self.closed = True
+        if self._left == 0:
+            raise self._error
+
+
+class TestHub:
+    def test_a_failing_sink_is_told_once_and_dropped_and_the_others_go_on(self) -> None:
+        good, bad = Failing("good", -1, OSError()), Failing("bad", 2, RuntimeError("the tracker is down"))
+        told: list[str] = []
+        with Telemetry([bad, good], report=told.append) as telemetry:
+            for number in range(1, 6):
+                telemetry.emit(step(number))
+            assert telemetry.sinks == ("good",)
+        text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
+        assert told == [text]
+        assert bad.got == [step(1), step(2)]
+        assert good.got == [step(1), step(2), Warned(message=text), step(3), step(4), step(5)]
+        assert (good.closed, bad.closed) == (True, False)
+
+    def test_all_sinks_failing_at_once_stops_nothing(self) -> None:
+        told: list[str] = []
+        sinks = [Failing(f"sink {number}", 0, ValueError("x")) for number in range(3)]
+        telemetry = Telemetry(sinks, report=told.append)
+        telemetry.emit(step(1))
+        telemetry.emit(step(2))
+        assert len(told) == 3
+        assert telemetry.sinks == ()
+
+    def test_failing_to_close_is_told(self) -> None:
+        told: list[str] = []
+        sink = Failing("late", 1, OSError("gone"))
+        with Telemetry([sink], report=told.append) as telemetry:
+            telemetry.emit(step(1))
+        assert told == ["late failed and is left out from here on: OSError: gone"]
+
+    def test_threads_may_emit(self, tmp_path: Path) -> None:
+        with Telemetry([JsonlSink(tmp_path / "events.jsonl")]) as telemetry:
+            work = [
+                threading.Thread(target=lambda base=base: [telemetry.emit(step(base + n)) for n in range(200)])
+                for base in (0, 1000, 2000)
+            ]
+            for one in work:
+                one.start()
+            for one in work:
+                one.join()
+        log = read_log(tmp_path / "events.jsonl")
+        assert len(log.records) == 600
+        assert log.unreadable == ()
+        assert [one.time_s for one in log.records] == sorted(one.time_s for one in log.records)
+
+    def test_a_full_disk_stops_the_log_and_not_the_run(self, tmp_path: Path) -> None:
+        def work(say: Callable[[str], None]) -> None:
+            own_mounts()
+            mount_tmpfs(tmp_path / "small", 64 << 10)
+            told: list[str] = []
+            other = Failing("other", -1, OSError())
+            path = tmp_path / "small" / "events.jsonl"
+            with Telemetry([JsonlSink(path), other], report=told.append) as telemetry:
+                for number in range(1, 1001):
+                    telemetry.emit(step(number))
+            assert len(told) == 1
+            assert "No space left on device" in told[0]
+            assert len(other.got) == 1001
+            log = read_log(path)
+            assert [one.event for one in log.records] == [step(n) for n in range(1, len(log.records) + 1)]
+            assert len(log.records) > 50
+
+        Child(work).join()
+
+
+def test_importing_it_imports_neither_torch_nor_pillow() -> None:
+    modules = ["hub", "progress", "schema", "report", *(f"sinks.{name}" for name in SINKS)]
+    code = "import sys; " + "; ".join(f"import gracetune.telemetry.{name}" for name in modules)
+    code += "; print([name for name in ('torch', 'PIL', 'numpy', 'gracetune.errors') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_the_whole_run_of_the_other_tests_uses_every_event(tmp_path: Path) -> None:
+    assert {type(event) for event in [*whole_run(tmp_path), end()]} == set(EVENTS)
+    assert math.isclose(memory(4).counters["uvm.prefetch_wait_ms"], 1.0)
+    assert isinstance(end(), RunEnded)
+    assert isinstance(start(), RunStarted)

@@ -1,0 +1,151 @@
+"""Pace, time left, and curves."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.telemetry import words
+from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
+from gracetune.telemetry.events import Event, MemorySampled, RunStarted
+from gracetune.telemetry.progress import Progress
+from gracetune.units import format_bytes, format_duration
+from unit.telemetry.made_events import any_event, memory, start, step
+
+numbers = st.floats(-1e12, 1e12)
+curve = st.lists(st.tuples(st.integers(0, 10_000).map(float), numbers), max_size=300).map(sorted)
+
+
+class TestProgress:
+    def test_warm_up_does_not_count(self) -> None:
+        progress = Progress()
+        progress.observe(start())
+        for number, pace in enumerate([90_000, 40_000, 9_000, 1000, 1100, 1050], 1):
+            progress.observe(step(number, step_ms=float(pace)))
+            if number <= 3:
+                assert progress.standing().seconds_per_step is None
+                assert "measuring" in progress.standing().line()
+        standing = progress.standing()
+        assert standing.seconds_per_step == 1.05
+        assert standing.eta_s == pytest.approx(14 * 1.05)
+        assert standing.fraction == 6 / 20
+
+    def test_an_event_of_several_steps_counts_once_its_first_step_is_warm(self) -> None:
+        progress = Progress()
+        progress.observe(start())
+        progress.observe(step(10, steps=10, step_ms=9000.0))
+        assert progress.standing().seconds_per_step is None
+        progress.observe(step(20, steps=10, step_ms=800.0))
+        assert progress.standing().seconds_per_step == 0.8
+
+    def test_a_resumed_run_warms_up_again(self) -> None:
+        progress = Progress()
+        progress.observe(start(10))
+        assert progress.standing().step == 10
+        progress.observe(step(11))
+        assert progress.standing().seconds_per_step is None
+        progress.observe(step(14, step_ms=500.0))
+        assert progress.standing().seconds_per_step == 0.5
+
+    @given(st.lists(st.floats(1, 1e6), min_size=1, max_size=80))
+    def test_the_pace_is_the_median_of_the_recent(self, paces: list[float]) -> None:
+        progress = Progress(warm_up_steps=0, recent=7)
+        for number, pace in enumerate(paces, 1):
+            progress.observe(step(number, step_ms=pace))
+        assert progress.standing().seconds_per_step == pytest.approx(median(paces[-7:]) / 1000)
+
+    def test_the_line(self) -> None:
+        progress = Progress(warm_up_steps=0)
+        progress.observe(start())
+        progress.observe(step(5, loss=0.12345, step_ms=1520.0))
+        progress.observe(memory(5))
+        assert progress.standing().line() == (
+            "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · "
+            "device 36.0 GiB · host 7.00 GiB · uvm.stage 1"
+        )
+
+    def test_without_anything_known(self) -> None:
+        assert Progress().standing().line() == "step 0 · measuring"
+        progress = Progress()
+        progress.observe(RunStarted(run="x"))
+        progress.observe(MemorySampled(step=0, used_bytes={}))
+        assert progress.standing().line() == "step 0 · measuring"
+
+    @given(st.lists(any_event, max_size=6))
+    def test_no_event_can_break_it(self, events: list[Event]) -> None:
+        progress = Progress(warm_up_steps=0)
+        for event in events:
+            progress.observe(event)
+        assert progress.standing().line().startswith("step ")
+
+
+class TestWords:
+    @given(st.integers(0, 1 << 60))
+    def test_sizes_read_as_everywhere_else(self, count: int) -> None:
+        assert words.size(count) == format_bytes(count)
+
+    @given(st.floats(0, 48 * 3600 - 60) | st.floats(-10, -1e-6))
+    def test_durations_too(self, seconds: float) -> None:
+        assert words.duration(seconds) == format_duration(seconds)
+
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(0, "0"), (0.123456, "0.1235"), (1234567, "1,234,567"), (1.2e-5, "1.2e-05"), (-0.5, "-0.5"),
+         (12345.678, "12,346"), (math.nan, "nan"), (math.inf, "inf"), (3.0, "3")],
+    )  # fmt: skip
+    def test_numbers(self, value: float, text: str) -> None:
+        assert words.number(value) == text
+
+    def test_days(self) -> None:
+        assert words.duration(49 * 3600) == "2d 01h"
+        assert words.duration(None) == words.duration(math.nan) == "unknown"
+
+
+class TestCurves:
+    @given(curve)
+    def test_a_smoothed_curve_stays_between_the_extremes(self, points: list[tuple[float, float]]) -> None:
+        made = smoothed(points)
+        assert [x for x, _ in made] == [x for x, _ in points]
+        ys = [y for _, y in points]
+        slack = 1e-9 * max((abs(y) for y in ys), default=0)
+        assert all(min(ys) - slack <= y <= max(ys) + slack for _, y in made)
+
+    def test_smoothing_has_no_bias_at_its_start(self) -> None:
+        assert [y for _, y in smoothed([(float(n), 5.0) for n in range(100)])] == pytest.approx([5.0] * 100)
+
+    def test_what_is_no_number_is_passed_over(self) -> None:
+        points = [(1.0, 2.0), (2.0, math.nan), (3.0, math.inf), (4.0, 4.0)]
+        assert finite(points) == ((1.0, 2.0), (4.0, 4.0))
+        assert smoothed(points, 1)[-1] == (4.0, 4.0)
+
+    @given(curve, st.integers(6, 50))
+    def test_thinning_keeps_order_ends_and_extremes(self, points: list[tuple[float, float]], most: int) -> None:
+        made = thinned(points, most)
+        assert len(made) <= max(most, 0)
+        assert [*made] == sorted(made, key=lambda point: point[0])
+        assert set(made) <= set(points)
+        if points:
+            assert (made[0], made[-1]) == (points[0], points[-1])
+            for choose in (min, max):
+                assert choose(y for _, y in made) == choose(y for _, y in points)
+
+    @given(st.floats(-1e9, 1e9), st.floats(1e-9, 1e9))
+    def test_ticks_are_few_and_inside(self, low: float, span: float) -> None:
+        high = low + span
+        made = ticks(low, high)
+        slack = max(abs(low), abs(high)) * 1e-9 + span * 1e-6
+        assert 1 <= len(made) <= 12 or span < abs(low) * 1e-12
+        assert all(low - slack <= tick <= high + slack for tick in made)
+
+    @given(st.integers(0, 500), st.integers(1, 40))
+    def test_evenly(self, count: int, most: int) -> None:
+        made = evenly(count, most)
+        assert len(made) == min(count, most)
+        assert [*made] == sorted(set(made))
+        if count:
+            assert made[-1] == count - 1
+            assert made[0] == 0 or most == 1

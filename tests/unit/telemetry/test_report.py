@@ -1,0 +1,320 @@
+"""The report: well formed, complete, self-contained, and there for crashed runs too."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import re
+import tempfile
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from gracetune.telemetry import words
+from gracetune.telemetry.errors import TelemetryError
+from gracetune.telemetry.events import Event, SampleFile, StageSwitched, StepDone, ValidationDone
+from gracetune.telemetry.report import write_report
+from gracetune.telemetry.report.loading import how_to_load
+from gracetune.telemetry.report.pictures import grid, link_to
+from unit.telemetry.made_events import NASTY, any_event, end, memory, start, step, whole_run, write_log
+
+_VOID = {"meta", "img", "link", "br", "line", "circle", "rect", "path"}
+_ADDRESSES = ("src", "href", "action", "data", "poster", "srcset", "xlink:href", "formaction", "background")
+
+
+class Page(HTMLParser):
+    """Insists that every element is closed in order, and keeps text, addresses and elements."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.texts: list[str] = []
+        self.addresses: list[str] = []
+        self.elements: list[str] = []
+        self.labels: list[str] = []
+        self.ids: list[str] = []
+        self.headings: list[str] = []
+        self.pictures = 0
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        values = dict(attrs)
+        assert len(values) == len(attrs), "an attribute twice"
+        self.addresses += [str(values[name]) for name in _ADDRESSES if name in values]
+        self.ids += [str(values["id"])] if "id" in values else []
+        assert not any(name.startswith("on") for name in values)
+        if tag == "img":
+            self.pictures += 1
+            assert values["alt"], "a picture without words"
+        if tag == "svg":
+            self.labels.append(str(values["aria-label"]))
+            assert values["role"] == "img"
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in _VOID:
+            return
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            assert "url(" not in data
+            assert "@import" not in data
+            return
+        self.texts.append(data)
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def made(folder: Path, *events: Event) -> tuple[Page, dict[str, object]]:
+    write_log(folder, events)
+    report = write_report(folder)
+    assert (report.html, report.json) == (folder / "report.html", folder / "report.json")
+    return Page(report.html.read_text(encoding="utf-8")), json.loads(report.json.read_text())
+
+
+def check_contained(page: Page) -> None:
+    assert {"script", "link", "iframe", "object", "embed", "form"} & set(page.elements) == set()
+    for address in page.addresses:
+        assert address.startswith(("./", "#", "data:image/jpeg;base64,")), address
+    assert len(page.ids) == len(set(page.ids))
+
+
+class TestWholeRun:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> tuple[Page, dict[str, object]]:
+        (tmp_path / "cats_high_noise.safetensors").write_bytes(b"x")
+        (tmp_path / "cats_low_noise.safetensors").write_bytes(b"x")
+        outputs = ("cats_high_noise.safetensors", "cats_low_noise.safetensors")
+        return made(tmp_path, *whole_run(tmp_path), end(outputs=outputs))
+
+    def test_it_loads_nothing_and_is_escaped(self, run: tuple[Page, dict[str, object]]) -> None:
+        page, _ = run
+        check_contained(page)
+        assert NASTY in page.text
+        assert "https://example.org/x" in page.text, "told as text, linked nowhere"
+
+    def test_its_structure(self, run: tuple[Page, dict[str, object]]) -> None:
+        page, _ = run
+        assert page.headings == [
+            "Loss", "Speed", "Learning rate and batch", "Memory", "Stage transitions", "Samples through time",
+            "Prefetch and cache statistics", "Checkpoints", "Warnings", "How to load the result", "Versions",
+            "Configuration",
+        ]  # fmt: skip
+        titles = [label.split(" by step.")[0] for label in page.labels]
+        assert titles == [
+            "Training loss; the heavy line is smoothed", "Held-out loss at fixed noise levels", "Step time",
+            "Learning rate", "Gradient norm before clipping", "Effective batch, all processes",
+            "device: memory in use, by owner", "host: memory in use, by owner", "uvm.stage",
+        ]  # fmt: skip
+        assert page.elements.count("h1") == page.elements.count("main") == 1
+        assert page.elements.count("title") == 2, "of the page and of the one switch between experts"
+
+    def test_every_number_of_every_step_is_on_the_page(self, run: tuple[Page, dict[str, object]]) -> None:
+        page, _ = run
+        cells = set(page.texts)
+        for number in range(1, 21):
+            one = step(number)
+            wanted = [words.number(one.loss), words.number(one.lr["high_noise"]), words.number(one.grad_norm or 0)]
+            wanted += [words.duration(one.step_ms / 1000), words.duration(one.data_wait_ms / 1000)]
+            for owners in memory(number).used_bytes.values():
+                wanted += [words.size(used) for used in owners.values()]
+            assert set(wanted) <= cells, number
+        assert {"uvm.prefetch_wait_ms", "5", "cache.latents.hit_rate", "0.97"} <= cells
+        assert {"the device is full", "every 1 steps", "the driver does not count them here"} <= cells
+        assert {"checkpoints/checkpoint-20", "11.8 MiB", "222 ms", "11 ms", "checkpoint-1"} <= cells
+        assert {"2.13.0", "80", "20 of 20"} <= cells
+        assert {words.number(0.251 - 0.02), "0.9", "0.25"} <= cells
+
+    def test_samples_are_shown_and_linked(self, run: tuple[Page, dict[str, object]], tmp_path: Path) -> None:
+        page, _ = run
+        assert page.pictures == 5
+        assert page.addresses.count("./samples/clip%20%231.mp4") == 5
+        assert "./samples/cat%2020.png" in page.addresses
+        assert "../outside.png is not in the run" in page.text
+        (first, *_) = [one for one in page.addresses if one.startswith("data:")]
+        with Image.open(io.BytesIO(base64.b64decode(first.split(",")[1]))) as picture:
+            assert picture.size == (192, 128)
+
+    def test_loading_is_told_for_both_experts(self, run: tuple[Page, dict[str, object]]) -> None:
+        page, facts = run
+        assert "cats_high_noise.safetensors and cats_low_noise.safetensors into ComfyUI" in page.text
+        assert "weight_name='cats_low_noise.safetensors', load_into_transformer_2=True)" in page.text
+        assert "weight_name='cats_high_noise.safetensors')" in page.text
+        assert [*facts["how_to_load"]] == ["ComfyUI", "diffusers"]  # type: ignore[misc]
+
+    def test_the_json_has_every_event_exactly(self, run: tuple[Page, dict[str, object]]) -> None:
+        _, facts = run
+        assert (facts["format"], facts["version"], facts["outcome"]) == ("gracetune-report", 1, "finished")
+        steps = facts["steps"]
+        assert isinstance(steps, list)
+        assert [one["loss"] for one in steps] == [step(number).loss for number in range(1, 21)]
+        assert facts["peak_bytes"] == {
+            "device": {"weights": 28 << 30, "activations": 23 << 30, "total": 51 << 30},
+            "host": {"caches": 7 << 30, "total": 7 << 30},
+        }
+        assert facts["seconds_per_step"] == pytest.approx(0.912)
+        assert facts["config"]["note"] == NASTY  # type: ignore[index]
+
+
+class TestOtherRuns:
+    def test_a_crashed_run_has_a_report_and_says_so(self, tmp_path: Path) -> None:
+        path = write_log(tmp_path, whole_run(tmp_path)[:20])
+        with path.open("ab") as log:
+            log.write(b'{"v":1,"kind":"StepD')
+        page, facts = made(tmp_path)
+        assert facts["outcome"] == "unknown"
+        assert "killed, or is still running" in page.text
+        assert "1 lines of the log could not be read" in page.text
+        assert "The run left no result." in page.text
+        check_contained(page)
+
+    def test_a_crashed_run_shows_the_adapters_it_left(self, tmp_path: Path) -> None:
+        (tmp_path / "cats_20.safetensors").write_bytes(b"x")
+        page, _ = made(tmp_path, start(), step(1))
+        assert "./cats_20.safetensors" in page.addresses
+        assert "load_lora_weights" in page.text
+
+    def test_a_failed_run_tells_why(self, tmp_path: Path) -> None:
+        page, _ = made(tmp_path, start(), step(1), end(step=1, outcome="failed", reason=f"NaN {NASTY}"))
+        assert f"Failed: NaN {NASTY}" in page.text
+
+    def test_nothing_but_a_start(self, tmp_path: Path) -> None:
+        page, facts = made(tmp_path, start())
+        assert page.labels == []
+        assert facts["step"] == 0
+
+    def test_an_empty_log(self, tmp_path: Path) -> None:
+        page, _ = made(tmp_path)
+        assert "a run without a name" in page.text
+
+    def test_no_log(self, tmp_path: Path) -> None:
+        with pytest.raises(TelemetryError, match="name the run's folder"):
+            write_report(tmp_path)
+        assert not (tmp_path / "report.html").exists()
+
+    def test_a_resumed_run_is_one_curve(self, tmp_path: Path) -> None:
+        first = [start(), *(step(number) for number in range(1, 9))]
+        page, facts = made(
+            tmp_path, *first, start(5), *(step(number, loss=7.0) for number in range(6, 10)), end(step=9)
+        )
+        steps = facts["steps"]
+        assert isinstance(steps, list)
+        assert [one["step"] for one in steps] == [*range(1, 10)]
+        assert facts["starts"] == 2
+        assert "step 5: resumed" in page.text
+
+    def test_losses_that_are_no_numbers_are_counted_and_break_nothing(self, tmp_path: Path) -> None:
+        losses = [1.0, math.nan, 0.9, math.inf, 0.8, 0.7]
+        page, facts = made(tmp_path, start(), *(step(n, loss=loss, stage="") for n, loss in enumerate(losses, 1)))
+        assert "2 losses are no numbers" in page.text
+        assert facts["loss"]["all"]["not_finite"] == 2  # type: ignore[index]
+        assert "nan" in page.texts
+
+    def test_long_tables_are_shortened_and_say_so(self, tmp_path: Path) -> None:
+        switches = [StageSwitched(step=number, before="a", after="b") for number in range(1000)]
+        page, facts = made(tmp_path, start(), *switches)
+        assert "Noise experts (200 of 1,000 rows; all are in report.json)" in page.text
+        assert len(facts["stage_transitions"]) == 1000  # type: ignore[arg-type]
+
+    def test_contact_sheets_are_linked(self, tmp_path: Path) -> None:
+        (tmp_path / "sheet 5.png").write_bytes(b"x")
+        done = [ValidationDone(step=5, files=(), sheet="sheet 5.png"), ValidationDone(step=6, files=(), sheet="gone")]
+        page, _ = made(tmp_path, start(), *done)
+        assert page.addresses == ["#content", "./sheet%205.png"]
+
+    def test_one_spike_does_not_flatten_the_rest(self, tmp_path: Path) -> None:
+        steps = [step(n, loss=500.0 if n == 60 else 0.5 + n / 1000, stage="") for n in range(1, 101)]
+        page, _ = made(tmp_path, start(), *steps)
+        assert "above the plot, the highest is 500" in page.text
+
+    def test_a_long_run_stays_small(self, tmp_path: Path) -> None:
+        page, facts = made(tmp_path, start(), *(step(number) for number in range(1, 5_001)))
+        assert (tmp_path / "report.html").stat().st_size < 800_000
+        assert "(200 of 5,000 steps; all are in report.json)" in page.text
+        assert len(facts["steps"]) == 5_000  # type: ignore[arg-type]
+
+    @settings(max_examples=60)
+    @given(st.lists(any_event, max_size=8))
+    def test_no_log_can_break_it(self, events: list[Event]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            page, _ = made(Path(folder), *events)
+            check_contained(page)
+            assert not re.search(r"\bnan\b", " ".join(page.addresses))
+            svg = re.findall(r' d="([^"]*)"', (Path(folder) / "report.html").read_text())
+            assert all(re.fullmatch(r"[ML0-9. Z-]*", path) for path in svg)
+
+    @settings(max_examples=60)
+    @given(st.lists(st.tuples(st.integers(0, 100), st.floats(), st.floats()), min_size=1, max_size=12))
+    def test_no_curve_can_break_it(self, values: list[tuple[int, float, float]]) -> None:
+        events = [step(number, loss=loss, step_ms=pace) for number, loss, pace in values]
+        with tempfile.TemporaryDirectory() as folder:
+            made(Path(folder), start(), *events)
+            svg = re.findall(r' d="([^"]*)"', (Path(folder) / "report.html").read_text())
+            assert all(re.fullmatch(r"[ML0-9. Z-]*", path) for path in svg)
+
+
+class TestPictures:
+    @pytest.mark.parametrize("path", ["/etc/passwd", "../x.png", "a/../../x.png", "gone.png", "a\0b", "", "."])
+    def test_nothing_outside_the_run_is_linked(self, tmp_path: Path, path: str) -> None:
+        (tmp_path / "run" / "a").mkdir(parents=True)
+        (tmp_path / "x.png").write_bytes(b"outside")
+        assert link_to(path, tmp_path / "run") is None
+
+    def test_a_file_that_is_no_picture_is_linked(self, tmp_path: Path) -> None:
+        (tmp_path / "x.png").write_bytes(b"no picture")
+        files = (SampleFile(path="x.png", kind="image", prompt="p"),)
+        (row,) = grid([ValidationDone(step=3, files=files)], tmp_path).rows
+        assert (row.cells[0].link, row.cells[0].picture) == ("./x.png", None)
+
+    def test_many_validations_are_spread_evenly_and_told(self, tmp_path: Path) -> None:
+        files = tuple(SampleFile(path="x.png", kind="image", prompt=str(number)) for number in range(30))
+        found = grid([ValidationDone(step=number, files=files) for number in range(50)], tmp_path)
+        assert len(found.rows) == 24
+        assert [cell.step for cell in found.rows[0].cells][:: len(found.rows[0].cells) - 1] == [0, 49]
+        assert found.notes[0].startswith("12 of 50 validations")
+        assert found.notes[1].startswith("24 of 30 samples")
+
+
+class TestLoading:
+    def test_of_a_lycoris_adapter_diffusers_needs_a_conversion(self, tmp_path: Path) -> None:
+        run = start()
+        lokr = type(run)(run="x", adapter="lokr", model="org/wan")
+        told = how_to_load(lokr, ["a b_high_noise.safetensors", "a b_low_noise.safetensors"], tmp_path)
+        line = f"gracetune adapter convert '{tmp_path / 'a b_low_noise.safetensors'}' --to diffusers --lora-rank 64"
+        assert f"{line} --model org/wan" in told["diffusers"]
+
+    def test_the_newest_file_is_the_one(self, tmp_path: Path) -> None:
+        told = how_to_load(start(), ["cats_10.safetensors", "cats_20.safetensors"], tmp_path)
+        assert "cats_20.safetensors" in told["ComfyUI"]
+        assert "cats_10" not in told["ComfyUI"] + told["diffusers"]
+
+    def test_a_whole_model_or_nothing_has_no_such_advice(self, tmp_path: Path) -> None:
+        assert how_to_load(start(), [], tmp_path) == {}
+        whole = type(start())(run="x", adapter="full_finetune")
+        assert how_to_load(whole, ["model.safetensors"], tmp_path) == {}
+
+    def test_what_the_run_says_itself_comes_first(self, tmp_path: Path) -> None:
+        page, _ = made(tmp_path, start(), end(how_to_load={"Krita": "open it"}))
+        assert "Krita" in page.text
+        assert isinstance(step(1), StepDone)

@@ -1,0 +1,171 @@
+"""Small parts of a run: its length, its signals, its samples' files, its loop's size."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+import gracetune.train.loop
+from gracetune import gh200
+from gracetune.cli.console import Session, start
+from gracetune.cli.quiet import libraries_quiet
+from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import Exhausted, Loader
+from gracetune.data.refs import BatchRef
+from gracetune.models.spec import Sampled
+from gracetune.optim.ramp import Ramp
+from gracetune.telemetry.errors import TelemetryError
+from gracetune.train.control import Control, listening
+from gracetune.train.media import contact_sheet, write_sample
+from gracetune.train.position import length_of
+from gracetune.train.validation import requests_of
+from unit.data.folders import made_up
+
+DATA = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_step": 2, "batch_size": 3})
+
+
+@given(
+    initial=st.integers(1, 6), more=st.integers(0, 12), steps=st.integers(0, 20), micro=st.integers(1, 4),
+    epochs=st.integers(1, 3),
+)  # fmt: skip
+def test_the_length_in_steps_is_what_the_loop_will_do(
+    initial: int, more: int, steps: int, micro: int, epochs: int
+) -> None:
+    ramp = Ramp(initial, initial + more, steps, micro)
+    loader = Loader(DATA, batch_size=micro, epochs=epochs)
+    done = consumed = 0
+    while True:
+        window, filled = ramp.window(consumed), 0
+        while filled < window.accumulation:
+            outcome = loader.next_batch(window.micro_batch, step=done)
+            if isinstance(outcome, Exhausted):
+                break
+            filled += isinstance(outcome, BatchRef)
+        if not filled:
+            break
+        done, consumed = done + 1, consumed + filled
+        if filled < window.accumulation:
+            break
+    assert length_of(DATA, ramp, batch_size=micro, max_steps=None, epochs=epochs).steps == done
+
+
+def test_a_number_of_steps_is_taken_as_it_is() -> None:
+    assert length_of(DATA, Ramp(1, 1, 0, 1), batch_size=1, max_steps=7, epochs=None).steps == 7
+
+
+def test_the_first_signal_asks_and_the_second_stops_at_once() -> None:
+    control, said = Control(), []
+    before = signal.getsignal(signal.SIGINT)
+    with listening(control, said.append):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert control.validate
+        assert control.stop is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert control.stop is not None
+        assert control.stop.kind == "interrupted"
+        assert "again stops at once" in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def picture(width: int, height: int, level: int) -> Image.Image:
+    return Image.fromarray(np.full((height, width, 3), level, dtype=np.uint8))
+
+
+def test_samples_become_files_people_can_open(tmp_path: Path) -> None:
+    path, kind = write_sample(tmp_path / "a", Sampled(frames=(picture(40, 30, 9),)))
+    assert (path.name, kind, Image.open(path).size) == ("a.png", "image", (40, 30))
+    frames = tuple(picture(33, 31, 20 * number) for number in range(5))
+    path, kind = write_sample(tmp_path / "b", Sampled(frames=frames, fps=24.0), fps=12.5)
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        assert (path.name, kind, stream.width, stream.height) == ("b.mp4", "video", 32, 30)
+        assert float(stream.average_rate or 0) == pytest.approx(12.5)
+        assert len(list(container.decode(video=0))) == 5
+    sound = torch.linspace(-2, 2, 2 * 800).reshape(2, 800)
+    path, kind = write_sample(tmp_path / "c", Sampled(audio=sound, sample_rate=8000))
+    heard, rate = soundfile.read(path)
+    assert (path.name, kind, rate, heard.shape) == ("c.wav", "audio", 8000, (800, 2))
+    assert np.abs(heard).max() <= 1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.png", "b.mp4", "c.wav"]
+
+
+def test_a_sheet_shows_every_picture(tmp_path: Path) -> None:
+    sheet = Image.open(contact_sheet(tmp_path / "sheet.png", [picture(64, 32, 50 * number) for number in range(5)]))
+    assert sheet.size == (3 * 64, 2 * 32)
+    assert [sheet.getpixel((column * 64 + 5, row * 32 + 5)) for row, column in ((0, 0), (0, 1), (1, 1))] == [
+        (0, 0, 0), (50, 50, 50), (200, 200, 200)
+    ]  # fmt: skip
+
+
+def test_what_a_prompt_leaves_unset_comes_from_its_section(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {
+            "name": "n", "output_dir": "o", "model": {"family": "sdxl"}, "datasets": [{"id": "d", "path": "p"}],
+            "training": {"max_steps": 1, "seed": 5},
+            "validation": {
+                "width": 640, "negative_prompt": "blur", "guidance": 3.0, "walk_seed": True, "images_per_prompt": 2,
+                "prompts": [{"prompt": "a"}, {"prompt": "b", "width": 64, "seed": 100, "guidance": 1.0, "steps": 4}],
+            },
+        }
+    )  # fmt: skip
+    asked = [one.request for one in requests_of(config)]
+    assert [(one.prompt, one.width, one.seed, one.guidance, one.steps) for one in asked] == [
+        ("a", 640, 5, 3.0, 20), ("a", 640, 6, 3.0, 20), ("b", 64, 101, 1.0, 4), ("b", 64, 102, 1.0, 4)
+    ]  # fmt: skip
+    assert {one.negative_prompt for one in asked} == {"blur"}
+
+
+def test_the_loop_reads_on_one_screen() -> None:
+    assert len(Path(gracetune.train.loop.__file__).read_text().splitlines()) < 100
+
+
+def test_what_libraries_say_of_their_own_accord_is_kept_quiet_and_only_inside() -> None:
+    from transformers.utils import logging as library
+
+    logger = library.get_logger()
+    stream = io.StringIO()
+    handlers = [handler for handler in logger.handlers if isinstance(handler, logging.StreamHandler)]
+    before = [handler.setStream(stream) for handler in handlers]
+    bars = library.is_progress_bar_enabled()
+    try:
+        with libraries_quiet():
+            logger.warning("`X` requires torchvision (not installed); falling back")
+            logger.warning("some weights were not used")
+            assert not library.is_progress_bar_enabled()
+        logger.warning("`Y` requires torchvision (not installed)")
+    finally:
+        for handler, former in zip(handlers, before, strict=True):
+            handler.setStream(former)
+    assert library.is_progress_bar_enabled() == bars
+    said = stream.getvalue()
+    assert "some weights were not used" in said
+    assert "`X`" not in said
+    assert "`Y`" in said
+
+
+def test_an_error_of_telemetry_is_told_like_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: Session) -> int:
+        raise TelemetryError("report", found="no log", expected="a log", hint="look at the folder")
+
+    assert start(fail) == 1
+    told = capsys.readouterr().err
+    assert "no log" in told
+    assert "Traceback" not in told
+
+
+def test_the_guides_name_for_the_ramp() -> None:
+    assert gh200.GH200GradientRamp(4, 16, 10, 4).window(10).accumulation == 4

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from gracetune.cache.batches import Batch
+from gracetune.config.run_config import Model, Objective
+from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
+from gracetune.models.registry import spec_of
+from gracetune.models.source import open_source
+from gracetune.models.spec import ModelFacts, ModelSpec, Placement
+from gracetune.train.step import Goal, TrainStep
+
+TinyModel = Callable[[str, str], Path]
+
+
+def batch_of(indexes: tuple[int, ...], *, weights: tuple[float, ...] | None = None, mask: bool = False) -> Batch:
+    """Samples that depend on their index alone."""
+    drawn = [torch.Generator().manual_seed(index) for index in indexes]
+    tensors = {
+        "latents": torch.stack([torch.randn(16, 1, 8, 8, generator=one) for one in drawn]),
+        "prompt_embeds": torch.stack([torch.randn(6, 32, generator=one) for one in drawn]),
+    }
+    if mask:
+        tensors["loss_mask"] = torch.stack([torch.full((1, 1, 8, 8), 0.5) for _ in drawn])
+    refs = tuple(
+        SampleRef("d", f"{index}.png", str(index), Bucket(64, 64), None, CaptionRef(""), loss_weight=weight)
+        for index, weight in zip(indexes, weights or (1.0,) * len(indexes), strict=True)
+    )
+    return Batch(BatchRef(refs, Bucket(64, 64), indexes, 0, len(indexes)), tensors)
+
+
+@pytest.fixture(scope="module")
+def wan(tiny_model: TinyModel) -> tuple[ModelSpec, ModelFacts, nn.Module]:
+    spec = spec_of("wan")
+    source = open_source(Model(family="wan", path=str(tiny_model("wan", "t2v-14b-2.2"))))
+    facts = spec.inspect(source)
+    return spec, facts, spec.load_denoiser(source, facts.experts[1], Placement(torch.device("cpu"), torch.float32))
+
+
+def test_a_samples_loss_does_not_depend_on_its_batch(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+    spec, facts, denoiser = wan
+    step = TrainStep(spec, facts, Goal.from_config(Objective(), facts, ["low_noise"]), seed=1)
+    together = step(denoiser, batch_of((3, 8, 5)), "low_noise")
+    alone = [step(denoiser, batch_of((index,)), "low_noise") for index in (3, 8, 5)]
+    torch.testing.assert_close(together.each, torch.cat([one.each for one in alone]))
+    assert torch.equal(together.level, torch.cat([one.level for one in alone]))
+    torch.testing.assert_close(together.total, together.each.sum())
+
+
+def test_levels_stay_in_the_experts_own_window(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+    spec, facts, denoiser = wan
+    goal = Goal.from_config(Objective(timesteps="uniform"), facts, ["high_noise", "low_noise"])
+    step = TrainStep(spec, facts, goal, seed=1)
+    batch = batch_of(tuple(range(16)))
+    high, low = (step(denoiser, batch, name).level for name in ("high_noise", "low_noise"))
+    assert float(high.min()) >= 0.875 > float(low.max())
+
+
+def test_weights_and_masks_count(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+    spec, facts, denoiser = wan
+    step = TrainStep(spec, facts, Goal.from_config(Objective(), facts, ["low_noise"]), seed=1)
+    plain = step(denoiser, batch_of((0, 1)), "low_noise").each
+    weighted = step(denoiser, batch_of((0, 1), weights=(0.0, 2.0)), "low_noise").each
+    torch.testing.assert_close(weighted, plain * torch.tensor([0.0, 2.0]))
+    masked = step(denoiser, batch_of((0, 1), mask=True), "low_noise").each
+    torch.testing.assert_close(masked, plain / 2)
+
+
+def test_another_seed_asks_other_questions(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:
+    spec, facts, denoiser = wan
+    goal = Goal.from_config(Objective(), replace(facts), ["low_noise"])
+    one, two = (TrainStep(spec, facts, goal, seed=seed)(denoiser, batch_of((0,)), "low_noise") for seed in (1, 2))
+    assert float(one.total) != float(two.total)

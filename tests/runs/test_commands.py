@@ -177,3 +177,14 @@ def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
     assert process.returncode == 0, out + errors
     assert "the control did not learn, and diffusers reproduces what was learnt" in out
     assert (tmp_path / "demo" / "run_1" / "demo_low_noise.safetensors").is_file()
+
+
+@pytest.mark.full
+def test_a_demo_that_was_stopped_claims_nothing(tmp_path: Path) -> None:
+    process = start(command_line("demo", "--output", str(tmp_path / "demo")), COLUMNS="200")
+    wait_for(tmp_path / "demo" / "run_1" / "logs" / "events.jsonl", '"kind":"StepDone"', process)
+    process.terminate()
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "(SIGTERM): start the demo again" in errors
+    assert "held-out loss fell" not in out

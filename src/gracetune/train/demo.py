@@ -20,6 +20,7 @@ from gracetune.adapters.merge import merge_into
 from gracetune.adapters.opening import open_adapter
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError
 from gracetune.models.tiny import build
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.sinks.jsonl import read_log
@@ -140,8 +141,16 @@ def _until(config: RunConfig, steps: int) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"max_steps": steps})})
 
 
+class DemoStoppedError(GracetuneError):
+    """Somebody or something ended one of the runs: what it learnt until then proves nothing."""
+
+
 def _run(config: RunConfig, view: View) -> tuple[Path, ...]:
-    return train(config, environment=Environment({}), options=RunOptions(), view=view).files
+    result = train(config, environment=Environment({}), options=RunOptions(), view=view)
+    if result.stop is None or result.stop.kind != "finished":
+        why = result.stop.reason if result.stop else "a dry run"
+        raise DemoStoppedError(f"a run ended at step {result.step} of {result.steps} ({why}): start the demo again")
+    return result.files
 
 
 def _learnt(config: RunConfig, seed: int) -> list[Learnt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
@@ -17,6 +18,8 @@ from gracetune.config.draft import visible
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.telemetry.errors import TelemetryError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ def start(run: Callable[[Session], int]) -> int:
         say_error(error)
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
         say_error(GracetuneError(str(error)))
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        where = f" for {error.filename}" if error.filename else ""
+        say_error(GracetuneError(f"no space left on the disk{where}: make room and run the same command again"))
     return 1
 
 

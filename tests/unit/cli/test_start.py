@@ -87,6 +87,21 @@ def test_an_error_of_ours_is_a_message_and_an_exit_code(capsys: pytest.CaptureFi
     assert start(lambda session: 3 if session.environment.get("PATH") else 0) == 3
 
 
+def test_a_full_disk_is_a_message_and_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(session: Session) -> int:
+        with Path("/dev/full").open("wb", buffering=0) as full:
+            full.write(b"a sample")
+        return 0
+
+    assert start(run) == 1
+    assert "no space left on the disk: make room and run the same command again" in capsys.readouterr().err
+
+
+def test_another_failing_read_is_not_called_a_full_disk(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        start(lambda session: (tmp_path / "absent").stat().st_size)
+
+
 @pytest.mark.parametrize(
     "arguments", [["config", "check", "--no-paths"], ["config", "show"], ["config", "show", "--json"]]
 )

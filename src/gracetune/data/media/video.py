@@ -54,12 +54,20 @@ def decode_video(
                 for frame in _wanted(video, clip, bucket.frames, reading):
                     # A frame that is on screen twice is converted once.
                     again = frame is previous
-                    pictures.append(pictures[-1] if again else fit_to_bucket(painter.picture(frame), path, fit, bucket))
+                    pictures.append(pictures[-1] if again else _fitted(painter.picture(frame), path, fit, bucket))
                     previous = frame
             except _AgainError as other:
                 reading = other.reading
                 continue
             return pictures
+
+
+def _fitted(picture: Image.Image, path: str, fit: Fit, bucket: Bucket) -> Image.Image:
+    """Damage can hit what a frame says about its own shape: another size is this file's fault, not the run's."""
+    if picture.size != fit.original:
+        found, known = (f"{width}x{height}" for width, height in (picture.size, fit.original))
+        raise UnreadableMediaError(path, f"a frame of {found} in a video of {known}: it is damaged or was exchanged")
+    return fit_to_bucket(picture, path, fit, bucket)
 
 
 @dataclass(frozen=True)

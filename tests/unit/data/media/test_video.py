@@ -338,6 +338,12 @@ def test_damage_in_the_middle_is_mostly_noticed_and_always_named() -> None:
     assert named > 12
 
 
+def test_a_frame_of_another_shape_names_its_file() -> None:
+    data = video("mp4", every(0.04, 3))
+    with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: a frame of 64x48 in a video of 36x48: it is damaged"):
+        frames(data, Clip(0, 0.1), 1, size=(36, 48))
+
+
 def test_frames_above_the_limit_are_refused() -> None:
     data = video("mp4", every(0.04, 3))
     with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: 64x48 is 0\.0 megapixels, more than"):

@@ -7,7 +7,6 @@ numbers first so that every tensor is aligned, and its header filled with spaces
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
+from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import open_weights
@@ -111,7 +111,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
         _publish(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
     return path
 
 
@@ -125,15 +125,6 @@ def _publish(temporary: Path, path: Path) -> None:
         if path.exists():
             raise _exists(path) from None
         temporary.rename(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # some network file systems cannot sync a folder
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ time is in memory, and the folder appears whole or not at all (a name of its own
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import math
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.delta import FLAG, apply, bias_delta
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.destinations import torch_dtype
 from gracetune.memory.weights.files import TensorEntry, Weights, open_weights, read_fully, shortened
@@ -186,26 +186,15 @@ def _new_folder(out: Path) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         unfinished.mkdir()
         yield unfinished
-        _sync(unfinished)
+        sync_folder(unfinished)
         unfinished.rename(out)
-        _sync(out.parent)
+        sync_folder(out.parent)
     except OSError as error:
         raise GracetuneError(
             f"{out} cannot be written: {error.strerror or error}\n  try  look at `df -h` of it"
         ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from gracetune.durable import sync_folder
+
 Grip = Literal["held", "busy", "unsupported"]
 
 _TEMPORARY = re.compile(r"gracetune-[0-9a-f]{32}\.tmp")
@@ -96,18 +98,6 @@ def is_at(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename is on disk only when the folder is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: Path, pieces: list[memoryview]) -> None:

@@ -174,14 +174,8 @@ def load_resident(
     if ranks.rank > 0:
         return _join(job, ranks)
     offer = Offer(ranks, _offered(name))  # before anything that can fail: the others wait for an answer
-    try:
+    with offer.refusing():
         store = job.load()
-    except Exception as error:
-        offer.refuse(str(error) or type(error).__name__)
-        raise
-    except BaseException:
-        offer.close()
-        raise
     _publish(store, offer)
     return store
 

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.cache.locks import lock, sync_folder
+from gracetune.cache.locks import lock
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
 from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
+from gracetune.durable import sync_folder
 from gracetune.errors import Problem
 
 LOCK_FILE = ".gracetune.lock"

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
-from gracetune.cache.locks import sync_folder
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
 from gracetune.checkpoint.files import Fact, write_new
 from gracetune.checkpoint.folder import (
@@ -46,6 +45,7 @@ from gracetune.checkpoint.pieces import (
 )
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
+from gracetune.durable import sync_folder
 from gracetune.errors import Problem
 from gracetune.units import MIB
 

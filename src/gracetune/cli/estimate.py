@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,6 +21,7 @@ from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
 from gracetune.memory.planning.samples import survey
+from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.registry import footprint_of
 
 
@@ -53,7 +53,7 @@ def estimate(
     )
     machine = probe() if machine_file is None else read_machine(machine_file)
     demand, assumption = demand_of(resolved.config, machine, samples)
-    disk_free = _disk_free(resolved.config) if machine_file is None else None
+    disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
@@ -98,14 +98,3 @@ def _refusal(path: Path, found: str) -> ConfigError:
     expected = "a report of gracetune doctor"
     hint = "make one on that machine: gracetune doctor --output machine.json"
     return ConfigError([Problem("--machine", found, expected, hint, str(path))])
-
-
-def _disk_free(config: RunConfig) -> int | None:
-    """Free space where the run will write, asked of the nearest folder that exists already."""
-    folder = Path(config.output_dir).expanduser().absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None

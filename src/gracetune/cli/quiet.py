@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+
+from gracetune.models.bars import without_bars
 
 _NOT_TOLD = ("requires torchvision (not installed)",)
 """We decode and resize ourselves; what falls back there is what we ask for."""
@@ -22,19 +23,8 @@ def libraries_quiet() -> Iterator[None]:
 
     with ExitStack() as stack:
         for library in (of_transformers, of_diffusers):
-            stack.enter_context(_without_bars(library))
+            stack.enter_context(without_bars(library))
         for handler in of_transformers.get_logger().handlers:
             handler.addFilter(wanted)
             stack.callback(handler.removeFilter, wanted)
         yield
-
-
-@contextmanager
-def _without_bars(library: Any) -> Iterator[None]:
-    shown = library.is_progress_bar_enabled()
-    library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            library.enable_progress_bar()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.weight_norm import WeightNorm
+from transformers.utils import logging
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.errors import WeightFileError
@@ -26,6 +27,7 @@ from gracetune.memory.weights.files import Weights, open_weights
 from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models import single_file
 from gracetune.models.attention import apply_attention
+from gracetune.models.bars import without_bars
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
@@ -211,23 +213,10 @@ def load_text_model(source: ModelSource, component: str, cls: Any, placement: Pl
     if placement.device.type != "cpu":
         options["device_map"] = {"": placement.device}
     open_weights(file)  # a broken file is refused in our words before transformers meets it
-    with _without_progress_bar():
+    with without_bars(logging):
         model, info = cls.from_pretrained(str(folder), output_loading_info=True, **options)
     _refuse_incomplete(info, cls, file)
     return _frozen(model)
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _refuse_incomplete(info: Mapping[str, Any], cls: Any, file: Path) -> None:

@@ -74,6 +74,10 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
     text_encoder = _open_part(model, "text_encoder", model.text_encoder_path, fetch)
     name = model.path or _published(model)
     found = _find("model.path", name)
+    if found is not None and model.revision is not None:
+        with_path = f"{model.revision}, with {name}"
+        expected = "a hub id: what lies on this machine's disk has no revisions"
+        raise ConfigError([Problem("model.revision", with_path, expected, "remove model.revision")])
     single_file = None
     if found is None:
         folder = fetch("model.path", name, model.revision, model.variant)

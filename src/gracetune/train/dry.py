@@ -31,6 +31,11 @@ class DryBatch:
     peak_bytes: int | None
     """torch's own counter; None without a GPU."""
 
+    @property
+    def once_ms(self) -> float:
+        """What happens only once, in milliseconds."""
+        return 1000 * max(0.0, self.first_seconds - self.seconds)
+
 
 def dry_batch(job: Job, size: int, planned: Planned) -> DryBatch:
     """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,6 +13,7 @@ from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
 from gracetune.memory.planning.plan import CONFIG_VALUE, Plan, plan
 from gracetune.memory.planning.samples import survey
+from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource
@@ -62,7 +61,7 @@ def make_plan(
             f"the memory plan is for {footprint.flavour} with {footprint.parameters:,} parameters; "
             f"these weights have {parameters:,}, so it is not followed"
         )
-    return Planned(demand, plan(demand, machine, disk_free=_disk_free(config)), not_ours)
+    return Planned(demand, plan(demand, machine, disk_free=free_on_disk(config.output_dir)), not_ours)
 
 
 def refuse_misfit(planned: Planned, *, allowed: bool) -> None:
@@ -126,13 +125,3 @@ def choose(
         f"torch.compile {'on: repeated blocks' if compiled else 'off'}",
     )
     return Choices(recompute, budget, compiled, attention.backend), lines
-
-
-def _disk_free(config: RunConfig) -> int | None:
-    folder = Path(config.output_dir).expanduser().absolute()
-    while not folder.is_dir() and folder != folder.parent:
-        folder = folder.parent
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None

@@ -21,21 +21,23 @@ from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, check_optimizer, open_host, open_memory, refuse_two_halves, where_of
-from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Stop, listening
 from gracetune.train.data import fill_caches, live_encoders, stage
 from gracetune.train.dry import DryBatch, dry_batch, hours_left, memory_explained
 from gracetune.train.finish import failure_told, finish
-from gracetune.train.guards import watch
+from gracetune.train.guards import MemoryGuard, NanGuard, host_room, watch
+from gracetune.train.held_out import HeldOut
 from gracetune.train.identity import identity_of, metadata_of
-from gracetune.train.logs import open_telemetry
+from gracetune.train.logs import Logging, open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
 from gracetune.train.renewal import refuse_with_several, renew
 from gracetune.train.resume import find_start, refuse_other_data, restore, saved_epoch
 from gracetune.train.runtime import open_runtime
+from gracetune.train.saving import Saving
 from gracetune.train.trainee import load_trainee
+from gracetune.train.validation import Sampling
 from gracetune.train.view import View
 
 
@@ -74,7 +76,10 @@ def train(
     config: RunConfig, *, environment: Environment, options: RunOptions, view: View,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None,
 ) -> Result:  # fmt: skip
-    """`on_memory` is told of the unified-memory layer once it is open."""
+    """`on_memory` is told of the unified-memory layer once it is open.
+
+    One straight line, longer than our functions are: the order in which a run fails, loads and learns is read here.
+    """
     with ExitStack() as stack:
         runtime = stack.enter_context(open_runtime(config.training.mixed_precision, environment))
         runtime.seed(config.training.seed)
@@ -131,21 +136,16 @@ def train(
         metadata = metadata_of(config, identity, cached.index, machine)
         telemetry = stack.enter_context(open_telemetry(config, folder, view, main=runtime.is_main))
         resumed = None if start.checkpoint is None else start.step
-        job.callbacks = callbacks_of(
-            job,
-            config,
-            folder,
-            store,
-            metadata,
-            machine,
-            memory,
-            cached,
-            telemetry,
-            dry,
-            view,
-            resumed,
-            stack.enter_context(watch(machine, memory, view)),
-        )
+        watchdog = stack.enter_context(watch(machine, memory, view))
+        # Guards first: what they find is part of what the others see. Saving last: it saves what the others did.
+        job.callbacks = [
+            NanGuard(),
+            MemoryGuard(memory, watchdog),
+            Logging(telemetry, config, machine, view, resumed, dry.once_ms),
+            HeldOut(config, cached, telemetry, view),
+            Sampling(config, folder, telemetry, view, room=host_room(machine, memory)),
+            Saving(job, config, folder, store, metadata, telemetry, view),
+        ]
         began = time.monotonic()
         told = failure_told(job, folder, telemetry, began=began)
         with told, listening(job.control, view.say), memory_explained(job, planned):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
@@ -68,6 +69,8 @@ def _run(work: Callable[[Callable[[str], None]], None], descriptor: int) -> None
     def say(word: str) -> None:
         os.write(descriptor, word.replace("\n", "\0").encode() + b"\n")
 
+    # torch renews its pool of threads at the first use after a fork; two threads that do so at once break it.
+    torch.set_num_threads(1)
     code = 1
     try:
         work(say)

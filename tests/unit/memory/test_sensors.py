@@ -483,7 +483,8 @@ class TestTogether:
 
 class TestTorchOnTheCpu:
     def test_there_is_nothing_to_read_and_torch_says_so_itself(self) -> None:
-        torch = pytest.importorskip("torch")
+        import torch
+
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU; tests/gpu looks at it")
         with pytest.raises((RuntimeError, AssertionError), match=r"CUDA|NVIDIA"):

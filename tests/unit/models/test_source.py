@@ -87,6 +87,12 @@ def test_a_hub_id_and_an_unset_path_are_found_in_the_hubs_cache(sdxl: Path, hub_
     assert open_source(model("someone/theirs", revision="v2.0")).folder == tagged
 
 
+def test_a_revision_of_what_lies_on_the_disk_is_refused(sdxl: Path) -> None:
+    said = refusal(model(sdxl, revision="v2.0"))
+    assert f"v2.0, with {sdxl}" in said
+    assert "remove model.revision" in said
+
+
 def test_a_single_file_takes_its_configuration_from_around_it_or_the_published_model(
     sdxl: Path, tmp_path: Path, hub_cache: Path
 ) -> None:

@@ -31,6 +31,7 @@ from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable, unfinished_name
 from gracetune.data.backends.shared import Storage, refuse_our_names, why_unlisted
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
+from gracetune.durable import sync_folder
 
 # NONBLOCK: a named pipe must not hang us before we can see that it is none of the files we read.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -158,7 +159,7 @@ class LocalBackend(Storage):
                 _write_all(file, data)
                 os.fsync(file.fileno())
                 os.replace(temporary, f"{folder}/{name}")  # noqa: PTH105 - plain strings all the way
-            _sync_folder(folder)
+            sync_folder(folder)
         except OSError as error:
             raise StorageError(
                 told(
@@ -174,7 +175,7 @@ class LocalBackend(Storage):
         folder, name = self._place(path)
         try:
             os.unlink(f"{folder}/{name}")  # noqa: PTH108 - plain strings all the way
-            _sync_folder(folder)
+            sync_folder(folder)
         except OSError as error:
             if error.errno in (*_ABSENT, errno.EISDIR):
                 raise MissingFileError(f"{path} is no file in {self._given}") from error
@@ -210,7 +211,7 @@ class LocalBackend(Storage):
             folder = folder.rpartition("/")[0]
         for new in reversed(missing):
             Path(new).mkdir(exist_ok=True)  # another thread may be making the same ones
-            _sync_folder(new.rpartition("/")[0])
+            sync_folder(new.rpartition("/")[0])
 
 
 def _is_link(path: str) -> bool:
@@ -245,15 +246,3 @@ def _unfinished(folder: str) -> Iterator[tuple[io.FileIO, str]]:
             yield file, temporary
         finally:
             Path(temporary).unlink(missing_ok=True)
-
-
-def _sync_folder(folder: str) -> None:
-    """A rename is on disk only when the folder is."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems cannot sync a folder
-            raise
-    finally:
-        os.close(descriptor)

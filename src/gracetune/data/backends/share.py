@@ -19,8 +19,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -91,6 +91,18 @@ class Offer:
         self._answer({"error": reason})
         self._thread.join(linger)
         self.close()
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """What goes wrong inside is every other rank's answer too, and raised again."""
+        try:
+            yield
+        except Exception as error:
+            self.refuse(str(error) or type(error).__name__)
+            raise
+        except BaseException:
+            self.close()  # interrupted: the others see the connection end
+            raise
 
     def _answer(self, message: dict[str, object]) -> None:
         self._message = json.dumps(message).encode()

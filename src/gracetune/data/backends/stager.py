@@ -80,14 +80,8 @@ def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemo
     The stager is made here, because that can fail too (its folder may be missing), and the others wait for an answer.
     """
     offer = Offer(ranks, name)
-    try:
+    with offer.refusing():
         backend = make().open()
-    except Exception as error:
-        offer.refuse(str(error) or type(error).__name__)
-        raise
-    except BaseException:
-        offer.close()  # interrupted: the others see the connection end
-        raise
     backend.keep(offer)
     try:
         offer.publish(backend.handle(), backend.descriptors())

@@ -1,8 +1,10 @@
-"""The kinds of memory a machine has, and how much of each a plan may count on. Pure."""
+"""The kinds of memory a machine has, and how much of each a plan may count on. Pure, but for the disk."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from gracetune.hardware.allocation import host_reserve
@@ -48,6 +50,17 @@ class Tiers:
 
     def __getitem__(self, name: TierName) -> Tier:
         return next(tier for tier in self.tiers if tier.name == name)
+
+
+def free_on_disk(folder: str) -> int | None:
+    """Where a run will write, asked of the nearest folder that exists already; None where nobody can tell."""
+    place = Path(folder).expanduser().absolute()
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None
 
 
 def tiers_of(machine: Machine, disk_free: int | None = None) -> Tiers:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,8 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
-from gracetune.models.common.encoding import drawn, latent_mask, release
+from gracetune.models.common.encoding import drawn, latent_mask
+from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.spec import EncodeOptions
 
 if TYPE_CHECKING:
@@ -41,22 +42,13 @@ class Codec:
     """What else the denoiser wants to know about a sample; it follows from the sample's ref alone."""
 
 
-class PictureLatents:
+class PictureLatents(VaeEncoder):
     """Satisfies `cache.encoder.LatentEncoder`."""
 
     def __init__(self, vae: Any, identity: EncoderId, codec: Codec, options: EncodeOptions) -> None:
-        """`vae`: one of diffusers' autoencoders. `identity`: without the tiling, which can change while it works."""
-        self._vae, self._identity, self._codec, self._options = vae, identity, codec, options
+        super().__init__(vae, identity, options)
+        self._codec = codec
         self._device, self._dtype = vae.device, vae.dtype
-        if options.slicing:
-            vae.enable_slicing()
-        if options.tiling:
-            vae.enable_tiling()
-
-    @property
-    def id(self) -> EncoderId:
-        tiling = ("tiling", "yes" if self._options.tiling else "no")
-        return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
 
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
         if not samples:
@@ -75,21 +67,6 @@ class PictureLatents:
     def beside(self, ref: SampleRef) -> Entry:
         """What an entry holds besides latents and takes no pixels; satisfies `cache.encoder.KnowsMore`."""
         return self._codec.more(Sample(ref, None, None, None, ()))
-
-    def save_memory(self) -> bool:
-        """First one picture at a time, which changes no value; asked again, in tiles, which changes the id."""
-        if not self._options.slicing:
-            self._options = replace(self._options, slicing=True)
-            self._vae.enable_slicing()
-            return True
-        if not self._options.tiling:
-            self._options = replace(self._options, tiling=True)
-            self._vae.enable_tiling()
-            return True
-        return False
-
-    def close(self) -> None:
-        release([self._vae])
 
     def _references(self, samples: Sequence[Sample]) -> int:
         count, most = len(samples[0].conditioning), self._codec.references

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
+from gracetune.models.bars import without_bars
 from gracetune.models.common.encoding import release
 from gracetune.models.layout import TOKENIZER, read_config
 from gracetune.models.source import ModelSource, read_json
@@ -25,7 +26,7 @@ def assemble(cls: Any, source: ModelSource, parts: Mapping[str, Any], *, tokeniz
     """A pipeline of these parts with the options of the folder; it reads what is not among them itself."""
     for part in tokenizers:
         _check_tokenizer(source, part)
-    with _quiet(), _refusing(source, "the model's folder"):
+    with without_bars(logging), _refusing(source, "the model's folder"):
         pipeline = cls.from_pretrained(str(source.folder), local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -56,18 +57,6 @@ def _refusing(source: ModelSource, what: str) -> Iterator[None]:
         hint = "download the model again, all of it"
         problem = Problem("model.path", found, "a complete model", hint, str(source.folder))
         raise ConfigError([problem]) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without a bar for the few small files a pipeline reads."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 class PipelineText:

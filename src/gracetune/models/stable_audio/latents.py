@@ -16,7 +16,8 @@ from torch import Tensor
 from gracetune.cache.encoder import EncoderId
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
-from gracetune.models.common.encoding import drawn, encoder_id, release
+from gracetune.models.common.encoding import drawn, encoder_id
+from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, Placement
 from gracetune.models.stable_audio.facts import inspect
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 
-class StableAudioLatentEncoder:
+class StableAudioLatentEncoder(VaeEncoder):
     def __init__(
         self,
         vae: Any,
@@ -35,21 +36,9 @@ class StableAudioLatentEncoder:
         options: EncodeOptions,
         identity: EncoderId,
     ) -> None:
-        self._vae = vae
+        super().__init__(vae, identity, options, [projection])
         self._projection = projection
         self._placement = placement
-        self._options = options
-        self._identity = identity
-        if options.tiling:
-            vae.enable_tiling()
-        if options.slicing:
-            vae.enable_slicing()
-
-    @property
-    def id(self) -> EncoderId:
-        """Tiles are close to the whole, but not equal."""
-        tiling = ("tiling", "yes" if self._vae.use_tiling else "no")
-        return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
 
     @torch.no_grad()
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
@@ -90,19 +79,6 @@ class StableAudioLatentEncoder:
         heard = sound.ne(0).any(dim=0).nonzero()
         length = int(heard[-1]) + 1 if len(heard) else 0
         return clip.start, clip.start + length / self._vae.config.sampling_rate
-
-    def save_memory(self) -> bool:
-        """First one sound at a time, which changes no value; asked again, in tiles, which changes the id."""
-        if not self._vae.use_slicing:
-            self._vae.enable_slicing()
-            return True
-        if not self._vae.use_tiling:
-            self._vae.enable_tiling()
-            return True
-        return False
-
-    def close(self) -> None:
-        release([self._vae, self._projection])
 
 
 def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> StableAudioLatentEncoder:

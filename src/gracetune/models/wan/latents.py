@@ -7,7 +7,7 @@ the placement's dtype, which is the one they are read in; the VAE itself works i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,8 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask, release
+from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask
+from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, ModelFacts, Placement
 from gracetune.models.wan.facts import MASK_CHANNELS, inspect
@@ -43,7 +44,7 @@ class Eyes:
         return states
 
 
-class WanLatentEncoder:
+class WanLatentEncoder(VaeEncoder):
     def __init__(
         self,
         vae: Any,
@@ -53,25 +54,13 @@ class WanLatentEncoder:
         options: EncodeOptions,
         identity: EncoderId,
     ) -> None:
-        self._vae = vae
+        super().__init__(vae, identity, options, [] if eyes is None else [eyes.model])
         self._eyes = eyes
         self._facts = facts
         self._placement = placement
-        self._options = options
-        self._identity = identity
         shape = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(vae.config.latents_mean, device=placement.device).view(shape)
         self._scale = 1.0 / torch.tensor(vae.config.latents_std, device=placement.device).view(shape)
-        if options.tiling:
-            vae.enable_tiling()
-        if options.slicing:
-            vae.enable_slicing()
-
-    @property
-    def id(self) -> EncoderId:
-        """Tiles overlap and are blended: close to the whole, but not equal."""
-        tiling = ("tiling", "yes" if self._vae.use_tiling else "no")
-        return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
 
     @torch.no_grad()
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
@@ -122,19 +111,6 @@ class WanLatentEncoder:
         if skips_first:
             weights[:, 0] = 0
         return {"loss_mask": weights}
-
-    def save_memory(self) -> bool:
-        """First one clip at a time, which changes no value; asked again, in tiles, which changes the id."""
-        if not self._vae.use_slicing:
-            self._vae.enable_slicing()
-            return True
-        if not self._vae.use_tiling:
-            self._vae.enable_tiling()
-            return True
-        return False
-
-    def close(self) -> None:
-        release([self._vae] if self._eyes is None else [self._vae, self._eyes.model])
 
 
 def _clip(sample: Sample) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import gracetune.train.loop
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.run_config import RunConfig
 from gracetune.memory.native import Uvm
@@ -17,6 +18,7 @@ from gracetune.telemetry.events import HeldOutLoss, MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.demo import demo_config
 from runs.made import Heard, TinyModel, config_for, pictures, run
+from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
 
 pytestmark = pytest.mark.gpu
@@ -116,3 +118,46 @@ def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_
     assert any("torch.compile on" in line for line in heard.said)
     one, two = ([loss for _, _, loss, _ in losses(config)] for config in (plain, compiled))
     assert one == pytest.approx(two, rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "automagic", "lion", "adafactor"])
+def test_gradients_that_are_no_numbers_leave_no_trace(optimizer: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The host hears of them later; until then the device leaves every step out by itself."""
+    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    bad = {
+        "id": "bad", "path": str(pictures(tmp_path / "bad", 1)), "resolution": 64.0, "start_step": 2,
+        "loss_weight": 1e38,
+    }  # fmt: skip
+    sections: dict[str, Any] = {"datasets": [good, bad], "optimizer": {"name": optimizer, "weight_decay": 0.1}}
+    ema = {"ema": {"enabled": True, "decay": 0.9}}
+    failed, until = (
+        config_for(
+            "wan", tiny_model, tmp_path / name, logging={**QUIET, "every_steps": 100},
+            training={"max_steps": steps, **PLAIN, **ema}, **sections,
+        )
+        for name, steps in (("failed", 30), ("until", 2))
+    )  # fmt: skip
+    result = run(failed)
+    assert result.stop is not None
+    assert (result.stop.kind, result.step) == ("failed", 2)
+    assert "the gradients of step 3 are not finite" in result.stop.reason
+    run(until)
+    assert_same_states(failed, until, 2)
+
+
+def test_the_host_never_waits_inside_a_window(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = gracetune.train.loop.run_window
+
+    def watched(job: Any) -> Any:
+        if job.position.step < 2:  # what both experts make once, with their first windows
+            return original(job)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return original(job)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(gracetune.train.loop, "run_window", watched)
+    assert run(dual(tmp_path, tiny_model, logging={**QUIET, "every_steps": 100})).step == STEPS

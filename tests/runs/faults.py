@@ -61,6 +61,20 @@ def without_room(file: Path, small: int) -> None:
     print(json.dumps({"codes": [first, second], "there": there, "left": left, "ended": ended[-1]}))
 
 
+def without_room_for_samples(file: Path) -> None:
+    folder = Path(load(file, environment=Environment.capture()).config.output_dir)
+    try:
+        own_mounts()
+        mount_tmpfs(folder / "samples", 4096)
+    except NotPermitted as reason:
+        print(json.dumps({"skip": str(reason)}))
+        return
+    (folder / "report.html").mkdir()  # in the way of a file of that name
+    code = _command(file)
+    there = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    print(json.dumps({"code": code, "there": there}))
+
+
 def _command(file: Path) -> object:
     try:
         gracetune(["train", str(file)])
@@ -73,5 +87,7 @@ if __name__ == "__main__":
     fault, config_file = sys.argv[1], Path(sys.argv[2])
     if fault == "memory":
         without_memory(config_file)
+    elif fault == "samples":
+        without_room_for_samples(config_file)
     else:
         without_room(config_file, int(fault))

@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 
 from gracetune.cli.main import main
 from gracetune.cli.train_flags import read_arguments
+from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
+from gracetune.train.runtime import Launch
 from runs.launched import ROOT, command_line, start, write_config
 from runs.made import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT, STEPS, assert_same_end, losses
@@ -168,6 +170,20 @@ def test_accelerate_launches_it(tiny_model: TinyModel, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
     assert (tmp_path / "out" / "tiny.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("file", "sharded"), [("accelerate_config_gh200.yaml", False), ("accelerate_config_gh200_fsdp.yaml", True)]
+)
+def test_accelerates_files_ask_for_what_they_say(file: str, sharded: bool) -> None:
+    """Through accelerate's own launcher, as far as its processes' environment: it starts no FSDP without GPUs."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    words = ["--config_file", str(ROOT / "config" / file), "--num_processes", "2", "--main_process_port", "0"]
+    asked, _, _ = _validate_launch_command(launch_command_parser().parse_args([*words, "train.py"]))
+    launch = Launch.from_environment(Environment(prepare_multi_gpu_env(asked)), "bf16")
+    assert (launch.sharded, launch.reshard, launch.notes) == (sharded, True, ())
 
 
 @pytest.mark.full

@@ -89,6 +89,42 @@ def test_half_precision_runs(precision: str, tiny_model: TinyModel, tmp_path: Pa
             run(mixed)
 
 
+@pytest.mark.full
+def test_a_datasets_own_strength_holds_where_blocks_are_repeated_in_the_backward_pass(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    data = {"id": "weak", "path": str(pictures(tmp_path / "weak")), "resolution": 64.0, "adapter_strength": 0.5}
+    found = []
+    for asked in ("off", "full"):
+        training = {"max_steps": 3, "gradient_checkpointing": asked}
+        config = config_for("flux", tiny_model, tmp_path / asked, datasets=[data], training=training)
+        run(config)
+        found.append(losses(config))
+    for kept, repeated in zip(*found, strict=True):
+        assert kept[2:] == pytest.approx(repeated[2:], rel=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_regularisation_data_draws_an_adapter_back_to_its_base(
+    kind: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """From the first step on there is nothing to learn; after other data there is. Blocks are repeated in between."""
+    prior = {"id": "prior", "path": str(pictures(tmp_path / "prior")), "resolution": 64.0, "regularisation": True}
+    other = {"id": "other", "path": str(pictures(tmp_path / "other")), "resolution": 64.0, "end_step": 2}
+    sections: dict[str, Any] = {
+        "adapter": {"kind": kind, "rank": 4}, "training": {"max_steps": 4, "gradient_checkpointing": "full"},
+        "checkpoints": {"format": "lycoris" if kind == "lokr" else "diffusers"}, "optimizer": {"lr": 1e-2},
+    }  # fmt: skip
+    alone = config_for("wan", tiny_model, tmp_path / "alone", datasets=[prior], **sections)
+    run(alone)
+    assert [loss for _, _, loss, _ in losses(alone)] == pytest.approx([0.0] * 4, abs=1e-6)
+    after = config_for("wan", tiny_model, tmp_path / "after", datasets=[{**prior, "start_step": 2}, other], **sections)
+    run(after)
+    found = [loss for _, _, loss, _ in losses(after)]
+    assert all(0 < late < early for late, early in zip(found[2:], found[:2], strict=True))
+
+
 def test_samples_that_look_different_at_every_visit_are_encoded_in_the_step(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:

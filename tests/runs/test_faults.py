@@ -60,6 +60,39 @@ def test_a_disk_that_fills_up_while_checkpoints_are_written(tiny_model: TinyMode
     assert '"outcome":"finished"' in told["ended"]
 
 
+@pytest.mark.full
+def test_no_room_for_a_checkpoint_is_said_before_the_first_step(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for(
+        "flux", tiny_model, tmp_path, training={"max_steps": 2}, cache={"cache_dir": str(tmp_path / "elsewhere")},
+    )  # fmt: skip
+    told, errors = meet(str(64 << 10), write_config(config, tmp_path / "c.yaml"))
+    if "skip" in told:
+        pytest.skip(told["skip"])
+    assert told["codes"] == [1, 0], errors
+    assert "Traceback" not in errors
+    assert "room for" in errors
+    assert not [name for name in told["there"] if name.startswith("checkpoint-")]
+    assert '"outcome":"finished"' in told["ended"]
+
+
+@pytest.mark.full
+def test_samples_and_reports_that_find_no_room_are_said_and_the_run_goes_on(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    asked = {"every_steps": 1, "steps": 1, "width": 64, "height": 64, "prompts": [{"prompt": "a"}, {"prompt": "b"}]}
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 1}, validation=asked)
+    told, errors = meet("samples", write_config(config, tmp_path / "c.yaml"))
+    if "skip" in told:
+        pytest.skip(told["skip"])
+    assert told["code"] == 0, errors
+    assert "Traceback" not in errors
+    assert "_seed3.png could not be written" in errors
+    assert "_sheet.png could not be written" in errors
+    assert "the report could not be written" in errors
+    assert "tiny.safetensors" in told["there"]
+    assert not [name for name in told["there"] if name.endswith((".png", ".tmp"))]
+
+
 def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micro_batch(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gracetune.config.run_config import RunConfig
 from runs.launched import launch, write_config
@@ -100,3 +101,79 @@ def test_sharded_runs_of_other_kinds_learn_what_one_process_learns(
         for name in ema:
             torch.testing.assert_close(ours[name], ema[name], rtol=1e-3, atol=1e-6)
         assert len(list((tmp_path / "sharded" / "samples").glob("*.png"))) == 1
+
+
+@pytest.mark.full
+def test_two_processes_write_the_dora_files_of_one_and_leave_out_what_one_of_them_cannot_read(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Magnitudes for ComfyUI are measured against weights no process has whole, and half of the data asks the base."""
+    folder = pictures(tmp_path / "others", 5)
+    whole = (folder / "03.png").read_bytes()
+    (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
+    others = {
+        "id": "others", "path": str(folder), "resolution": 64.0, "regularisation": True, "corrupt_threshold": 0.5,
+    }  # fmt: skip
+    own = {"id": "own", "path": str(pictures(tmp_path / "own", 4)), "resolution": 64.0}
+    dora = {"adapter": {"kind": "dora", "rank": 2}, "checkpoints": {"every_steps": None, "format": "comfyui"}}
+    alone = config_for("wan", tiny_model, tmp_path, datasets=[others, own], **{**SECTIONS, **dora})
+    run(alone)
+    replicas, sharded = half(alone, tmp_path / "replicas"), half(alone, tmp_path / "sharded")
+    said = run_two([(replicas, {}, None), (sharded, FSDP, None)], tmp_path)
+    assert said.count("left out, unreadable: 03.png of others") == 2
+    for config in (replicas, sharded):
+        assert_close(config, alone)
+        for stage in ("high_noise", "low_noise"):
+            one, two = (load_file(Path(each.output_dir) / f"tiny_{stage}.safetensors") for each in (alone, config))
+            assert one.keys() == two.keys()
+            for name in one:
+                torch.testing.assert_close(one[name], two[name], rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.full
+def test_gradients_that_are_no_numbers_end_both_processes_at_the_state_before(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    good = {"id": "good", "path": str(pictures(tmp_path / "good")), "resolution": 64.0, "end_step": 2}
+    bad = {
+        "id": "bad", "path": str(pictures(tmp_path / "bad", 2)), "resolution": 64.0, "start_step": 2,
+        "loss_weight": 1e38,
+    }  # fmt: skip
+    training = {"max_steps": 5, "batch_size": 2}
+    alone = config_for("wan", tiny_model, tmp_path, datasets=[good, bad], training=training)
+    run(alone)
+    replicas, sharded = (half(alone, tmp_path / name) for name in ("replicas", "sharded"))
+    run_two([(replicas, {}, None), (sharded, FSDP, None)], tmp_path)
+    for config in (alone, replicas, sharded):
+        there = [path.name for path in (Path(config.output_dir) / "checkpoints").glob("checkpoint-*")]
+        assert there == ["checkpoint-2"]
+        one, two = (states(each, 2)["parameters.safetensors"] for each in (alone, config))
+        for name in one:
+            torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-6)
+        ended = (Path(config.output_dir) / "logs" / "events.jsonl").read_text()
+        assert "the gradients of step 3 are not finite" in ended
+
+
+@pytest.mark.full
+def test_entries_are_drawn_anew_for_each_epoch_by_both(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """They share the work and swap at the same batch: what two learn is what one learns. Nothing is left behind."""
+    data = {
+        "id": "crops", "path": str(pictures(tmp_path / "crops", 4, 96)), "resolution": 64.0,
+        "crop": {"enabled": True, "style": "random"}, "augmentation": {"cache_mode": "refresh_each_epoch"},
+    }  # fmt: skip
+    sections: dict[str, Any] = {
+        "datasets": [data],
+        "training": {"max_steps": None, "epochs": 3, "batch_size": 2},
+        "cache": {"persistent_cache": False, "vae_cache_type": "memory"},
+        "optimizer": {"lr": 1e-4},
+    }
+    alone = config_for("flux", tiny_model, tmp_path, **sections)
+    assert run(alone).step == 6
+    shared = half(alone, tmp_path / "shared")
+    said = run_two([(shared, {}, None)], tmp_path)
+    assert_close(shared, alone, 6)
+    assert "entries of this run removed" in said
+    for config in (alone, shared):
+        cache = Path(config.output_dir) / "cache"
+        assert not list(cache.glob("epochs/*"))
+        assert not [path for path in cache.rglob("*.safetensors") if "shards" in path.parts]

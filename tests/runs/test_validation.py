@@ -11,6 +11,7 @@ import soundfile
 from PIL import Image
 
 import gracetune.models.flux.load
+import gracetune.models.flux.spec  # so that what is patched below is not what others import
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone
@@ -108,6 +109,21 @@ def test_prompts_that_are_missing_are_said(tiny_model: TinyModel, tmp_path: Path
     assert any("no prompts" in text for text in view.warnings)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["flux", "qwen_image", "sdxl", "wan"])
+def test_cached_prompts_are_given_in_the_denoisers_precision(
+    family: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """They were cached in the computation's, which is another one here, and no autocast makes up for it."""
+    config = config_for(
+        family, tiny_model, tmp_path, model={"base_precision": "bf16"},
+        validation={**PROMPTS, "every_steps": 1, "steps": 2}, training={"max_steps": 1, "mixed_precision": "fp32"},
+    )  # fmt: skip
+    run(config)
+    (drawn,) = events(config, ValidationDone)
+    assert drawn.files
+
+
 def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         ask_for_validation(tmp_path / "nothing")
@@ -120,18 +136,19 @@ def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:
 def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_room(
     room: int, loads: int, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is learnt, so every round draws the same picture, bit for bit."""
+    """Nothing is learnt, so every round draws the same picture, bit for bit. Its prompts' embeddings are cached."""
     loaded: list[Any] = []
-    original = gracetune.models.flux.load.text_parts
-    monkeypatch.setattr(
-        gracetune.models.flux.load, "text_parts", lambda *given: loaded.append(given) or original(*given)
-    )
-    monkeypatch.setattr("gracetune.train.callbacks.host_room", lambda *_: lambda: room)
+    original = gracetune.models.flux.load.load_vae
+    monkeypatch.setattr(gracetune.models.flux.load, "load_vae", lambda *given: loaded.append(given) or original(*given))
+    monkeypatch.setattr(gracetune.models.flux.load, "text_parts", lambda *_: pytest.fail("a text encoder was loaded"))
+    monkeypatch.setattr("gracetune.train.run.host_room", lambda *_: lambda: room)
     asked = {**PROMPTS, "at_start": True, "every_steps": 1}
     config = config_for(
         "flux", tiny_model, tmp_path, validation=asked, training={"max_steps": 2}, optimizer={"lr": 0.0}
     )
-    run(config)
+    view = Heard()
+    run(config, view)
+    assert "samples: the embeddings of 3 texts are cached, so no text encoder is loaded for them" in view.said
     drawn = [(Path(config.output_dir) / one.files[0].path).read_bytes() for one in events(config, ValidationDone)]
     assert len(drawn) == 3
     assert len(set(drawn)) == 1

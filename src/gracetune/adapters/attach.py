@@ -6,20 +6,25 @@
     file = write(attached.state())
 
 What is trained is held in fp32 whatever the base is; the base stays as it is and gets no gradient. Each layer's first
-values depend on seed, stage and path alone, and no global generator moves.
+values depend on seed, stage and path alone, and no global generator moves. Linear layers are computed without building
+the change of their weight where there is a form for that (`attached.decisions` says which and why).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from gracetune.adapters import full, lycoris, peft_lora
+from gracetune.adapters.fast.layer import FastLayer, choice
+from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
 from gracetune.adapters.layer import AttachedLayer, seeded
 from gracetune.adapters.loading import fitted
 from gracetune.adapters.options import LayerOptions, resolver
@@ -27,7 +32,10 @@ from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.memory.planning.adapter_paths import Computation, reference
 
+Path = Literal["auto", "library"]
+"""`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
 _WHOLE = "a full fine-tune has no adapter beside the model: "
 
@@ -38,6 +46,11 @@ class Attached(ABC):
     def __init__(self, selection: Selection | None) -> None:
         self.selection = selection
         """What was chosen and why; None for a full fine-tune of everything."""
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """How the adapter is computed, a line for each way that is taken."""
+        return ()
 
     @abstractmethod
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -76,9 +89,10 @@ def attach(
     default_targets: Sequence[str],
     untrained: Sequence[str] = (),
     seed: int,
+    path: Path = "auto",
 ) -> Attached:
     """`default_targets` and `untrained` are the family's (`ModelSpec`); targets of the config take their place."""
-    if any(isinstance(module, LoraLayer | lycoris.Factors) for module in denoiser.modules()):
+    if any(isinstance(module, LoraLayer | lycoris.Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
     if adapter.strength == 0:
         raise ConfigError([Problem("adapter.strength", "0", "another number", "at 0 nothing would be trained")])
@@ -93,13 +107,19 @@ def attach(
     chosen = select(modules, adapter.targets or default_targets, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
-    return _LayersAttached(denoiser, plan, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength)
+    ways = {
+        name: choice(denoiser.get_submodule(name), options) if path == "auto" else reference("asked for")
+        for name, options in plan.items()
+    }
+    return _LayersAttached(
+        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength
+    )  # fmt: skip
 
 
 def describe(model: nn.Module) -> Modules:
     """What `select` chooses from: modules without children, and parameters of modules that have some."""
     found: dict[str, ModuleInfo] = {}
-    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    classes = {path: _class_name(module) for path, module in model.named_modules()}
     for path, module in model.named_modules():
         owners = _owners(path, classes)
         if next(module.children(), None) is None:
@@ -119,6 +139,13 @@ def _with_parameters(model: nn.Module, modules: Modules) -> Modules:
 def _owners(path: str, classes: Mapping[str, str]) -> tuple[str, ...]:
     parts = path.split(".") if path else []
     return tuple(classes[".".join(parts[:length])] for length in range(len(parts) - 1, -1, -1))
+
+
+def _class_name(module: nn.Module) -> str:
+    """What a pattern means by it: a linear layer is one in whatever form its weight is held."""
+    if isinstance(module, nn.Linear) and isinstance(module, HoldsWeightOtherwise):
+        return nn.Linear.__name__
+    return type(module).__name__
 
 
 def _kind(module: nn.Module) -> Kind:
@@ -146,6 +173,7 @@ class _LayersAttached(Attached):
         self,
         model: nn.Module,
         plan: Mapping[str, LayerOptions],
+        ways: Mapping[str, Computation],
         selection: Selection,
         *,
         family: str,
@@ -155,17 +183,23 @@ class _LayersAttached(Attached):
     ) -> None:
         super().__init__(selection)
         self._family, self._stage = family, stage
+        self._ways = ways
         self._strength, self._factor = strength, 1.0
         self._layers: dict[str, AttachedLayer] = {}
         with ExitStack() as undo:
             _frozen(model, undo)
             for path, options in plan.items():
                 with seeded(seed, stage, path):
-                    layer = _made(model, path, options)
+                    layer = _made(model, path, options, ways[path])
                 undo.callback(layer.remove, model)
                 layer.set_strength(strength)
                 self._layers[path] = layer
             self._undo = undo.pop_all()
+
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        counts = Counter((way.path, way.why) for way in self._ways.values())
+        return tuple(f"adapter path: {path} ({why}; {_layers(count)})" for (path, why), count in counts.items())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {
@@ -200,8 +234,14 @@ class _LayersAttached(Attached):
         self._layers = {}
 
 
-def _made(model: nn.Module, path: str, options: LayerOptions) -> AttachedLayer:
+def _layers(count: int) -> str:
+    return "1 layer" if count == 1 else f"{count:,} layers"
+
+
+def _made(model: nn.Module, path: str, options: LayerOptions, how: Computation) -> AttachedLayer:
     layer = model.get_submodule(path)
+    if how.form != "library" and isinstance(layer, nn.Linear):
+        return FastLayer(path, layer, options, how, model)
     if options.algorithm in peft_lora.ALGORITHMS:
         return peft_lora.PeftLayer(path, layer, options, model)
     return lycoris.LycorisLayer(path, layer, options)

@@ -9,9 +9,10 @@
     dora_scale    m (W + D) / |W + D| - W, by rows (by columns in files of older LyCORIS), where D is one of the above
     dora_base_scale    m (W + D) / |W| - W, by rows: what ComfyUI makes of a dora_scale by rows
 
-Training uses the same functions (`change`), so what is trained, merged and converted is one thing. Our own and not
-the library's: LyCORIS 4.1 multiplies LoKr's and LoHa's merged weights by the scale twice, rounds its forward's delta to
-the precision of a 16-bit base weight, and rotates or scales the bias in some paths and not in others.
+The reference of training uses the same functions (`change`), and tests hold the factorised forms (`fast.products`) to
+it, so what is trained, merged and converted is one thing. Our own and not the library's: LyCORIS 4.1 multiplies LoKr's
+and LoHa's merged weights by the scale twice, rounds its forward's delta to the precision of a 16-bit base weight, and
+rotates or scales the bias in some paths and not in others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from gracetune.adapters.state import Algorithm, Layer
 Tensors = Mapping[str, Tensor]
 FLAG = "on_input"
 MAGNITUDE, BASE_MAGNITUDE = "dora_scale", "dora_base_scale"
-_EPSILON = torch.finfo(torch.float32).eps
+EPSILON = torch.finfo(torch.float32).eps
 
 
 def delta(layer: Layer, weight_shape: Sequence[int]) -> Tensor:
@@ -65,7 +66,7 @@ def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
     base = weight.detach().float()
     tensors = {name: tensor.to(base.device) for name, tensor in _fp32(layer).items() if name != MAGNITUDE}
     added = change("lora" if layer.algorithm == "dora" else layer.algorithm, tensors, layer.scale, base.shape)
-    ratio = (_row_norms(base) + _EPSILON) / (_row_norms(base + added) + _EPSILON)
+    ratio = (_row_norms(base) + EPSILON) / (_row_norms(base + added) + EPSILON)
     others = {name: tensor for name, tensor in layer.tensors.items() if name != MAGNITUDE}
     scaled = _rows(magnitude.detach().float().flatten() * ratio.cpu(), base.shape)
     return Layer(layer.algorithm, {**others, BASE_MAGNITUDE: scaled}, layer.alpha, layer.rank)
@@ -87,7 +88,7 @@ def change(
     if weight is None:
         raise ValueError("DoRA needs the weight it changes")
     if BASE_MAGNITUDE in tensors:
-        factor = tensors[BASE_MAGNITUDE].flatten() / (_row_norms(weight) + _EPSILON)
+        factor = tensors[BASE_MAGNITUDE].flatten() / (_row_norms(weight) + EPSILON)
         return _rows(factor, shape) * (weight + added) - weight
     columns = algorithm != "dora" and _by_columns(tensors[MAGNITUDE], shape)  # peft's are always by rows
     return _normalised(weight + added, tensors[MAGNITUDE], columns=columns) - weight
@@ -182,10 +183,10 @@ def _rotated(tensors: Tensors, weight: Tensor) -> Tensor:
 def _normalised(weight: Tensor, magnitude: Tensor, *, columns: bool) -> Tensor:
     """Rows (the output's) or, in files of older LyCORIS, columns (the input's) of a given length."""
     if not columns:
-        return weight * _rows(magnitude.flatten() / (_row_norms(weight) + _EPSILON), weight.shape)
+        return weight * _rows(magnitude.flatten() / (_row_norms(weight) + EPSILON), weight.shape)
     length: Tensor = weight.transpose(0, 1).flatten(1).norm(dim=1)
     trailing = (1,) * (weight.dim() - 2)
-    return weight * (magnitude.flatten() / (length + _EPSILON)).reshape(1, -1, *trailing)
+    return weight * (magnitude.flatten() / (length + EPSILON)).reshape(1, -1, *trailing)
 
 
 def _row_norms(weight: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """One adapted layer of a living model: what `Attached` is made of, whichever library made the layer.
 
-Whoever wants another forward (a factorised LoKr) writes another one of these; nothing else has to know.
+Whoever wants another forward writes another one of these (`fast.layer` is one); nothing else has to know.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gracetune.adapters.state import Algorithm, Layer
+
+
+def registered(name: str) -> str:
+    """A parameter's name inside a module must not have a dot in it; `lora_up.weight` has."""
+    return name.replace(".", "_")
 
 
 class AttachedLayer(ABC):

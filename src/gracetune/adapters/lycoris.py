@@ -23,7 +23,7 @@ from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
 from gracetune.adapters.delta import change
-from gracetune.adapters.layer import AttachedLayer
+from gracetune.adapters.layer import AttachedLayer, registered
 from gracetune.adapters.options import LayerOptions
 from gracetune.adapters.state import Algorithm
 
@@ -40,13 +40,12 @@ class Factors(nn.Module):
         self.scale = scale
         self.dropout = dropout
         self.strength = 1.0
-        # A parameter's name must not have a dot in it; `lora_up.weight` has.
-        self.registered = {name: name.replace(".", "_") for name in tensors}
+        self.registered = {name: registered(name) for name in tensors}
         for name, tensor in tensors.items():
             self.register_parameter(self.registered[name], nn.Parameter(tensor.float()))
 
     def tensors(self) -> dict[str, nn.Parameter]:
-        return {name: self.get_parameter(registered) for name, registered in self.registered.items()}
+        return {name: self.get_parameter(own) for name, own in self.registered.items()}
 
     def forward(self, layer: nn.Linear | nn.modules.conv._ConvNd, x: Tensor) -> Tensor:
         """What has to be added to the layer's output for `x`, at strength 1."""
@@ -75,7 +74,7 @@ def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor
 
 class LycorisLayer(AttachedLayer):
     def __init__(self, path: str, layer: nn.Module, options: LayerOptions) -> None:
-        tensors, rank = _MAKERS[options.algorithm](layer, options)
+        tensors, rank = first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
         weight = cast(Tensor, layer.weight)
         self._layer = layer
@@ -103,6 +102,11 @@ class LycorisLayer(AttachedLayer):
 
 Made = tuple[dict[str, Tensor], int | None]
 """Tensors, and the rank where something is decomposed."""
+
+
+def first_values(layer: nn.Module, options: LayerOptions) -> Made:
+    """The factors as lycoris-lora makes them for this layer."""
+    return _MAKERS[options.algorithm](layer, options)
 
 
 def _taken(module: nn.Module) -> dict[str, Tensor]:

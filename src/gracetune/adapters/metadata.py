@@ -19,22 +19,10 @@ from gracetune.adapters.formats.diffusers import HEADER_ENTRY, PEFT_CONFIG
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY
 from gracetune.adapters.state import AdapterState, Stage
+from gracetune.models.key_maps import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"
-_ARCHITECTURES = {
-    "wan": "wan",
-    "qwen_image": "qwen-image",
-    "flux": "flux-1",
-    "sdxl": "stable-diffusion-xl-v1-base",
-    "stable_audio": "stable-audio-open-1.0",
-}
-_BASE_VERSIONS = {
-    "qwen_image": "qwen_image",
-    "flux": "flux1",
-    "sdxl": "sdxl_base_v1-0",
-    "stable_audio": "stable_audio_open_1.0",
-}
 _DUAL_WAN = ("wan2.2", "wan_2.2_14b")
 """Only Wan 2.2 14B has two experts; which Wan another adapter is for, only the caller can say."""
 _OF_ONE_FILE = (
@@ -78,7 +66,8 @@ def header(
 
 
 def _defaults(state: AdapterState) -> dict[str, str]:
-    architecture, version = _ARCHITECTURES[state.family], _BASE_VERSIONS.get(state.family, "")
+    keys = KEY_MAPS[state.family]
+    architecture, version = keys.architecture or keys.family, keys.base_version
     if state.stage:
         architecture, version = _DUAL_WAN
     return {

@@ -93,6 +93,11 @@ def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
     return wrapped
 
 
+def drawn(shape: torch.Size) -> Tensor:
+    """First values of lora_A, by peft's own rule, on the CPU."""
+    return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
+
+
 def _to_fp32(wrapped: nn.Module, *, dora: bool) -> None:
     """peft makes its tensors in the base weight's precision, and DoRA's lengths from the rounded weight's.
 
@@ -100,8 +105,7 @@ def _to_fp32(wrapped: nn.Module, *, dora: bool) -> None:
     """
     parts = cast(Any, wrapped)
     down = parts.lora_A[_NAME]
-    drawn = nn.init.kaiming_uniform_(torch.empty(down.weight.shape), a=math.sqrt(5))
-    down.weight = nn.Parameter(drawn.to(down.weight.device))
+    down.weight = nn.Parameter(drawn(down.weight.shape).to(down.weight.device))
     parts.lora_B.float()
     if dora:
         magnitude = parts.lora_magnitude_vector[_NAME]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,19 +109,18 @@ class Refresher:
         self.current = job.epoch
         return Swap(job.epoch, built, time.monotonic() - began)
 
+    def leave_out(self, dataset: str, unreadable: Mapping[str, str]) -> None:
+        """Files that only other processes found to be damaged: from the next preparation on they are left out here."""
+        self._index = self._index.without(dataset, unreadable)
+
+    @property
+    def created(self) -> dict[Path, set[Key]]:
+        """What was made for epochs through this one, by store; several ranks gather theirs for `remove_epochs`."""
+        return self._created
+
     def collect(self) -> Collected:
         """Remove what this run's configuration made for epochs before the current one, where nobody reads it."""
         return collect_before(self.current, self._config, self._index, self._encoders, self._places)
-
-    def remove_created(self) -> Removal:
-        """`persistent_cache: false`, at a clean end and after `close`: whatever this run made for epochs is gone.
-
-        CacheBusyError where a store is still open; the caller closes its own first.
-        """
-        removals = [
-            _without_empty(folder, keys) for folder, keys in self._created.items() if is_cache(folder)
-        ]  # fmt: skip
-        return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
 
     def close(self) -> None:
         """End a preparation that is under way; what it has made stays."""
@@ -192,6 +191,15 @@ def collect_before(
             continue
         entries, size = entries + removal.entries, size + removal.size
     return Collected(entries, size, tuple(in_use))
+
+
+def remove_epochs(created: Mapping[Path, Iterable[Key]]) -> Removal:
+    """`persistent_cache: false`, at a clean end: from stores of epochs what a run has made; an empty one goes too.
+
+    CacheBusyError where a store is still open; the caller closes its own first.
+    """
+    removals = [_without_empty(folder, keys) for folder, keys in created.items() if is_cache(folder)]
+    return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
 
 
 def remove_items(folder: Path, items: Sequence[LatentItem | TextItem]) -> Removal:

@@ -5,7 +5,7 @@
         built.latents.encoder, built.texts.encoder      # the ids the entries are found by
 
 `cache_type: memory` and `unified_memory` go through the same stores on disk: they say from where a run reads, not
-whether it may encode everything again after a crash. With `persistent_cache: false` the run calls `remove_created`
+whether it may encode everything again after a crash. With `persistent_cache: false` the run calls `remove_entries`
 at its clean end, and what it added is gone.
 """
 
@@ -37,11 +37,10 @@ from gracetune.cache.wanted import (
     by_folder,
     is_refreshed,
     left_out,
-    validation_texts,
     wanted_latents,
     wanted_texts,
 )
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import RunConfig, Validation
 from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex
@@ -61,6 +60,12 @@ class Encoders(Protocol):
     def reads_pictures(self) -> bool: ...
 
     def latent_id(self) -> EncoderId: ...
+
+    def prompts(self, validation: Validation) -> list[str]:
+        """The texts samples are drawn with, worded as this model wants them (`wanted.validation_texts`).
+
+        None where it draws its samples from texts: nobody would read their embeddings.
+        """
 
     def load_text(self) -> TextEncoder: ...
 
@@ -197,7 +202,7 @@ def needs(
         text,
         latent,
         wanted_texts(
-            index, text, places, reads_pictures=encoders.reads_pictures(), prompts=validation_texts(config.validation),
+            index, text, places, reads_pictures=encoders.reads_pictures(), prompts=encoders.prompts(config.validation),
             epoch=epoch, part=part,
         ),
         wanted_latents(index, latent, places, epoch=epoch, part=part),
@@ -232,7 +237,7 @@ def build(
     texts = nothing_to_do(wanted.text_encoder, len(wanted.texts), index)
     if _lacks(caches, wanted.texts):
         text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
-        prompts = validation_texts(config.validation)
+        prompts = encoders.prompts(config.validation)
         with _loaded(encoders.load_text) as encoder:
             if take_over:
                 spoken = take_texts(encoder, index, config.model, missing_among(caches, wanted.texts), caches.store)

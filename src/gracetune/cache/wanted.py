@@ -145,14 +145,14 @@ def wanted_texts(
     return [*found.values()]
 
 
-def validation_texts(validation: Validation) -> list[str]:
-    """Every text the samples of a run are drawn with, each once."""
+def validation_texts(validation: Validation, *, no_wish: str = "") -> list[str]:
+    """Every text the samples of a run are drawn with, each once. `no_wish` is what stands for no negative prompt."""
     if not validation.enabled:
         return []
     texts: dict[str, None] = {}
     for prompt in validation.prompts:
         negative = validation.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
-        texts |= {prompt.prompt: None, negative: None}
+        texts |= {prompt.prompt: None, negative or no_wish: None}
     return [*texts]
 
 

@@ -153,6 +153,7 @@ class Dataset(Section):
     start_step: WholeNumber = 0
     end_step: PositiveInt | None = None
     regularisation: Flag = False
+    """An adapter learns the base model's own answer on these samples, so that it changes less beside its subject."""
     loss_weight: NonNegativeFloat = 1.0
     adapter_strength: Number = 1.0
 

@@ -146,6 +146,10 @@ def torch_accepts_uvm_options(torch_folder: Path | None = None) -> bool:
         return False
 
 
-def make_cublas_deterministic() -> None:
-    """cuBLAS repeats itself exactly only with a fixed workspace, which it reads from here when CUDA starts."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def make_cublas_deterministic() -> tuple[str, bool]:
+    """cuBLAS repeats itself exactly only with a fixed workspace, which it reads from here when CUDA starts.
+
+    The workspace that holds now, and whether it is ours: one that is set already stays.
+    """
+    ours = "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+    return os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8"), ours

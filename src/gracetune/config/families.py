@@ -1,16 +1,16 @@
 """The model families we train, and the published weights behind each flavour's name.
 
 Only names live here, because a config file is checked long before any model code is imported. What a family *does*
-is in its folder under `models/`.
+is in its folder under `models/`, or in the installed package that brings it (`installed_families`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Literal
 
-Family = Literal["wan", "qwen_image", "flux", "sdxl", "stable_audio"]
-FAMILIES: tuple[str, ...] = get_args(Family)
+from gracetune.config.installed_families import GROUP, InstalledFamilies
 
 Modality = Literal["image", "video", "audio"]
 
@@ -53,10 +53,20 @@ _FLAVOURS: dict[str, tuple[Flavour, ...]] = {
     "stable_audio": (Flavour("open-1.0", "stabilityai/stable-audio-open-1.0", "audio"),),
 }
 
+INSTALLED = InstalledFamilies(tuple(entry_points(group=GROUP)), ours=tuple(_FLAVOURS))
+FAMILIES: tuple[str, ...] = (*_FLAVOURS, *INSTALLED.names)
+if TYPE_CHECKING:
+    Family = str  # what is installed is not known to a type checker
+else:
+    Family = Literal[FAMILIES]
+
 
 def flavours(family: str) -> tuple[Flavour, ...]:
     """Every flavour of a family; the first is the one taken when a config names none. Empty for a family we lack."""
-    return _FLAVOURS.get(family, ())
+    if not INSTALLED.has(family):
+        return _FLAVOURS.get(family, ())
+    found: tuple[Flavour, ...] = INSTALLED.part(family, "flavours", "FLAVOURS")
+    return found
 
 
 def find_flavour(family: str, name: str) -> Flavour | None:

@@ -56,6 +56,13 @@ def _ramp(config: RunConfig) -> Iterator[Broken]:
                      "a ramp rises: swap the two")  # fmt: skip
 
 
+def _determinism(config: RunConfig) -> Iterator[Broken]:
+    training = config.training
+    if training.deterministic and training.attention in ("flash_attn_2", "flash_attn_3"):
+        yield Broken(("training", "attention"), training.attention, "one of torch's own, with training.deterministic",
+                     "write `auto`, or turn training.deterministic off", (("training", "deterministic"),))  # fmt: skip
+
+
 def _known_flavour(config: RunConfig) -> Flavour | None:
     """The flavour whose nature we know without opening the weights."""
     model = config.model
@@ -80,6 +87,13 @@ def _adapter(config: RunConfig) -> Iterator[Broken]:
     if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
         yield Broken(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
+
+
+def _precision(config: RunConfig) -> Iterator[Broken]:
+    if config.model.base_precision == "fp8" and config.adapter.kind == "full_finetune":
+        yield Broken(("model", "base_precision"), "fp8 with full_finetune", "bf16, fp16 or fp32: fp8 is for weights "
+                     "that stay as they are", "--set model.base_precision=bf16, or train an adapter",
+                     (("adapter", "kind"),))  # fmt: skip
 
 
 def _automagic(config: RunConfig) -> Iterator[Broken]:
@@ -204,8 +218,10 @@ def _edit_sources(config: RunConfig) -> Iterator[Broken]:
 RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _length,
     _ramp,
+    _determinism,
     _model,
     _adapter,
+    _precision,
     _automagic,
     _objective,
     _dataset_ids,

@@ -112,6 +112,8 @@ class Training(Section):
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"] = "auto"
     compile: Literal["off", "auto", "on"] = "auto"
     seed: WholeNumber = 42
+    deterministic: Flag = False
+    """Repeatable kernels only, so that two runs on one GPU agree to the last bit; slower."""
     ema: Ema = Ema()
     ramp: BatchRamp = BatchRamp()
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.places import places_of
 from gracetune.cache.tiling import TilingNotes
-from gracetune.config.run_config import RunConfig
+from gracetune.cache.wanted import validation_texts
+from gracetune.config.run_config import RunConfig, Validation
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
@@ -40,6 +41,10 @@ class FamilyEncoders:
 
     def latent_id(self) -> EncoderId:
         return self._latent_id
+
+    def prompts(self, validation: Validation) -> list[str]:
+        how = self.spec.from_embeddings
+        return [] if isinstance(how, str) else validation_texts(validation, no_wish=how.no_wish)
 
     def load_text(self) -> TextEncoder:
         return self.spec.load_text_encoder(self.source, self.placement)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from gracetune.hardware.machine import ProfileName
 from gracetune.memory.placement import place
-from gracetune.models.parking import CopyParking, ManagedParking, Parking, Room, Staying, device_room
+from gracetune.models.activation_parking import Clock, CudaClock, HostClock
+from gracetune.models.expert_streaming import Following, StreamedParking
+from gracetune.models.parking import ManagedParking, Parking, Room, Staying, device_room
 from gracetune.models.spec import Expert, ExpertName, ModelFacts
-from gracetune.units import format_bytes
+from gracetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from gracetune.memory.managed import ManagedHeap
@@ -99,6 +103,22 @@ class Prepared:
     reason: str
 
 
+@dataclass
+class SwitchStats:
+    """Times are the device's own clock, and come a little late: nobody waits for them."""
+
+    count: int = 0
+    followed_bytes: int = 0
+    """Brought behind the last backward pass of the expert before."""
+    waited_ms: float = 0.0
+    """The device had nothing to do until an expert was there."""
+
+    @property
+    def line(self) -> str:
+        behind = f"{format_bytes(self.followed_bytes)} behind the last backward pass of the one before"
+        return f"experts: {self.count} switches, {behind}; the device waited {format_duration(self.waited_ms / 1000)}"
+
+
 class ExpertHost:
     """Holds the denoisers of a model; one is active, the others may be away.
 
@@ -114,6 +134,7 @@ class ExpertHost:
         *,
         room: Room = lambda *, here, away: sys.maxsize,
         spare: int = 0,
+        clock: Clock | None = None,
     ) -> None:
         """`spare` is the device memory a step still needs: nothing comes ahead of its turn into that."""
         self.reason = reason
@@ -123,12 +144,16 @@ class ExpertHost:
         self._parking: dict[ExpertName, Parking] = {}
         self._active: ExpertName | None = None
         self._coming: ExpertName | None = None
+        self.switches = SwitchStats()
+        self._clock = clock or HostClock()
+        self._waits: deque[tuple[Any, Any]] = deque()
 
     @classmethod
     def open(
-        cls, choice: ParkingChoice, device: torch.device, *, heap: ManagedHeap | None = None, spare: int = 0
-    ) -> ExpertHost:
-        """A host that puts the choice into force."""
+        cls, choice: ParkingChoice, device: torch.device, *, heap: ManagedHeap | None = None, spare: int = 0,
+        blocks: Collection[str] = (),
+    ) -> ExpertHost:  # fmt: skip
+        """A host that puts the choice into force. `blocks` are the classes of the denoisers' blocks."""
         if choice.way == "resident":
             return cls(lambda module: Staying(), choice.reason)
         if choice.way == "managed" and heap is None:
@@ -137,9 +162,9 @@ class ExpertHost:
         def make(module: nn.Module) -> Parking:
             if choice.way == "managed" and heap is not None:
                 return ManagedParking(module, heap)
-            return CopyParking.pinned(module, device)
+            return StreamedParking.pinned(module, blocks, device)
 
-        return cls(make, choice.reason, room=device_room(device), spare=spare)
+        return cls(make, choice.reason, room=device_room(device), spare=spare, clock=CudaClock())
 
     def add(self, name: ExpertName, module: nn.Module) -> None:
         """Take a denoiser over, and park its frozen weights until it is activated."""
@@ -166,9 +191,35 @@ class ExpertHost:
             self._active = self._coming = None  # whatever fails below, nobody is taken for active who is not
             for other in leaving:
                 self._parking[other].park()
+            asked = self._clock.mark()
             self._parking[name].finish()
+            self._waits.append((asked, self._clock.mark()))
+            self.switches.count += 1
+            self._count_waits()
             self._active = name
         return self._experts[name]
+
+    @contextmanager
+    def following(self, name: ExpertName | None) -> Iterator[None]:
+        """The backward pass in here is the active one's last before this one's turn: if there is no room for both, its
+        weights come in behind it, block by block. Whom `activate` then names first gets the rest."""
+        leaving = None if self._active is None else self._parking[self._active]
+        coming = None if name is None or self._coming is not None else self._parking[self._known(name)]
+        if leaving is coming or not isinstance(leaving, StreamedParking) or not isinstance(coming, StreamedParking):
+            yield
+            return
+        moving = Following(leaving, coming)
+        try:
+            with moving:
+                yield
+        finally:
+            if moving.moved:  # the one that was active is no longer whole, the next one not yet
+                self._active, self._coming = None, name
+                self.switches.followed_bytes += moving.brought_bytes
+
+    def _count_waits(self) -> None:
+        while self._waits and self._clock.is_past(self._waits[0][1]):
+            self.switches.waited_ms += self._clock.between_ms(*self._waits.popleft())
 
     def prepare(self, name: ExpertName) -> Prepared:
         """Start to bring an expert ahead of its turn, if there is room for both."""
@@ -184,6 +235,7 @@ class ExpertHost:
         try:
             self._parking[name].start()
         except torch.OutOfMemoryError:
+            self._parking[name].park()  # pieces that were given room before
             return Prepared(False, "no room in one piece beside the active one; it is brought when its turn comes")
         self._coming = name
         return Prepared(True, "room for both: brought ahead of its turn")

@@ -96,6 +96,10 @@ class KeyMap:
     """The most blocks a published model has under a name: tells families apart whose layers are called the same."""
     comfyui_takes_ours: bool = False
     """ComfyUI loads `<component>.<diffusers path>` for this family. True where the original layout is fused."""
+    architecture: str = ""
+    """What the headers of files call the model (`modelspec.architecture`); empty: the family's own name."""
+    base_version: str = ""
+    """The same in kohya's words (`ss_base_model_version`); empty: not written."""
 
     def find(self, name: str) -> Place | None:
         """The layer a name stands for, in either layout, with dots or underscores."""

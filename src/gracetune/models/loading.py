@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +25,17 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import Weights, open_weights
 from gracetune.memory.weights.loading import Progress, load_into
-from gracetune.models import single_file
+from gracetune.models import fp8_loading, single_file
 from gracetune.models.attention import apply_attention
 from gracetune.models.bars import without_bars
+from gracetune.models.fp8 import check_fp8
+from gracetune.models.fp8_loading import Put, fp8_weights, putting
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Draw = Callable[[nn.Module, Mapping[str, Tensor]], None]
+"""Gives the tensors of a model, by name and in their place, values that come from no file."""
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
@@ -91,28 +94,36 @@ def load_component(
     placement: Placement,
     *,
     progress: Progress | None = None,
+    draw: Draw | None = None,
 ) -> nn.Module:
     """A diffusers model, frozen and in eval mode, its weights read straight to `placement.device`.
 
-    Layers the class wants in float32 are. With a float8 dtype the weights of large layers are held in it and cast to
-    bfloat16 while they work (diffusers' layerwise casting); the others are bfloat16.
+    With `draw` no weight is read: the model is the same in all else, and its values are what `draw` makes them.
+
+    Layers the class wants in float32 are. With `placement.fp8` the weights of the layers it names are held in 8 bits,
+    rounded while they are read: they are never in memory as a whole in another precision.
 
     On the meta device nothing is read: for whoever only asks an encoder for its id.
     """
     if placement.device.type == "meta":
         return build_component(source, component, cls)
     config = part_config(source, component, cls)
-    compute = torch.bfloat16 if placement.dtype in _FLOAT8 else placement.dtype
-    with _parameters_on_meta(compute), _refusing(source, component, cls):
+    with _parameters_on_meta(placement.dtype), _refusing(source, component, cls):
         model: Any = cls.from_config(config)
-    if placement.dtype in _FLOAT8:
-        model.enable_layerwise_casting(storage_dtype=placement.dtype, compute_dtype=compute)
-    destinations = _allocate(model, cls, compute, placement.device)
+    rounded: frozenset[str] = frozenset()
+    if placement.fp8 is not None:
+        check_fp8(placement.device)
+        rounded = fp8_weights(model, placement.fp8, _in_fp32(cls))
+    destinations = _allocate(model, cls, placement.dtype, placement.device, rounded)
+    put = putting(model, "both" if placement.fp8 is None else placement.fp8.layouts, placement.device)
     file = source.single_file if single_file.supplies(source, component) else None
-    if file is not None and not single_file.has_todays_names(file, destinations):
-        single_file.load(file, cls, config, destinations)
+    if draw is not None:
+        _draw(model, destinations, draw, placement.device, put)
+    elif file is not None and not single_file.has_todays_names(file, destinations):
+        single_file.load(file, cls, config, destinations, put)
     else:
-        _fill(model, cls, open_weights(file or weight_file(source, component)), destinations, progress)
+        weights = open_weights(file or weight_file(source, component))
+        _fill(model, cls, weights, destinations, placement.device, put, progress)
     _finish(model, placement.device)
     model.register_to_config(_name_or_path=str(source.part(component)))
     if placement.attention is not None:
@@ -121,19 +132,32 @@ def load_component(
     return loaded
 
 
-def _allocate(model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Memory for every parameter and saved buffer in its final place; by name, a tied one under each of its names."""
+def _in_fp32(cls: type[Any]) -> list[str]:
+    """Names of modules this class keeps in float32, whatever its dtype."""
     kept = cls._keep_in_fp32_modules or []
-    kept = [kept] if isinstance(kept, str) else kept
+    return [kept] if isinstance(kept, str) else kept
+
+
+def _allocate(
+    model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device, rounded: Collection[str] = ()
+) -> dict[str, Tensor]:
+    """Memory for every parameter and saved buffer in its final place; by name, a tied one under each of its names.
+
+    Those to be `rounded` stay on meta: whoever fills the others hands them on as they come.
+    """
+    kept = _in_fp32(cls)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
-        if not tensor.is_floating_point() or tensor.dtype in _FLOAT8:
+        if not tensor.is_floating_point():
             return tensor.dtype
         return dtype if set(kept).isdisjoint(name.split(".")) else torch.float32
 
     destinations: dict[str, Tensor] = {}
     filled: dict[int, Tensor] = {}
     for name, old in model.state_dict(keep_vars=True).items():
+        if name in rounded:
+            destinations[name] = old
+            continue
         if id(old) not in filled:
             new = torch.empty(old.shape, dtype=dtype_of(name, old), device=device)
             filled[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
@@ -146,9 +170,19 @@ def _allocate(model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torc
     return destinations
 
 
+def _draw(model: nn.Module, destinations: Mapping[str, Tensor], draw: Draw, device: torch.device, put: Put) -> None:
+    draw(model, {name: tensor for name, tensor in destinations.items() if not tensor.is_meta})
+    for name, tensor in destinations.items():
+        if tensor.is_meta:
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            draw(model, {name: whole})
+            put(name, whole)
+
+
 def _fill(
-    model: Any, cls: type[Any], weights: Weights, destinations: Mapping[str, Tensor], progress: Progress | None
-) -> None:
+    model: Any, cls: type[Any], weights: Weights, destinations: Mapping[str, Tensor], device: torch.device, put: Put,
+    progress: Progress | None,
+) -> None:  # fmt: skip
     weights = _with_todays_names(model, weights)
     ignored = cls._keys_to_ignore_on_load_unexpected or []
     surplus = {name for name in weights.entries if name not in destinations}
@@ -156,7 +190,31 @@ def _fill(
     wanted = _one_name_each(destinations, weights)
     left_out = admitted | (destinations.keys() - wanted.keys())
     entries = {name: entry for name, entry in weights.entries.items() if name not in left_out}
-    load_into(replace(weights, entries=entries), wanted, progress=progress)
+    rounded = {name: one for name, one in wanted.items() if one.is_meta and fp8_loading.readable(weights, name, one)}
+    # A weight that cannot be read is found with everything else that is wrong, before anything is.
+    at_once = {
+        name: torch.empty(one.shape, dtype=one.dtype) if one.is_meta else one
+        for name, one in wanted.items()
+        if name not in rounded
+    }
+    rest = replace(weights, entries={name: entry for name, entry in entries.items() if name not in rounded})
+    counting = _in_all(progress, sum(entry.size for entry in entries.values()))
+    load_into(rest, at_once, progress=counting)
+    fp8_loading.read(weights, rounded, device, put, counting)
+
+
+def _in_all(progress: Progress | None, total: int) -> Progress:
+    """One count over several loads, each of which begins at 0 again."""
+    before = 0
+
+    def count(done: int, of: int) -> None:
+        nonlocal before
+        if progress is not None:
+            progress(before + done, total)
+        if done == of:
+            before += done
+
+    return count
 
 
 def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict[str, Tensor]:

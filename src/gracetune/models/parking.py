@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -149,9 +150,12 @@ class CopyParking:
 
     managed = 0
 
-    def __init__(self, module: nn.Module, device: torch.device, lane: Lane, home: Tensor | None = None) -> None:
-        """`home` is host memory of the right size (pinned, for copies that run beside work); None makes it pageable."""
-        self._slots, self.bytes = _slots(frozen_tensors(module))
+    def __init__(
+        self, module: nn.Module | list[Tensor], device: torch.device, lane: Lane, home: Tensor | None = None
+    ) -> None:  # fmt: skip
+        """Of a module, or of these tensors of one. `home` is host memory of the right size (pinned, for copies that run
+        beside work); None makes it pageable."""
+        self._slots, self.bytes = _slots(frozen_tensors(module) if isinstance(module, nn.Module) else module)
         self._device, self._lane = device, lane
         self._home = torch.zeros(self.bytes, dtype=torch.uint8) if home is None else home
         self._block: Tensor | None = None
@@ -164,6 +168,13 @@ class CopyParking:
     def pinned(cls, module: nn.Module, device: torch.device) -> CopyParking:
         _, size = _slots(frozen_tensors(module))
         return cls(module, device, CudaLane(device), pinned_bytes(size, torch.cuda.cudart()))
+
+    @classmethod
+    def of(
+        cls, tensors: list[Tensor], device: torch.device, lane: Lane, new_home: Callable[[int], Tensor] | None
+    ) -> CopyParking:  # fmt: skip
+        _, size = _slots(tensors)
+        return cls(tensors, device, lane, None if new_home is None else new_home(size))
 
     def start(self) -> None:
         if self._block is not None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gracetune.config.families import find_flavour, flavours
+from gracetune.config.families import INSTALLED, find_flavour, flavours
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 
@@ -45,6 +45,9 @@ def build_published(family: str, flavour: str) -> nn.Module:
     if find_flavour(family, flavour) is None:
         names = [known.name for known in flavours(family)]
         raise ConfigError([Problem("--flavour", flavour, ", ".join(names), nearest(flavour, names) or names[0])])
+    if INSTALLED.has(family):
+        installed: nn.Module = INSTALLED.part(family, "published", "build_published")(flavour)
+        return installed
     with torch.device("meta"):
         model: nn.Module = _class(family)(**_DIFFERS.get((family, flavour), {}))
     return model

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from gracetune.config.families import flavours
+from gracetune.config.families import INSTALLED, flavours
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
@@ -14,6 +13,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.memory.planning.footprint import Footprint
 from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
 from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
+from gracetune.models.installed import WithInstalled
 from gracetune.models.qwen_image.footprint import FOOTPRINTS as QWEN_IMAGE
 from gracetune.models.qwen_image.geometry import GEOMETRIES as QWEN_IMAGE_GEOMETRIES
 from gracetune.models.sdxl.footprint import FOOTPRINTS as SDXL
@@ -26,19 +26,23 @@ from gracetune.models.wan.geometry import GEOMETRIES as WAN_GEOMETRIES
 if TYPE_CHECKING:
     from gracetune.models.spec import ModelSpec
 
-FOOTPRINTS = MappingProxyType(
-    {"wan": WAN, "qwen_image": QWEN_IMAGE, "flux": FLUX, "sdxl": SDXL, "stable_audio": STABLE_AUDIO}
+FOOTPRINTS = WithInstalled(
+    {"wan": WAN, "qwen_image": QWEN_IMAGE, "flux": FLUX, "sdxl": SDXL, "stable_audio": STABLE_AUDIO},
+    module="footprint",
+    name="FOOTPRINTS",
 )
 """Family -> the footprints of its flavours, in the order of `config.families`."""
 
-GEOMETRIES = MappingProxyType(
+GEOMETRIES = WithInstalled(
     {
         "wan": WAN_GEOMETRIES,
         "qwen_image": QWEN_IMAGE_GEOMETRIES,
         "flux": FLUX_GEOMETRIES,
         "sdxl": SDXL_GEOMETRIES,
         "stable_audio": STABLE_AUDIO_GEOMETRIES,
-    }
+    },
+    module="geometry",
+    name="GEOMETRIES",
 )
 """Family -> flavour -> what it asks of its data."""
 
@@ -74,6 +78,9 @@ def spec_of(family: str) -> ModelSpec:
     if family not in FOOTPRINTS:
         known = ", ".join(FOOTPRINTS)
         raise ConfigError([Problem("model.family", family, known, nearest(family, FOOTPRINTS) or known)])
+    if INSTALLED.has(family):
+        installed: ModelSpec = INSTALLED.part(family, "spec", "SPEC")
+        return installed
     module = importlib.import_module(f"gracetune.models.{family}.spec")
     spec: ModelSpec = module.SPEC
     return spec

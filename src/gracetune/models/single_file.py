@@ -18,6 +18,7 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import TensorEntry, open_weights, shortened
 from gracetune.memory.weights.staging import too_large_for
+from gracetune.models.fp8_loading import Put
 from gracetune.models.source import ModelSource
 
 _DENOISERS = ("transformer", "unet")
@@ -52,7 +53,10 @@ def has_todays_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
     return open_weights(file).entries.keys() == destinations.keys()
 
 
-def load(file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Mapping[str, Tensor]) -> None:
+def load(
+    file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Mapping[str, Tensor], put: Put
+) -> None:  # fmt: skip
+    """What has no memory yet (it is on meta) is handed to `put`."""
     renamed = _renamed(file, cls, config)
     problems = shortened(_missing(file, cls, renamed, destinations)) + shortened(_surplus(file, renamed, destinations))
     problems += [
@@ -64,6 +68,9 @@ def load(file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Ma
         raise WeightFileError(problems)
     with torch.no_grad():
         for name, tensor in destinations.items():
+            if tensor.is_meta:
+                put(name, renamed[name])
+                continue
             bad = too_large_for(renamed[name], tensor.dtype)
             if bad is not None:
                 expected = f"values up to {torch.finfo(tensor.dtype).max:g}, the largest {tensor.dtype} holds"

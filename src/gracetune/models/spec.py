@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from gracetune.cache.encoder import LatentEncoder, TextEncoder
 from gracetune.diffusion.schedule import NoiseSchedule
@@ -51,6 +51,19 @@ class ModelFacts:
     out of the default targets together with `ModelSpec.untrained`."""
 
 
+Fp8Layouts = Literal["both", "one"]
+"""By rows and by columns, or by rows alone and turned in every backward pass."""
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The layers whose frozen weights are held in 8 bits (`models.fp8`)."""
+
+    layers: tuple[str, ...]
+    """Patterns; a `*` stays within one part of a path. `ModelSpec.default_targets` are a family's large matrices."""
+    layouts: Fp8Layouts = "both"
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where and how a part is held."""
@@ -59,6 +72,8 @@ class Placement:
     dtype: torch.dtype
     attention: str | None = None
     """diffusers' name of an attention backend, chosen by `models.attention`; None leaves diffusers' own choice."""
+    fp8: Fp8 | None = None
+    """For denoisers: layers held in fewer bits than `dtype`, which everything else is held and computed in."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +99,9 @@ class SampleRequest:
     """None: the family's own default."""
     seed: int = 0
     references: tuple[Image, ...] = ()
+    embeds: Mapping[str, Tensor] | None = None
+    """The prompt's entry of the text cache. For a pipeline without text encoders (`FromEmbeddings`)."""
+    negative_embeds: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,6 +151,18 @@ class LoadPipeline(Protocol):
 
 
 @dataclass(frozen=True)
+class FromEmbeddings:
+    """How samples are drawn without text encoders, from the entries training reads its captions' embeddings from."""
+
+    load_pipeline: LoadPipeline
+    """As the family's own, without text encoders: `sample` is then given requests with embeddings."""
+    refusal: Callable[[ModelFacts], str | None] = lambda facts: None
+    """Why that is not possible with these weights; None where it is."""
+    no_wish: str = ""
+    """The text whose embedding is guided away from where no negative prompt is given."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One family. The functions are small; none keeps state."""
 
@@ -157,3 +187,5 @@ class ModelSpec:
     untrained: Sequence[str] = ()
     """Patterns of target layers that never get a gradient, left out of the default targets."""
     attention: AttentionCalls = AttentionCalls()
+    from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"
+    """Or why its samples need text encoders."""

@@ -33,6 +33,10 @@ _REMEDY = "resume with the adapter and optimizer the state was saved with, or st
 class Automagic(Optimizer):
     """Give parameters with their names, [("blocks.0…", p), …], to save and load state."""
 
+    _step_supports_amp_scaling = True
+    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.skipping`)."""
+    found_inf: Tensor | None = None
+
     def __init__(
         self,
         params: Any,
@@ -85,7 +89,7 @@ class Automagic(Optimizer):
         for group, rule, stack in self._stacks:
             active = stack.with_gradients()
             if active and group["lr"] > 0:
-                stack.step(active, rule)
+                stack.step(active, rule, self.found_inf)
         return loss
 
     def learning_rates(self) -> dict[str, Tensor]:

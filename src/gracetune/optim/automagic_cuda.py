@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gracetune.optim.automagic_stack import TINY, Rule, Stack, local, sharding_of
+from gracetune.optim.automagic_stack import TINY, Rule, Stack, sharding_of
+from gracetune.optim.skipping import local
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -80,9 +81,11 @@ class CudaStack(Stack):
     _places: _Addresses = field(default_factory=_Addresses)
     _gradients: _Addresses = field(default_factory=_Addresses)
     _slots: _Addresses = field(default_factory=_Addresses)
+    _good: Tensor | None = None
+    """A flag that says so: what a step without one is given."""
 
     @torch.no_grad()
-    def step(self, active: list[int], rule: Rule) -> None:
+    def step(self, active: list[int], rule: Rule, bad: Tensor | None = None) -> None:
         parameters = [local(self.parameters[at]) for at in active]
         # Kept until the kernels are queued: a contiguous copy must not be freed under them.
         dtype = parameters[0].dtype
@@ -92,9 +95,18 @@ class CudaStack(Stack):
         device = parameters[0].device
         # Triton's interpreter runs the same on a CPU, which is how tests without a GPU check it.
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self._launch(parameters, gradients, active, rule)
+            self._launch(parameters, gradients, active, rule, self._flag(bad, device))
 
-    def _launch(self, parameters: list[Tensor], gradients: list[Tensor], active: list[int], rule: Rule) -> None:
+    def _flag(self, bad: Tensor | None, device: torch.device) -> Tensor:
+        if bad is not None:
+            return bad
+        if self._good is None:
+            self._good = torch.zeros((), device=device)
+        return self._good
+
+    def _launch(
+        self, parameters: list[Tensor], gradients: list[Tensor], active: list[int], rule: Rule, bad: Tensor
+    ) -> None:  # fmt: skip
         device = parameters[0].device
         slots = self._slots.numbers(active, device)
         calls: Any = _kernels()
@@ -103,8 +115,8 @@ class CudaStack(Stack):
         aligned = self._places.aligned and self._gradients.aligned
         shapes = _Shape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
         row, col = self.moments["row"], self.moments["col"]
-        calls.average_rows(grads, slots, row, shapes, dtype, rule)
-        calls.average_columns(grads, slots, col, shapes, dtype, rule)
+        calls.average_rows(grads, slots, row, bad, shapes, dtype, rule)
+        calls.average_columns(grads, slots, col, bad, shapes, dtype, rule)
         whole = len(active) == len(self.parameters)
         row, col = (row, col) if whole else (row[slots], col[slots])
         by_row = (row / row.mean(-1, keepdim=True)).clamp_(min=TINY).rsqrt_()
@@ -112,7 +124,7 @@ class CudaStack(Stack):
         partial = calls.square_sums(grads, by_row, by_col, shapes, dtype)
         rms = (partial.sum(-1) / self.shape.numel()).sqrt_()
         damping = rms.div_(rule.clip).clamp_(min=1.0).reciprocal_()
-        calls.move(places, grads, slots, by_row, by_col, damping, self, shapes, dtype, rule)
+        calls.move(places, grads, slots, by_row, by_col, damping, bad, self, shapes, dtype, rule)
 
 
 def _plain(gradient: Tensor, dtype: torch.dtype) -> Tensor:

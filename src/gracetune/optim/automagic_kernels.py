@@ -2,7 +2,8 @@
 
 M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
 says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted
-in the grid's first dimension, the only one without a low limit.
+in the grid's first dimension, the only one without a low limit. `bad` is one number: where it is not 0, nothing is
+written at all.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -42,8 +43,14 @@ def _slot(slots, matrix, lead):
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _end(size, bad):
+    """Up to where results are kept: nowhere, of a step that is left out."""
+    return tl.where(tl.load(bad) == 0.0, size, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _rows_kernel(
-    gradients, slots, moment, lead, rows, columns, blocks, beta2, rest, eps,
+    gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -58,12 +65,12 @@ def _rows_kernel(
     mean = tl.sum(total, axis=1) / columns
     target = moment + _slot(slots, matrix, lead) * rows + r
     before = tl.load(target, mask=r < rows, other=0.0)
-    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < rows)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < _end(rows, bad))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _columns_kernel(
-    gradients, slots, moment, lead, rows, columns, blocks, beta2, rest, eps,
+    gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -78,7 +85,7 @@ def _columns_kernel(
     mean = tl.sum(total, axis=0) / rows
     target = moment + _slot(slots, matrix, lead) * columns + c
     before = tl.load(target, mask=c < columns, other=0.0)
-    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < columns)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < _end(columns, bad))
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -114,7 +121,7 @@ def _squares_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _move_kernel(
-    places, gradients, slots, by_row, by_col, damping, stored, signs,
+    places, gradients, slots, by_row, by_col, damping, bad, stored, signs,
     lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
     dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
 ):  # fmt: skip
@@ -130,8 +137,9 @@ def _move_kernel(
     units = tl.load(stored + state, mask=inside, other=0).to(tl.int32) + bias
     step = tl.where(last == none_yet, 0, tl.where(last == positive, bump, -bump))
     units = tl.minimum(tl.maximum(units + step, lowest), highest)
-    tl.store(signs + state, positive.to(tl.uint8), mask=inside)
-    tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=inside)
+    kept = i < _end(rows * columns, bad)
+    tl.store(signs + state, positive.to(tl.uint8), mask=kept)
+    tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=kept)
 
     rate = units.to(tl.float32) * unit
     rate = tl.where(units <= lowest, min_lr, rate)
@@ -139,7 +147,7 @@ def _move_kernel(
     place = _matrix(places, matrix, lead, rows, columns, dtype, aligned) + i
     p = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     damped = u * tl.load(damping + matrix // lead)
-    tl.store(place, (p - (damped + p * decay) * rate).to(dtype), mask=inside)
+    tl.store(place, (p - (damped + p * decay) * rate).to(dtype), mask=kept)
 
 
 # -- launching --------------------------------------------------------------------------------------------------------
@@ -150,25 +158,27 @@ def _power(size: int, most: int) -> int:
 
 
 def average_rows(
-    gradients: Tensor, slots: Tensor, moment: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
 ) -> None:
     wide = _power(shape.columns, 256)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.rows, high)
     _rows_kernel[(shape.matrices * blocks,)](
-        gradients, slots, moment, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2, rule.eps,
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2,
+        rule.eps,
         dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
     )  # fmt: skip
 
 
 def average_columns(
-    gradients: Tensor, slots: Tensor, moment: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
 ) -> None:
     wide = _power(shape.columns, 128)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.columns, wide)
     _columns_kernel[(shape.matrices * blocks,)](
-        gradients, slots, moment, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2, rule.eps,
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2,
+        rule.eps,
         dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
     )  # fmt: skip
 
@@ -192,6 +202,7 @@ def move(
     by_row: Tensor,
     by_col: Tensor,
     damping: Tensor,
+    bad: Tensor,
     stack: CudaStack,
     shape: _Shape,
     dtype: torch.dtype,
@@ -201,7 +212,7 @@ def move(
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     grid = rule.grid
     _move_kernel[(shape.matrices * blocks,)](
-        places, gradients, slots, by_row, by_col, damping, stack.rates, stack.signs,
+        places, gradients, slots, by_row, by_col, damping, bad, stack.rates, stack.signs,
         shape.lead, shape.rows, shape.columns, blocks, grid.unit, grid.bump, grid.lowest, grid.highest, grid.bias,
         grid.limits.min_lr, grid.limits.max_lr, rule.weight_decay,
         dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=NO_SIGN, flat=flat,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from gracetune.errors import GracetuneError
 from gracetune.optim.rates import RateGrid
+from gracetune.optim.skipping import local
 
 NO_SIGN = 2
 """In place of a last sign (0 or 1) where there has been no update yet."""
@@ -59,10 +60,6 @@ def sharding_of(parameter: Tensor) -> Sharding | None:
             "Use FSDP2's own sharding, or another optimizer"
         )
     return Sharding(parameter.device_mesh.get_group())
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(eq=False)
@@ -113,16 +110,22 @@ class Stack:
         return [at for at, parameter in enumerate(self.parameters) if parameter.grad is not None]
 
     @torch.no_grad()
-    def step(self, active: list[int], rule: Rule) -> None:
+    def step(self, active: list[int], rule: Rule, bad: Tensor | None = None) -> None:
+        """`bad`, on the device: 1 leaves everything as it is (`optim.skipping`)."""
         # By the whole shape: processes that hold unlike parts of it must cut alike, or they would wait for each other.
         most = _CHUNKS.get(self.rates.device.type, _CHUNK)
         for some in _chunks(active, max(1, most // max(1, math.prod(self.whole_shape)))):
             parameters = [local(self.parameters[at]) for at in some]
             gradients = [local(gradient) for at in some if (gradient := self.parameters[at].grad) is not None]
             entries, write_back = self._views(some)
+            before = None if bad is None else {name: entry.clone() for name, entry in entries.items()}
             stacked = torch.stack([gradient.float() for gradient in gradients])
             weights = torch.stack([weight.float() for weight in parameters]) if rule.weight_decay != 0 else None
             changes = self._advance(stacked, weights, entries, rule)
+            if bad is not None and before is not None:
+                changes = torch.where(bad > 0, 0.0, changes)
+                for name, entry in entries.items():
+                    entry.copy_(torch.where(bad > 0, before[name], entry))
             write_back()
             _subtract(parameters, changes)
 

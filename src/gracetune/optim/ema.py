@@ -11,6 +11,7 @@ from torch import Tensor
 from gracetune.config.run_config import Ema as EmaConfig
 from gracetune.errors import GracetuneError
 from gracetune.optim.naming import differences
+from gracetune.optim.skipping import move_towards
 
 
 class Ema:
@@ -34,14 +35,13 @@ class Ema:
         return cls(parameters, decay=config.decay, update_every=config.update_every) if config.enabled else None
 
     @torch.no_grad()
-    def update(self) -> None:
-        """After every optimizer step; averages every `update_every`-th."""
+    def update(self, bad: Tensor | None = None) -> None:
+        """After every optimizer step; averages every `update_every`-th. `bad` is that of `optim.skipping`."""
         self.steps += 1
         if self.steps % self.update_every:
             return
-        averages = [*self._averages.values()]
-        values = [parameter.detach().float() for parameter in self._parameters.values()]
-        torch._foreach_lerp_(averages, values, 1.0 - self.decay)
+        taken = 1.0 if bad is None else 1.0 - bad
+        move_towards([*self._averages.values()], [*self._parameters.values()], (1.0 - self.decay) * taken)
 
     @property
     def averages(self) -> Mapping[str, Tensor]:

@@ -9,12 +9,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gracetune.optim.skipping import local, move_towards
+
 
 class Lion(Optimizer):
     """update = sign(b1 m + (1 - b1) g);  p <- p (1 - lr wd) - lr update;  m <- b2 m + (1 - b2) g
 
     With `decoupled_weight_decay` the decay does not scale with the first learning rate: wd is divided by it once.
     """
+
+    _step_supports_amp_scaling = True
+    """torch's name for an optimizer that leaves a step out where `found_inf` is 1 (`optim.skipping`)."""
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -47,14 +53,18 @@ class Lion(Optimizer):
 
     def _step_group(self, group: dict[str, Any], trained: list[Tensor]) -> None:
         lr, (beta1, beta2), decay = group["lr"], group["betas"], group["weight_decay"]
-        momenta = [self._momentum(parameter) for parameter in trained]
-        gradients = [_float(parameter.grad) for parameter in trained if parameter.grad is not None]
+        taken = 1.0 if self.found_inf is None else 1.0 - self.found_inf
+        """0 where this step is left out."""
+        momenta = [local(self._momentum(parameter)) for parameter in trained]
+        gradients = [local(parameter.grad).float() for parameter in trained if parameter.grad is not None]
+        parameters = [local(parameter) for parameter in trained]
         updates = torch._foreach_lerp(momenta, gradients, 1.0 - beta1)
         torch._foreach_sign_(updates)
+        torch._foreach_mul_(updates, taken)
         if decay != 0:
-            torch._foreach_mul_(trained, 1.0 - lr * decay)
-        torch._foreach_add_(trained, updates, alpha=-lr)
-        torch._foreach_lerp_(momenta, gradients, 1.0 - beta2)
+            torch._foreach_mul_(parameters, 1.0 - lr * decay * taken)
+        torch._foreach_add_(parameters, updates, alpha=-lr)
+        move_towards(momenta, gradients, (1.0 - beta2) * taken)
 
     def _momentum(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
@@ -62,7 +72,3 @@ class Lion(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         momentum: Tensor = state["exp_avg"]
         return momentum
-
-
-def _float(tensor: Tensor) -> Tensor:
-    return tensor.float()

@@ -88,6 +88,15 @@ def build_schedule(optimizer: Optimizer, schedule: Schedule, *, optimizer_name: 
     return Scheduled(LambdaLR(optimizer, [_factor(used, total, rate) for rate in rates]), notes)
 
 
+def move_to(scheduler: LambdaLR, steps: int) -> None:
+    """As if `steps` optimizer steps had been taken: the rates are a function of their number alone."""
+    scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": steps, "_step_count": steps + 1})
+    for group, base, factor in zip(
+        scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+    ):
+        group["lr"] = base * factor(steps)
+
+
 def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule that will be followed, and what of the one asked for is left out."""
     notes = []

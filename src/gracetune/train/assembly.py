@@ -21,12 +21,14 @@ from gracetune.hardware import Machine
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.native import Unavailable
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
+from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.optim.build import ParamGroup, build_optimizer, optimizer_notes
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.schedules import build_schedule
-from gracetune.train.data import Cached, local_ranks, open_source
+from gracetune.optim.skipping import waiting_note
+from gracetune.train.data import Ready, local_ranks, open_source
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
@@ -80,11 +82,12 @@ def open_host(
     profile = machine.profile.value if runtime.device.type == "cuda" else "cpu"
     choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=memory is not None)
     heap = None if memory is None else memory.heap
-    return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes)
+    blocks = spec_of(facts.family).repeated_blocks
+    return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes, blocks=blocks)
 
 
 def assemble(
-    config: RunConfig, trainee: Trainee, cached: Cached, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
+    config: RunConfig, trainee: Trainee, ready: Ready, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
     view: View, stack: ExitStack,
 ) -> Job:  # fmt: skip
     training = config.training
@@ -95,10 +98,10 @@ def assemble(
         view.say(ramp.first_line)
         logging.getLogger("gracetune").info(ramp.first_line)
     length = length_of(
-        cached.index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
+        ready.index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
     )
     loader = Loader(
-        cached.index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
+        ready.index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
         epochs=training.epochs,
     )  # fmt: skip
     groups = trainee.groups()
@@ -107,21 +110,23 @@ def assemble(
         optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
     )  # fmt: skip
     goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
-    for note in (*optimizer_notes(config.optimizer, groups), *scheduled.notes, goal.weighting.warning):
+    waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
+    for note in (*optimizer_notes(config.optimizer, groups), *scheduled.notes, goal.weighting.warning, waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
-        if dataset.regularisation and not dataset.disabled:
-            view.warn(regularisation_note(dataset.id))
+        if dataset.regularisation and not dataset.disabled and config.adapter.kind == "full_finetune":
+            view.warn(whole_model_note(dataset.id))
     step = TrainStep(
-        trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast
-    )
+        trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
+        base=trainee.base_for,
+    )  # fmt: skip
     return Job(
         runtime=runtime,
         trainee=trainee,
         step=step,
         loader=loader,
-        source=open_source(cached, loader, live, runtime, memory, stack),
+        source=open_source(ready, loader, live, runtime, memory, stack),
         ramp=ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,
@@ -145,10 +150,10 @@ def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
     return FlatGradients(parameters, runtime.sum_ if runtime.world_size > 1 else None)
 
 
-def regularisation_note(dataset: str) -> str:
+def whole_model_note(dataset: str) -> str:
     return (
-        f"dataset {dataset} is regularisation data: it is learnt like any other, with its loss_weight; SimpleTuner "
-        "lets the adapter learn the base model's own answer there instead"
+        f"dataset {dataset} is regularisation data, but a full fine-tune has no base model beside it that could be "
+        "asked for its answer: it is learnt like any other, with its loss_weight"
     )
 
 

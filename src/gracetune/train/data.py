@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from gracetune.data.build import build_index, scan_folder
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, freshness
 from gracetune.data.loader import Loader
+from gracetune.data.words import counted
 from gracetune.hardware import Machine
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.models.encoders import FamilyEncoders
@@ -59,10 +61,6 @@ def stage(
         return backend
 
     with view.phase("looking at the data"):
-        if runtime.world_size == 1:
-            return build_index(
-                config, geometry, open_backend=opened, memory=scan_folder(config), on_scanned=view.on_scanned
-            )
         # The scan of rank 0 is remembered on disk; the others read it instead of all of them hashing every file.
         if not runtime.is_main:
             runtime.barrier()
@@ -71,20 +69,37 @@ def stage(
         )
         if runtime.is_main:
             runtime.barrier()
-        return index
+    for note in _about(index):
+        view.warn(note)
+    return index
+
+
+def _about(index: DataIndex) -> Iterator[str]:
+    """What is not trained on, or otherwise than it may seem."""
+    yield from index.notes
+    for found in (*index.datasets, *index.held_out):
+        for reason, count in Counter(one.reason for one in found.dropped).items():
+            yield f"dataset {found.id}: {counted(count, 'file')} dropped, {reason}; `gracetune data show` names them"
+        yield from (f"dataset {found.id}: {note}" for note in found.notes)
 
 
 @dataclass(frozen=True, eq=False)
-class Cached:
-    """The caches of a run, filled."""
+class Ready:
+    """Samples, and where their entries are: what batches are made of."""
 
     index: DataIndex
     """Without the files that turned out to be damaged."""
     keys: Keys
-    caches: Caches
-    built: Built
     latents: Entries
     texts: Entries
+
+
+@dataclass(frozen=True, eq=False)
+class Cached(Ready):
+    """The caches of a run, filled."""
+
+    caches: Caches
+    built: Built
     report: tuple[str, ...]
     """Where each cache is and why, in words."""
 
@@ -101,9 +116,29 @@ def fill_caches(
             config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents
         )
         runtime.barrier()
+    for note in built.notes:
+        view.warn(note)
+    for (dataset, path), reason in found_by_others(built, runtime).items():
+        built = replace(built, index=built.index.without(dataset, {path: reason}))
+        view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
     keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
     latents, texts, report = load_caches(config, built.index, encoders, keys, caches, where, stack, epoch=epoch)
-    return Cached(built.index, keys, caches, built, latents, texts, report)
+    return Cached(built.index, keys, latents, texts, caches, built, report)
+
+
+Unreadable = dict[tuple[str, str], str]
+"""Dataset and path -> why."""
+
+
+def found_here(built: Built) -> Unreadable:
+    return {(one.dataset, one.path): one.reason for one in (*built.texts.damaged, *built.latents.damaged)}
+
+
+def found_by_others(built: Built, runtime: Runtime) -> Unreadable:
+    """Files that other ranks could not read and this one could: all ranks go on with the same samples, or with none."""
+    own = found_here(built)
+    told = runtime.all_of([*own.items()] or None)
+    return {file: reason for found in told for file, reason in found if file not in own}
 
 
 def load_caches(
@@ -185,11 +220,11 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack:
 
 
 def open_source(
-    cached: Cached, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack
+    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack
 ) -> BatchSource:
     return stack.enter_context(
         BatchSource(
-            loader, latents=cached.latents, texts=cached.texts, keys=cached.keys, device=runtime.device, live=live,
+            loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
             memory=memory,
         )
     )  # fmt: skip

@@ -99,7 +99,7 @@ def _once(job: Job, batch: Batch, expert: ExpertName) -> float:
     job.gradients[expert].open()
     with job.trainee.strength_for(batch, expert):
         loss = job.step(denoiser, batch, expert)
-    loss.total.backward()
+        loss.total.backward()
     if not bool(loss.total.isfinite()):  # the one place where a loss is waited for
         names = ", ".join(sample.path for sample in batch.ref.samples)
         found = f"the loss of the very first batch is {loss.total.item()} ({names})"

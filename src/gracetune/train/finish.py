@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.keys import Key
+from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import remove_entries
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.errors import TelemetryError
@@ -26,7 +27,7 @@ from gracetune.train.view import View
 
 def finish(
     job: Job, config: RunConfig, folder: RunFolder, cached: Cached, stop: Stop, telemetry: Telemetry, view: View,
-    *, began: float, renewal: Renewal | None,
+    *, began: float, renewal: Renewal | None, report: bool = True,
 ) -> tuple[Path, ...]:  # fmt: skip
     """The final files; none where the run did not get to its end."""
     files = _final_files(job, config, folder, cached, renewal, view) if stop.kind == "finished" else ()
@@ -37,9 +38,11 @@ def finish(
             step=job.position.step, outcome=stop.kind, reason=reason, duration_s=time.monotonic() - began, outputs=names
         )
     )
-    if job.runtime.is_main:
-        report = write_report(folder.path)
-        view.say(f"report: {report.html}")
+    if report and job.runtime.is_main:
+        try:
+            view.say(f"report: {write_report(folder.path).html}")
+        except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
+            view.warn(f"the report could not be written: {error}")
     return files
 
 
@@ -82,20 +85,29 @@ def _final_files(
 
 def _remove_caches(job: Job, cached: Cached, renewal: Renewal | None, view: View) -> None:
     """What all ranks added, once nobody has the caches open any more; nothing else."""
-    mine = {str(folder): sorted(keys) for folder, keys in cached.caches.created.items()}
-    every = job.runtime.gather(json.dumps(mine).encode())
     job.source.close()
+    lasting = _of_all(job, cached.caches.created)
+    epochs = _of_all(job, {} if renewal is None else renewal.close())
     cached.caches.close()
     job.runtime.barrier()
     if not job.runtime.is_main:
         return
-    created: dict[Path, set[Key]] = {}
-    for raw in every:
-        for folder, keys in json.loads(raw).items():
-            created.setdefault(Path(folder), set()).update(keys)
+    # Past the first one an epoch's entries were made through stores of their own, which are gone with their last entry.
+    for folder in [*lasting.keys() & epochs.keys()]:
+        epochs[folder] |= lasting.pop(folder)
     try:
-        removed = remove_entries(created).entries + (0 if renewal is None else renewal.remove_created())
+        removed = remove_entries(lasting).entries + remove_epochs(epochs).entries
     except CacheBusyError as busy:
         view.warn(f"persistent_cache is false, but another process uses the cache: {busy}")
         return
     view.say(f"persistent_cache is false: {removed} entries of this run removed")
+
+
+def _of_all(job: Job, mine: Mapping[Path, Collection[Key]]) -> dict[Path, set[Key]]:
+    """What every rank has, on rank 0."""
+    told = {str(folder): sorted(keys) for folder, keys in mine.items()}
+    found: dict[Path, set[Key]] = {}
+    for raw in job.runtime.gather(json.dumps(told).encode()):
+        for folder, keys in json.loads(raw).items():
+            found.setdefault(Path(folder), set()).update(keys)
+    return found

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from gracetune.optim.skipping import local
+
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks, in place."""
 
@@ -91,27 +93,23 @@ class ShardedGradients:
 
     def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        local = [_local(gradient) for gradient in gradients]
+        parts = [local(gradient) for gradient in gradients]
         # FSDP2 takes the mean over ranks; ours are sums.
-        torch._foreach_mul_(local, factor * self._world_size)
+        torch._foreach_mul_(parts, factor * self._world_size)
         norm = torch.nn.utils.get_total_norm(gradients)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if clip.limit is not None and clip.kind == "norm":
-            torch._foreach_mul_(local, _coefficient(norm, clip.limit))
+            torch._foreach_mul_(parts, _coefficient(norm, clip.limit))
         elif clip.limit is not None:
-            for part in local:
+            for part in parts:
                 part.clamp_(-clip.limit, clip.limit)
-        for part in local:
+        for part in parts:
             part.copy_(torch.where(norm.isfinite(), part, 0.0))
         return norm
 
     def close(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -17,11 +17,15 @@ from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.sensors import ArenaUsage, HostSensor, Sensors
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.train.control import Stop
-from gracetune.train.job import Job
+from gracetune.train.job import Job, Standing
 from gracetune.train.loop import WindowDone
 from gracetune.train.view import View
 
 _SHOWN = 8
+
+
+_MOST_SKIPPED = 40
+"""Windows in a row: so many halvings take fp16's loss scale to where nothing can overflow any more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +36,8 @@ class _Norm:
     value: Tensor
     arrived: torch.cuda.Event | None
     batches: tuple[BatchRef, ...]
+    before: Standing
+    """Where the run stood before this window."""
 
     @property
     def is_there(self) -> bool:
@@ -39,51 +45,77 @@ class _Norm:
 
 
 class NanGuard:
-    """Names the batch whose gradients are not finite. The host never waits for a GPU: it looks at what has arrived.
+    """Ends a run at gradients that are not finite, and names their batch.
 
-    Such gradients have become 0 before the optimizer saw them, so the weights that are saved are whole.
+    The host never waits for a GPU: it looks at what has arrived. The device has left out the step of that window and of
+    all after it (`Job.take_step`), so the run goes back to where it stood before it, and that is what is saved.
+    fp16 meets such gradients every now and then and lowers its scale; only many of them in a row end the run.
     """
 
     def __init__(self) -> None:
         self._coming: deque[_Norm] = deque()
+        self._stood: Standing | None = None
+        self._skipped = 0
+        self._failure: Stop | None = None
+        self._before: Standing | None = None
+        """Where the run stood before the window that failed."""
 
-    def start(self, job: Job) -> None: ...
+    def start(self, job: Job) -> None:
+        self._stood = job.standing()
+        job.settle = lambda: self._settled(job)
 
     def window(self, job: Job, done: WindowDone) -> None:
-        if job.scale.skips:
-            return  # fp16 meets such gradients every now and then, and lowers its scale
-        self._coming.append(_sent(done))
+        assert self._stood is not None, "start() was called"
+        self._coming.append(_sent(done, self._stood))
+        self._stood = job.standing()
         while self._coming and self._coming[0].is_there:
             self._judge(job, self._coming.popleft())
 
-    def end(self, job: Job, stop: Stop) -> None:
-        for norm in self._coming:
+    def end(self, job: Job, stop: Stop) -> None: ...
+
+    def _settled(self, job: Job) -> Stop | None:
+        while self._coming:
+            norm = self._coming.popleft()
             if norm.arrived is not None:
                 norm.arrived.synchronize()
             self._judge(job, norm)
+        if self._before is not None:  # all ranks come here at the same window, so all go back together
+            job.go_back(self._before)
+        return self._failure
 
     def _judge(self, job: Job, norm: _Norm) -> None:
-        if bool(norm.value.isfinite()):
+        """Of the windows after the one that failed nothing is to be said: they have changed nothing."""
+        good = bool(norm.value.isfinite())
+        self._skipped = 0 if good else self._skipped + 1
+        if good or self._failure is not None or (job.scale.skips and self._skipped < _MOST_SKIPPED):
             return
-        files = [f"{sample.path} of {sample.dataset}" for batch in norm.batches for sample in batch.samples]
-        more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
-        job.control.ask_to_stop(
-            "failed",
-            f"the gradients of step {norm.step} are not finite; its batch: {', '.join(files[:_SHOWN])}{more}. "
-            "Nothing of it reached the weights, and they are saved. Look at these files; a lower optimizer.lr or "
-            "--set training.mixed_precision=fp32 helps where it is not the data",
-        )
+        self._before = None if job.scale.skips else norm.before
+        saved = (self._before or job.standing()).position.step
+        self._failure = Stop("failed", _what_failed(norm, self._skipped, saved))
+        job.control.ask_to_stop(self._failure.kind, self._failure.reason)
 
 
-def _sent(done: WindowDone) -> _Norm:
+def _what_failed(norm: _Norm, windows: int, saved: int) -> str:
+    files = [f"{sample.path} of {sample.dataset}" for batch in norm.batches for sample in batch.samples]
+    more = f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""
+    which = f"step {norm.step}" if windows == 1 else f"{windows} steps in a row, the last of them {norm.step},"
+    kept = f", and saved at step {saved}" if saved else "; nothing was learnt yet, so nothing is saved"
+    return (
+        f"the gradients of {which} are not finite; its batch: {', '.join(files[:_SHOWN])}{more}. Weights and optimizer "
+        f"are as they were before{kept}. Look at these files; a lower optimizer.lr or "
+        "--set training.mixed_precision=fp32 helps where it is not the data"
+    )
+
+
+def _sent(done: WindowDone, before: Standing) -> _Norm:
     batches = tuple(done.batches)
     if done.norm.device.type != "cuda":
-        return _Norm(done.step, done.norm, None, batches)
+        return _Norm(done.step, done.norm, None, batches, before)
     value = torch.empty((), pin_memory=True)
     value.copy_(done.norm, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return _Norm(done.step, value, arrived, batches)
+    return _Norm(done.step, value, arrived, batches, before)
 
 
 def host_room(machine: Machine, memory: UnifiedMemory | None) -> Callable[[], int]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.data.draws import draw
@@ -20,6 +20,8 @@ from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp
+from gracetune.optim.schedules import move_to
+from gracetune.optim.skipping import step_unless
 from gracetune.train.control import Control, Stop
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.position import Length, Position
@@ -44,6 +46,16 @@ class Callback(Protocol):
     def end(self, job: Job, stop: Stop) -> None: ...
 
 
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stood between two windows: what the host counts. All else of its state is on the device."""
+
+    position: Position
+    loader: dict[str, object]
+    schedule_steps: int
+    ema_steps: int
+
+
 @dataclass(eq=False)
 class Job:
     runtime: Runtime
@@ -56,7 +68,7 @@ class Job:
     seed: int
     gradients: Mapping[ExpertName, Gradients]
     optimizer: Optimizer
-    schedule: LRScheduler
+    schedule: LambdaLR
     length: Length
     clip: Clip
     scale: LossScale | NoScale
@@ -68,6 +80,10 @@ class Job:
     warn: Callable[[str], None] = lambda text: None
     memory_alarm: Callable[[], str | None] = lambda: None
     """Asked before every micro-batch: why the run has to be saved now."""
+    settle: Callable[[], Stop | None] = lambda: None
+    """Wait until every window's gradients are judged; why the run has failed, if it has. It then stands before that."""
+    bad: Tensor | None = None
+    """On the device: 1 where steps are left out (`optim.skipping`)."""
     encodes_live: bool = False
     """Media is decoded while training, so that a damaged file may turn up at any batch."""
     paused_seconds: float = 0.0
@@ -150,14 +166,29 @@ class Job:
             self.paused_seconds += time.perf_counter() - began
 
     def take_step(self, norm: Tensor) -> None:
-        """Nothing is done with gradients that are not finite where that can be known without waiting for a GPU."""
-        known_bad = (norm.device.type == "cpu" or self.scale.skips) and not bool(norm.isfinite())
-        if not known_bad:
-            self.optimizer.step()
-            if self.ema is not None:
-                self.ema.update()
+        """Gradients that are not finite change nothing: neither weights nor the optimizer's state nor averages.
+
+        Such a window ends the run, and those that follow until the host hears of it change nothing either. In fp16 it
+        is an ordinary event, and the next one counts again.
+        """
+        found = (~norm.isfinite()).float()
+        self.bad = found if self.bad is None or self.scale.skips else torch.maximum(self.bad, found)
+        step_unless(self.optimizer, self.bad)
+        if self.ema is not None:
+            self.ema.update(self.bad)
         self.scale.update(norm)
         self.schedule.step()
+
+    def standing(self) -> Standing:
+        averaged = 0 if self.ema is None else self.ema.steps
+        return Standing(replace(self.position), self.saved_loader, self.schedule.last_epoch, averaged)
+
+    def go_back(self, standing: Standing) -> None:
+        """To where the device's state still is: of the windows since then all steps were left out."""
+        self.position, self.saved_loader = replace(standing.position), standing.loader
+        move_to(self.schedule, standing.schedule_steps)
+        if self.ema is not None:
+            self.ema.steps = standing.ema_steps
 
     def advance(self, micro_batches: int, samples: int) -> None:
         self.position.step += 1

@@ -46,6 +46,7 @@ def fit(job: Job) -> Stop:
             break
         for callback in job.callbacks:
             callback.window(job, done)
+    stop = job.settle() or stop
     for callback in job.callbacks:
         callback.end(job, stop)
     return stop
@@ -62,8 +63,7 @@ def run_window(job: Job) -> WindowDone | Stop:
     turn = (position.step, job.switch_every, job.trainee.trained)
     expert = expert_for_window(*turn)
     denoiser = job.trainee.host.activate(expert)
-    coming = next_expert(*turn)
-    if coming is not None:
+    if (coming := next_expert(*turn)) is not None:
         job.trainee.host.prepare(coming)
     gradients = job.gradients[expert]
     gradients.open()
@@ -79,7 +79,7 @@ def run_window(job: Job) -> WindowDone | Stop:
             job.on_epoch_end(outcome)
             done.epochs.append(outcome)
             continue
-        _learn(job, denoiser, outcome, done)
+        _learn(job, denoiser, outcome, done, coming if len(done.batches) + 1 == window.accumulation else None)
     if not done.batches:
         gradients.close()
         return Stop("finished", "the data is exhausted")
@@ -90,10 +90,10 @@ def run_window(job: Job) -> WindowDone | Stop:
     return done
 
 
-def _learn(job: Job, denoiser: torch.nn.Module, batch: Batch, done: WindowDone) -> None:
-    with job.trainee.strength_for(batch, done.expert):
+def _learn(job: Job, denoiser: torch.nn.Module, batch: Batch, done: WindowDone, coming: ExpertName | None) -> None:
+    with job.trainee.strength_for(batch, done.expert), job.trainee.host.following(coming):  # backward may repeat blocks
         loss = job.step(denoiser, batch, done.expert)
-    job.scale.scaled(loss.total).backward()
+        job.scale.scaled(loss.total).backward()
     done.loss += loss.total.detach()
     done.samples += batch.ref.global_samples
     done.batches.append(batch.ref)

@@ -13,12 +13,17 @@ import numpy as np
 import soundfile
 from PIL import Image
 
+from gracetune.errors import GracetuneError
 from gracetune.models.spec import Sampled
 
 Kind = Literal["image", "video", "audio"]
 DEFAULT_FPS = 16.0
 _CELL = 384
 """Longest side of a picture on the sheet."""
+
+
+class NotWrittenError(GracetuneError):
+    """A sample has no place to go. No reason to end a run."""
 
 
 def write_sample(stem: Path, sampled: Sampled, fps: float | None = None) -> tuple[Path, Kind]:
@@ -56,6 +61,8 @@ def _whole(path: Path, write: Callable[[Path], None]) -> Path:
     try:
         write(temporary)
         temporary.replace(path)
+    except (OSError, soundfile.LibsndfileError) as error:  # a full disk; soundfile has errors of its own
+        raise NotWrittenError(f"{path.name} could not be written: {error}") from error
     finally:
         temporary.unlink(missing_ok=True)
     return path

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gracetune import __version__
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_base
+from gracetune.adapters.fast.modules import HoldsWeightOtherwise
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.formats.writing import FormatName
@@ -133,11 +135,33 @@ def save_weights(
             _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
         else:
             path = folder.adapter(expert, named)
-            state = trainee.attached[expert].state()
+            state = for_format(trainee, expert, config.checkpoints.format)
             if write and not path.exists():
                 _save_adapter(path, state, config, step)
         paths.append(path)
     return paths
+
+
+@torch.no_grad()
+def for_format(trainee: Trainee, expert: ExpertName, name: FormatName) -> AdapterState:
+    """An expert's adapter as that format's readers understand it. A collective where the model is shared out.
+
+    ComfyUI measures DoRA's magnitudes against the base weights, which are at hand here (`delta.measured_by_base`).
+    """
+    state = trainee.attached[expert].state()
+    if name != "comfyui" or not any(MAGNITUDE in layer.tensors for layer in state.layers.values()):
+        return state
+    denoiser = trainee.host.module(expert)
+    layers = {path: measured_by_base(layer, base_weight(denoiser, path)) for path, layer in state.layers.items()}
+    return replace(state, layers=layers)
+
+
+def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
+    """Of a layer below its adapter: modules that take a layer's place keep it as their `base_layer`."""
+    layer = denoiser.get_submodule(path)
+    base: Any = dict(layer.named_children()).get("base_layer", layer)
+    held: torch.Tensor = base.plain_weight() if isinstance(base, HoldsWeightOtherwise) else base.weight
+    return whole(held)
 
 
 def checkpoint_bytes(trainee: Trainee) -> int:
@@ -145,27 +169,39 @@ def checkpoint_bytes(trainee: Trainee) -> int:
     return 4 * sum(one.numel() * one.element_size() for one in trainee.parameters().values())
 
 
-def check_format(trainee: Trainee, config: RunConfig) -> None:
-    """Whether the adapters fit into their files' format: asked before the first step, not after the last."""
+def check_format(trainee: Trainee, config: RunConfig) -> tuple[str, ...]:
+    """Whether the adapters fit into their files' format: asked before the first step, not after the last.
+
+    What there is to say about such files.
+    """
     if config.adapter.kind == "full_finetune":
-        return
-    states = [attached.state() for attached in trainee.attached.values()]
-    dtype = DTYPES[config.checkpoints.save_dtype]
+        return ()
+    dtype, name = DTYPES[config.checkpoints.save_dtype], config.checkpoints.format
+    by_base = False
     try:
-        for state in states:
-            FORMATS[config.checkpoints.format].write(state, dtype)
+        for expert in trainee.trained:
+            state = for_format(trainee, expert, name)
+            FORMATS[name].write(state, dtype)
+            by_base = by_base or any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values())
     except CannotHoldError as error:
-        others = [name for name in FORMATS if _holds(name, states, dtype)]
+        others = [name for name in FORMATS if _holds(name, trainee, dtype)]
         hint = f"--set checkpoints.format={others[0]}" if others else "--set adapter.kind=lora"
         found = f"{config.checkpoints.format}: {error.problems[0].found}"
         expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format has a place for"
         raise ConfigError([Problem("checkpoints.format", found, expected, hint)]) from None
+    return (_FOR_COMFYUI_ALONE,) if by_base else ()
 
 
-def _holds(name: FormatName, states: Iterable[AdapterState], dtype: torch.dtype) -> bool:
+_FOR_COMFYUI_ALONE = (
+    "DoRA's magnitudes are written as ComfyUI reads them, measured against this base model: files for ComfyUI alone. "
+    "For diffusers, or to start another run from: --set checkpoints.format=diffusers"
+)
+
+
+def _holds(name: FormatName, trainee: Trainee, dtype: torch.dtype) -> bool:
     try:
-        for state in states:
-            FORMATS[name].write(state, dtype)
+        for expert in trainee.trained:
+            FORMATS[name].write(for_format(trainee, expert, name), dtype)
     except CannotHoldError:
         return False
     return True

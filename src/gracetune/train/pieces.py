@@ -16,6 +16,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.optim.build import load_named_state, named_state
 from gracetune.optim.naming import NamedState, differences
+from gracetune.optim.schedules import move_to
 from gracetune.train.job import Job
 from gracetune.train.position import Position
 from gracetune.train.scaling import LossScale
@@ -110,12 +111,7 @@ class SchedulePiece:
         return Saved({"version": VERSION, "steps": self._schedule.last_epoch})
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        state = self._schedule.state_dict()
-        self._schedule.load_state_dict({**state, "last_epoch": json["steps"], "_step_count": json["steps"] + 1})
-        factors = self._schedule.lr_lambdas  # type: ignore[attr-defined]
-        groups = self._schedule.optimizer.param_groups
-        for group, base, factor in zip(groups, self._schedule.base_lrs, factors, strict=True):
-            group["lr"] = base * factor(json["steps"])
+        move_to(self._schedule, json["steps"])
 
 
 class PositionPiece:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from gracetune.config.run_config import RunConfig
+from gracetune.data.index import DataIndex
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
-from gracetune.memory.planning.plan import CONFIG_VALUE, Plan, plan
+from gracetune.memory.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.memory.planning.samples import survey
 from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import AttentionCalls, ModelFacts, ModelSpec
+from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
 from gracetune.train.trainee import Choices
 from gracetune.units import format_bytes
 
@@ -37,6 +38,16 @@ class Planned:
         if self.not_ours is not None:
             return False
         return any(change.key == "placement: idle expert" for change in self.plan.changes)
+
+    @property
+    def parks_inputs(self) -> bool:
+        return self.not_ours is None and any(change.key == INPUTS for change in self.plan.changes)
+
+    @property
+    def fp8_layouts(self) -> Fp8Layouts:
+        """Both, unless the plan had to do without the second."""
+        one = any(change.key == "placement: fp8 layouts" for change in self.plan.changes)
+        return "one" if one and self.not_ours is None else "both"
 
     @property
     def step_bytes(self) -> int:
@@ -97,9 +108,10 @@ def compiles(config: RunConfig, device: str) -> bool:
 
 
 def choose(
-    config: RunConfig, planned: Planned, calls: AttentionCalls, device: torch.device, dtype: torch.dtype
-) -> tuple[Choices, tuple[str, ...]]:
-    """How the denoisers are run, and a line of reason for each choice."""
+    config: RunConfig, planned: Planned, calls: AttentionCalls, device: torch.device, dtype: torch.dtype,
+    *, shapes: int | None = None,
+) -> tuple[Choices, tuple[str, ...]]:  # fmt: skip
+    """How the denoisers are run, and a line of reason for each choice. `shapes`: how many the samples have."""
     facts = attention_facts(
         device, dtype, head_dim=calls.head_dim, masked=calls.masked, dispatched=calls.dispatched
     )  # fmt: skip
@@ -119,9 +131,27 @@ def choose(
         recompute, why = chosen.value == "full", f"auto: {chosen.why}"
         budget = chosen.activation_memory_budget if compiled else None
         recompute = recompute or (chosen.value == "auto" and budget is None)
+    parks = recompute and device.type == "cuda" and planned.parks_inputs
+    if parks:
+        why += "; the blocks' inputs wait in host memory until their backward pass: they do not fit beside the rest"
     lines = (
         f"attention: {attention.reason}",
         f"gradient checkpointing {'on' if recompute else 'off'}: {why}",
-        f"torch.compile {'on: repeated blocks' if compiled else 'off'}",
+        f"torch.compile {_compiling(shapes) if compiled else 'off'}",
     )
-    return Choices(recompute, budget, compiled, attention.backend), lines
+    return Choices(
+        recompute, budget, compiled, attention.backend, fp8_layouts=planned.fp8_layouts,
+        park_inputs=parks, shapes="one" if shapes == 1 else "several",
+    ), lines  # fmt: skip
+
+
+def _compiling(shapes: int | None) -> str:
+    if shapes == 1:
+        return "on: repeated blocks, for the one shape all samples have"
+    why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} of them"
+    return f"on: repeated blocks, once for any shape ({why})"
+
+
+def shapes_of(index: DataIndex) -> int:
+    """How many shapes the samples of a run have, references included."""
+    return len({item.shape for dataset in index.datasets for item in dataset.items})

@@ -1,35 +1,25 @@
 """`cache_mode: refresh_each_epoch`: at every epoch's end the source of batches turns to entries drawn anew.
 
-They were made in the background while the epoch was trained (`cache.refresh`).
+They were made in the background while the epoch was trained (`cache.refresh`), by all processes together: each begins
+somewhere else and is done when everything is there. All come to the end of an epoch at the same batch.
 """
 
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 
-from gracetune.cache.passes import How
+from gracetune.cache.keys import Key
+from gracetune.cache.passes import How, Share
 from gracetune.cache.refresh import Refresher
 from gracetune.cache.slabs import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import EpochEnd
-from gracetune.errors import ConfigError, Problem
 from gracetune.models.encoders import FamilyEncoders
-from gracetune.train.data import Cached, load_caches
+from gracetune.train.data import Cached, found_by_others, found_here, load_caches
 from gracetune.train.job import Job
 from gracetune.train.view import View
-
-
-def refuse_with_several(config: RunConfig, world_size: int) -> None:
-    """Which files turn out to be damaged is found out by one process; the others could not leave out the same ones."""
-    asked = [
-        number for number, one in enumerate(config.datasets)
-        if not one.disabled and one.augmentation.cache_mode == "refresh_each_epoch"
-    ]  # fmt: skip
-    if asked and world_size > 1:
-        key = f"datasets[{asked[0]}].augmentation.cache_mode"
-        expected = "static or disable_cache with several processes"
-        raise ConfigError([Problem(key, "refresh_each_epoch", expected, f"--set '{key}=static'")])
 
 
 class Renewal:
@@ -41,7 +31,8 @@ class Renewal:
         self._encoders, self._where, self._view = encoders, where, view
         self._refresher = Refresher(
             config, cached.index, encoders, cached.caches.places, epoch=job.position.epoch,
-            device=job.device if job.device.type == "cuda" else None, how=How(),
+            device=job.device if job.device.type == "cuda" else None,
+            how=How(share=Share(job.runtime.rank, job.runtime.world_size)),
         )  # fmt: skip
         stack.callback(self._refresher.close)
         self._held = stack.enter_context(ExitStack())
@@ -55,9 +46,12 @@ class Renewal:
             return  # that was the last one
         before = [folder for epoch, folder in caches.places.epochs() if epoch <= ended.epoch]
         swap = self._refresher.swap()
-        for damaged in (*swap.built.texts.damaged, *swap.built.latents.damaged):
-            job.loader.exclude(damaged.dataset, {damaged.path: damaged.reason})
-            self._view.warn(f"left out, unreadable: {damaged.path} of {damaged.dataset}: {damaged.reason}")
+        elsewhere = found_by_others(swap.built, job.runtime)
+        for (dataset, path), reason in elsewhere.items():
+            self._refresher.leave_out(dataset, {path: reason})
+        for (dataset, path), reason in sorted((found_here(swap.built) | elsewhere).items()):
+            job.loader.exclude(dataset, {path: reason})
+            self._view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
         fresh = ExitStack()
         index, keys = job.loader.index, self._cached.keys
         latents, texts, _ = load_caches(
@@ -73,10 +67,11 @@ class Renewal:
         if swap.waited > 1:
             self._view.say(f"epoch {swap.epoch + 1}: training waited {swap.waited:.1f} s for its entries")
 
-    def remove_created(self) -> int:
-        """`persistent_cache: false`, at a clean end. How many entries went."""
+    def close(self) -> dict[Path, set[Key]]:
+        """End a preparation that is under way. What this process has made for epochs, by store."""
         self._refresher.close()
-        return self._refresher.remove_created().entries
+        self._held.close()
+        return self._refresher.created
 
 
 def renew(

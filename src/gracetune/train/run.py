@@ -23,6 +23,7 @@ from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, check_optimizer, open_host, open_memory, refuse_two_halves, where_of
 from gracetune.train.control import Stop, listening
 from gracetune.train.data import fill_caches, live_encoders, stage
+from gracetune.train.determinism import deterministic
 from gracetune.train.dry import DryBatch, dry_batch, hours_left, memory_explained
 from gracetune.train.finish import failure_told, finish
 from gracetune.train.guards import MemoryGuard, NanGuard, host_room, watch
@@ -31,8 +32,10 @@ from gracetune.train.identity import identity_of, metadata_of
 from gracetune.train.logs import Logging, open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
-from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
-from gracetune.train.renewal import refuse_with_several, renew
+from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit, shapes_of
+from gracetune.train.precision import refuse_fp8
+from gracetune.train.prompts import prompts_of
+from gracetune.train.renewal import renew
 from gracetune.train.resume import find_start, refuse_other_data, restore, saved_epoch
 from gracetune.train.runtime import open_runtime
 from gracetune.train.saving import Saving
@@ -52,6 +55,8 @@ class RunOptions:
     allow_other_run: bool = False
     allow_misfit: bool = False
     """Begin although the memory plan says that it does not fit."""
+    report: bool = True
+    """Write the report of the whole run at its end, and say where it is."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +86,11 @@ def train(
     One straight line, longer than our functions are: the order in which a run fails, loads and learns is read here.
     """
     with ExitStack() as stack:
+        stack.enter_context(deterministic(config, view))
         runtime = stack.enter_context(open_runtime(config.training.mixed_precision, environment))
         runtime.seed(config.training.seed)
         refuse_two_halves(config)
-        refuse_with_several(config, runtime.world_size)
+        refuse_fp8(config, runtime)
         machine = probe()
         encoders = encoders_of(config, runtime.device)
         spec, source = encoders.spec, encoders.source
@@ -114,22 +120,26 @@ def train(
 
         refuse_other_data(start, cached.index, allowed=options.allow_other_data)
 
-        choices, reasons = choose(config, planned, spec.attention, runtime.device, encoders.placement.dtype)
+        choices, reasons = choose(
+            config, planned, spec.attention, runtime.device, encoders.placement.dtype, shapes=shapes_of(cached.index)
+        )
         host = open_host(config, planned, machine, runtime, memory, facts)
         with view.phase("loading the model"):
             trainee = load_trainee(config, spec, source, facts, runtime, choices, host)
-        check_format(trainee, config)
+        about_files = check_format(trainee, config)
         if runtime.is_main:
             store.check_room(checkpoint_bytes(trainee))
         live = live_encoders(cached.index, encoders, cached.keys, stack)
         job = assemble(config, trainee, cached, live, runtime, memory, view, stack)
         notes = restore(job, config, start, folder, options.allow_other_data)
         renewal = renew(job, config, cached, encoders, where, view, stack)
-        for line in (*reasons, host.reason, *cached.report, *notes):
+        for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
             view.say(line)
 
         with view.phase("first batch"):
             dry = dry_batch(job, config.training.batch_size, planned)
+        if trainee.compiling is not None:
+            view.say(trainee.compiling)
         hours = hours_left(job, dry, config.training.batch_size)
         if options.dry_run:
             return Result(None, job.position.step, job.length.steps, (), planned, dry, hours, notes)
@@ -143,12 +153,25 @@ def train(
             MemoryGuard(memory, watchdog),
             Logging(telemetry, config, machine, view, resumed, dry.once_ms),
             HeldOut(config, cached, telemetry, view),
-            Sampling(config, folder, telemetry, view, room=host_room(machine, memory)),
+            Sampling(
+                config,
+                folder,
+                telemetry,
+                view,
+                room=host_room(machine, memory),
+                prompts=prompts_of(config.validation, spec, facts, cached),
+            ),
             Saving(job, config, folder, store, metadata, telemetry, view),
         ]
         began = time.monotonic()
         told = failure_told(job, folder, telemetry, began=began)
         with told, listening(job.control, view.say), memory_explained(job, planned):
             stop = fit(job)
-        files = finish(job, config, folder, cached, stop, telemetry, view, began=began, renewal=renewal)
+        if trainee.parking is not None:
+            view.say(trainee.parking.stats.line)
+        if host.switches.followed_bytes:
+            view.say(host.switches.line)
+        files = finish(
+            job, config, folder, cached, stop, telemetry, view, began=began, renewal=renewal, report=options.report
+        )
         return Result(stop, job.position.step, job.length.steps, files, planned, dry, hours, notes)

@@ -42,7 +42,7 @@ class Saving:
         due = asked.every_steps is not None and done.step % asked.every_steps == 0
         if asked.every_epochs is not None:
             due = due or any((ended.epoch + 1) % asked.every_epochs == 0 for ended in done.epochs)
-        if due:
+        if due and job.settle() is None:  # a run that has failed is saved at its end
             self._save(job)
         self._tell()
 

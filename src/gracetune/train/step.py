@@ -73,29 +73,37 @@ class TrainStep:
         seed: int,
         dtype: torch.dtype = torch.float32,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+        base: Callable[[Batch, ExpertName], AbstractContextManager[None] | None] = lambda batch, expert: None,
     ) -> None:
-        """`dtype` is what the denoiser is given."""
+        """`dtype` is what the denoiser is given. `base` says of a batch that the base model's own answer is its target,
+        and makes the denoiser the base model (`Trainee.base_for`)."""
         self._spec, self._facts, self._goal = spec, facts, goal
-        self._seed, self._dtype, self._autocast = seed, dtype, autocast
+        self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
 
     def __call__(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> StepLoss:
         clean = batch.tensors["latents"].float()
         indexes = batch.ref.indexes
         tokens = math.prod(clean.shape[2:]) // LATENTS_PER_TOKEN
         levels = self._goal.levels[expert].levels(self._seed, indexes, tokens)
-        return self.at(denoiser, batch, _on(levels, clean.device), self._seed, indexes)
+        base = self._base(batch, expert)
+        return self.at(denoiser, batch, _on(levels, clean.device), self._seed, indexes, base)
 
     def at(
-        self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int]
+        self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int],
+        base: AbstractContextManager[None] | None = None,
     ) -> StepLoss:  # fmt: skip
         """The loss at given noise levels [B], with the noise of other draws: what a held-out loss asks."""
         schedule, objective = self._facts.schedule, self._goal.objective
         clean = batch.tensors["latents"].float()
         noise = draw_noise(clean, objective, seed, indexes)
         seen = noisy(schedule, clean, noise.seen, level).to(self._dtype)
+        if base is None:
+            wanted = target(schedule, clean, noise.asked, level)
+        else:
+            with base, torch.no_grad(), self._autocast():
+                wanted = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts).float()
         with self._autocast():
             answer = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts)
-        wanted = target(schedule, clean, noise.asked, level)
         losses = sample_losses(answer, wanted, objective, batch.tensors.get("loss_mask"))
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]

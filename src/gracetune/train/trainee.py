@@ -8,10 +8,10 @@ trainee.host.activate("high_noise")      # the denoiser whose turn it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -22,17 +22,21 @@ from gracetune.adapters.state import AdapterState, Stage
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
+from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.experts import ExpertHost, trained_experts
+from gracetune.models.fp8_loading import fp8_line
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import Expert, ExpertName, Fp8, Fp8Layouts, ModelFacts, ModelSpec, Placement
 from gracetune.optim.build import ParamGroup, parameter_names
+from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
 from gracetune.train.runtime import Runtime
+from gracetune.units import format_duration
 
 _BASES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
+    "fp8": torch.bfloat16,  # but for the layers of `Placement.fp8`
 }
 
 
@@ -45,6 +49,14 @@ class Choices:
     """Of activations kept by compiled blocks; None leaves it to torch."""
     compiled: bool = False
     attention: str | None = None
+    adapter_path: Literal["auto", "library"] = "auto"
+    """`library` computes adapters as peft and LyCORIS do: the reference the quick forms are held against."""
+    fp8_layouts: Fp8Layouts = "both"
+    """Of base weights in fp8, where the config asks for those."""
+    park_inputs: bool = False
+    """Inputs of checkpointed blocks wait in host memory."""
+    shapes: Shapes = "several"
+    """Of the samples: compiled graphs are made for one, or for any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +71,13 @@ class Trainee:
     """What a denoiser is given and computes in outside autocast."""
     strengths: Mapping[str, float]
     """Of datasets that are learnt with another than 1."""
+    regularised: frozenset[str] = frozenset()
+    """Datasets on which the base model's own answer is learnt (`datasets[].regularisation`)."""
+    held: tuple[str, ...] = ()
+    """In words, where the base weights are not simply in one precision."""
+    prepared: Mapping[ExpertName, Preparation] = field(default_factory=dict)
+    parking: ActivationParking | None = None
+    """Of blocks' inputs, one for all experts: they take turns."""
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:
@@ -76,6 +95,18 @@ class Trainee:
             for name in (self.trained if experts is None else experts)
         ]
 
+    @property
+    def decisions(self) -> tuple[str, ...]:
+        """How weights are held and adapters computed, a line for each way; experts mostly say the same."""
+        return tuple(dict.fromkeys((*self.held, *(line for one in self.attached.values() for line in one.decisions))))
+
+    @property
+    def compiling(self) -> str | None:
+        """What compiling took so far; None where nothing was."""
+        stats = [one.stats for one in self.prepared.values()]
+        graphs, seconds = sum(one.graphs for one in stats), sum(one.seconds for one in stats)
+        return f"torch.compile: {graphs} graphs in {format_duration(seconds)}, once" if graphs else None
+
     def components(self) -> dict[str, nn.Module]:
         """For a pipeline: the denoisers by diffusers' names."""
         experts = {expert.name: expert for expert in self.facts.experts}
@@ -90,6 +121,12 @@ class Trainee:
             return
         with self.attached[expert].scale(strength):
             yield
+
+    def base_for(self, batch: Batch, expert: ExpertName) -> AbstractContextManager[None] | None:
+        """In here the denoiser is the base model; None where a batch is not to learn what that answers."""
+        if batch.ref.samples[0].dataset not in self.regularised:
+            return None
+        return self.attached[expert].disabled()
 
     @contextmanager
     def evaluating(self, strength: float = 1.0) -> Iterator[None]:
@@ -118,17 +155,26 @@ def load_trainee(
     host: ExpertHost,
 ) -> Trainee:
     """One expert after the other: loaded, adapter attached, sharded, parked."""
-    placement = Placement(runtime.device, _BASES[config.model.base_precision], choices.attention)
+    fp8 = Fp8(spec.default_targets, choices.fp8_layouts) if config.model.base_precision == "fp8" else None
+    placement = Placement(runtime.device, _BASES[config.model.base_precision], choices.attention, fp8)
     starts = _starts(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
     attached: dict[ExpertName, Attached] = {}
+    prepared: dict[ExpertName, Preparation] = {}
+    parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
+    held: list[str] = []
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
-        attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name])
+        if fp8 is not None:
+            held.append(fp8_line(denoiser, fp8.layers))
+        attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices)
         if name in starts:
             attached[name].load(starts[name])
         denoiser.train()
-        _prepare(denoiser, spec, choices)
+        prepared[name] = prepare_blocks(
+            denoiser, spec.repeated_blocks, checkpointing=choices.checkpointing, compiled=choices.compiled,
+            budget=choices.memory_budget, shapes=choices.shapes, parking=parking,
+        )  # fmt: skip
         if runtime.is_sharded:
             runtime.shard(denoiser, spec.repeated_blocks)
         else:
@@ -136,12 +182,13 @@ def load_trainee(
         host.add(name, denoiser)
     strengths = {one.id: one.adapter_strength for one in config.datasets if one.adapter_strength != 1.0}
     whole = config.adapter.kind == "full_finetune"
-    dtype = torch.float32 if whole else {"fp8": torch.bfloat16}.get(config.model.base_precision) or placement.dtype
-    return Trainee(spec, source, facts, host, attached, dtype, strengths)
+    dtype = torch.float32 if whole else placement.dtype
+    regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
+    return Trainee(spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking)
 
 
 def _made_trainable(
-    config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert
+    config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert, choices: Choices
 ) -> Attached:
     return attach(
         denoiser,
@@ -151,19 +198,8 @@ def _made_trainable(
         default_targets=spec.default_targets,
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
+        path=choices.adapter_path,
     )
-
-
-def _prepare(denoiser: Any, spec: ModelSpec, choices: Choices) -> None:
-    if choices.checkpointing:
-        denoiser.enable_gradient_checkpointing()
-    if not choices.compiled:
-        return
-    if choices.memory_budget is not None:
-        torch._functorch.config.activation_memory_budget = choices.memory_budget
-    for module in denoiser.modules():
-        if type(module).__name__ in spec.repeated_blocks:
-            module.compile()
 
 
 def _starts(config: RunConfig, facts: ModelFacts) -> dict[ExpertName, AdapterState]:

@@ -20,13 +20,14 @@ from gracetune.checkpoint.random_state import RandomState
 from gracetune.config.run_config import RunConfig, ValidationPrompt
 from gracetune.memory.reclaim import trim_heap
 from gracetune.models.spec import Placement, Sampled, SampleRequest
-from gracetune.telemetry.events import SampleFile, ValidationDone
+from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
 from gracetune.train.loop import WindowDone
-from gracetune.train.media import contact_sheet, write_sample
+from gracetune.train.media import NotWrittenError, contact_sheet, write_sample
 from gracetune.train.output import RunFolder
+from gracetune.train.prompts import Prompts
 from gracetune.train.request import VALIDATE_NOW
 from gracetune.train.view import View
 
@@ -71,11 +72,12 @@ def _request(config: RunConfig, prompt: ValidationPrompt, seed: int) -> SampleRe
 
 class Sampling:
     def __init__(
-        self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View, *, room: Callable[[], int]
-    ) -> None:
-        """`room` says how much main memory may still be used."""
+        self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View, *, room: Callable[[], int],
+        prompts: Prompts | str,
+    ) -> None:  # fmt: skip
+        """`room` says how much main memory may still be used; `prompts` are their embeddings, or why there are none."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
-        self._room = room
+        self._room, self._prompts = room, prompts
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
         self._asked = requests_of(config) if config.validation.enabled else []
@@ -83,6 +85,8 @@ class Sampling:
         timed = section.at_start or section.every_steps or section.every_epochs
         if section.enabled and timed and not self._asked:
             view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
+        if self._asked:
+            view.say(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
         if section.guidance_rescale:
             view.warn("validation.guidance_rescale is not used: samples are drawn by each family's own pipeline")
 
@@ -125,13 +129,10 @@ class Sampling:
         pictures: list[Image.Image] = []
         with untouched(job), self._view.phase(f"samples at step {step}"), self._pipeline(job) as pipeline:
             for number, asked in enumerate(self._asked):
-                sampled = _sampled(job, pipeline, asked)
+                sampled = self._sampled(job, pipeline, asked)
                 if not job.runtime.is_main:
                     continue
-                stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{asked.request.seed}"
-                path, kind = write_sample(stem, sampled, self._config.validation.fps)
-                name = str(path.relative_to(self._folder.path))
-                files.append(SampleFile(path=name, kind=kind, prompt=asked.request.prompt, seed=asked.request.seed))
+                files += self._written(step, number, asked, sampled)
                 pictures += sampled.frames[:1]
         if not job.runtime.is_main:
             return
@@ -144,21 +145,49 @@ class Sampling:
         if len(pictures) < 2:
             return None
         path = self._folder.samples / f"{step:09d}_sheet.png"
-        contact_sheet(path, pictures)
+        try:
+            contact_sheet(path, pictures)
+        except NotWrittenError as error:
+            self._warn(step, error)
+            return None
         return str(path.relative_to(self._folder.path))
+
+    def _written(self, step: int, number: int, asked: Asked, sampled: Sampled) -> list[SampleFile]:
+        """A sample that finds no room is said, and training goes on."""
+        stem = self._folder.samples / f"{step:09d}_{number:02d}_seed{asked.request.seed}"
+        try:
+            path, kind = write_sample(stem, sampled, self._config.validation.fps)
+        except NotWrittenError as error:
+            self._warn(step, error)
+            return []
+        name = str(path.relative_to(self._folder.path))
+        return [SampleFile(path=name, kind=kind, prompt=asked.request.prompt, seed=asked.request.seed)]
+
+    def _warn(self, step: int, error: NotWrittenError) -> None:
+        self._view.warn(str(error))
+        self._telemetry.emit(Warned(message=str(error), step=step))
+
+    def _sampled(self, job: Job, pipeline: Any, asked: Asked) -> Sampled:
+        pictures = tuple(Image.open(Path(name).expanduser()).convert("RGB") for name in asked.references)
+        request = replace(asked.request, references=pictures)
+        if isinstance(self._prompts, Prompts):
+            request = self._prompts.given(request, job.trainee.dtype)
+        with job.trainee.evaluating(asked.strength), job.as_delivered(), job.runtime.autocast():
+            return job.trainee.spec.sample(pipeline, request)
 
     @contextmanager
     def _pipeline(self, job: Job) -> Iterator[Any]:
         """diffusers' own pipeline around the very denoisers that are trained.
 
-        Text encoders and the VAE wait in main memory for the next round where there is room for them; where there is
-        not, they are let go and read from disk again.
+        Its VAE, and text encoders where the prompts' embeddings are not at hand, wait in main memory for the next round
+        where there is room for them; where there is not, they are let go and read from disk again.
         """
         trainee = job.trainee
         pipeline, self._kept = self._kept, None
         if pipeline is None:
             placement = Placement(job.device, trainee.dtype)
-            pipeline = trainee.spec.load_pipeline(trainee.source, trainee.components(), placement, trainee.facts)
+            load = self._prompts.load_pipeline if isinstance(self._prompts, Prompts) else trainee.spec.load_pipeline
+            pipeline = load(trainee.source, trainee.components(), placement, trainee.facts)
         else:
             _move(_other_parts(pipeline, job), job.device)
         try:
@@ -190,13 +219,6 @@ def _host_bytes(parts: Iterable[nn.Module], device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.state_dict().values())
-
-
-def _sampled(job: Job, pipeline: Any, asked: Asked) -> Sampled:
-    pictures = tuple(Image.open(Path(name).expanduser()).convert("RGB") for name in asked.references)
-    request = replace(asked.request, references=pictures)
-    with job.trainee.evaluating(asked.strength), job.as_delivered(), job.runtime.autocast():
-        return job.trainee.spec.sample(pipeline, request)
 
 
 @contextmanager

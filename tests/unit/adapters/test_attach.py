@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters.attach import Attached, attach
 from gracetune.adapters.delta import delta
+from gracetune.adapters.fast.modules import AdaptedLinear
 from gracetune.adapters.merge import Weighted, merge_module
 from gracetune.adapters.state import AdapterState
 from gracetune.config.run_config import Adapter
@@ -155,13 +156,14 @@ def test_bf16_base(tiny_model: TinyModel, family: str, kind: str) -> None:
     assert {name: parameter.dtype for name, parameter in denoiser.model.named_parameters()} == dtypes
 
 
+@pytest.mark.parametrize("path", ["auto", "library"])
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr", "full_delta"])
-def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str) -> None:
+def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str, path: Any) -> None:
     """A thousandth of the weight: computed as (W + D) - W in bf16, as LyCORIS does, most of it would be rounded off."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
     adapter = Adapter(kind=kind, rank=4, targets=("Linear",))  # type: ignore[arg-type]
-    attached = attach(model, adapter, family="wan", default_targets=(), seed=0)
+    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, path=path)
     shake(attached, 0.01)
     state = attached.state()
     change = delta(state.layers["0"], (64, 64))
@@ -170,16 +172,19 @@ def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str) -> None:
     assert (rounded.float() - small * change).norm() > 0.3 * (small * change).norm()
     with attached.scale(small):
         x = torch.eye(64, dtype=torch.bfloat16)
-        added = small * model[0].get_submodule("adapter")(model[0], x).float().T
+        if isinstance(model[0], AdaptedLinear):
+            added = model[0].added(x).float().T
+        else:
+            added = small * model[0].get_submodule("adapter")(model[0], x).float().T
     assert (added - small * change).norm() < 0.01 * (small * change).norm()
 
 
 @pytest.mark.parametrize("kind", ["locon", "loha", "lokr"])
-def test_autocast_rounds_the_change_once_and_not_its_factors(kind: str) -> None:
+def test_the_reference_rounds_the_change_once_and_not_its_factors(kind: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     adapter = Adapter(kind=kind, rank=2, targets=("Linear",))  # type: ignore[arg-type]
-    attached = attach(model, adapter, family="wan", default_targets=(), seed=0)
+    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, path="library")
     shake(attached)
     x = torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):
@@ -375,7 +380,7 @@ class TestOptions:
 class TestModel:
     """Adapters are a part of the model, for everything that walks through models."""
 
-    @pytest.mark.parametrize("kind", ["lora", "lokr"])
+    @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
     def test_state_dict_and_to(self, wan: Callable[[], Denoiser], kind: str) -> None:
         denoiser = wan()
         attached = denoiser.attach(kind)
@@ -387,7 +392,7 @@ class TestModel:
         denoiser.model.to("meta")
         assert all(parameter.is_meta for parameter in attached.parameters().values())
 
-    @pytest.mark.parametrize("kind", ["lora", "lokr"])
+    @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha"])
     def test_fsdp_shards_them(self, wan: Callable[[], Denoiser], kind: str) -> None:
         from torch import distributed
         from torch.distributed.fsdp import fully_shard
@@ -413,10 +418,11 @@ class TestModel:
         for path, layer in before.layers.items():
             assert all(torch.equal(tensor, after.layers[path].tensors[name]) for name, tensor in layer.tensors.items())
 
-    @pytest.mark.parametrize("kind", [kind for kind in ADAPTERS if kind != "dora"])  # peft's DoRA breaks the graph
+    @pytest.mark.parametrize("kind", ADAPTERS)
     def test_compiles_into_one_graph(self, kind: str) -> None:
         model = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 4, 3, padding=1))
-        adapter = Adapter(kind=kind, rank=1, targets=("Linear", "Conv1d"))  # type: ignore[arg-type]
+        targets = ("Linear",) if kind == "dora" else ("Linear", "Conv1d")  # peft's own DoRA breaks the graph
+        adapter = Adapter(kind=kind, rank=1, targets=targets)  # type: ignore[arg-type]
         shake(attach(model, adapter, family="wan", default_targets=(), seed=0))
         x = torch.randn(3, 8)
         assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))

@@ -13,7 +13,7 @@ import torch
 from gracetune.cache.encoder import Prompt
 from gracetune.cache.errors import CacheError, MissingEntryError
 from gracetune.cache.keys import Key
-from gracetune.cache.refresh import NICENESS, Refresher
+from gracetune.cache.refresh import NICENESS, Refresher, remove_epochs
 from gracetune.cache.session import Caches, build, current_epoch, needs
 from gracetune.cache.store import DiskStore
 from gracetune.data.media.load import Sample
@@ -175,7 +175,7 @@ class TestCollecting:
         encode.swap()
         encode.prepare_next()
         encode.close()
-        removed = encode.remove_created()
+        removed = remove_epochs(encode.created)
         assert 6 <= removed.entries <= 12  # epoch 1, and what there was of epoch 2
         assert {epoch for epoch, _ in run.places.epochs()} == {0}  # made before this run
         assert same(contents(run.places.latents("d1"), run.places.text()), lasting)

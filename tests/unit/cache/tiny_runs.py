@@ -15,7 +15,7 @@ from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncode
 from gracetune.cache.keys import Key
 from gracetune.cache.places import Places, places_of
 from gracetune.cache.session import Caches, needs
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import RunConfig, Validation
 from gracetune.data.build import build_index
 from gracetune.data.index import DataIndex
 from gracetune.data.media.load import Sample
@@ -159,6 +159,9 @@ class Watched:
 
     def reads_pictures(self) -> bool:
         return self.inner.reads_pictures()
+
+    def prompts(self, validation: Validation) -> list[str]:
+        return self.inner.prompts(validation)
 
     def tile(self, why: str) -> None:
         self.inner.tile(why)

@@ -168,10 +168,16 @@ def test_flips_alone_leave_the_cache_on(tmp_path: Path) -> None:
 
 
 def test_regularisation_images_and_weights(tmp_path: Path) -> None:
-    entries = [*dataset(loss_multiplier=2.0, network_weight=0.5), *dataset(is_reg=True, loss_multiplier=2.0)]
-    first, second = read(tmp_path, datasets=entries, train={"reg_weight": 0.25}).config.datasets
+    """`is_reg` is a weight; `prior_reg` asks for the base model's own answer."""
+    entries = [
+        *dataset(loss_multiplier=2.0, network_weight=0.5),
+        *dataset(is_reg=True, loss_multiplier=2.0),
+        *dataset(prior_reg=True),
+    ]
+    first, second, third = read(tmp_path, datasets=entries, train={"reg_weight": 0.25}).config.datasets
     assert (first.regularisation, first.loss_weight, first.adapter_strength) == (False, 2.0, 0.5)
-    assert (second.regularisation, second.loss_weight) == (True, 0.5)
+    assert (second.regularisation, second.loss_weight) == (False, 0.5)
+    assert (third.regularisation, third.loss_weight) == (True, 1.0)
 
 
 def test_masks(tmp_path: Path) -> None:
@@ -250,7 +256,6 @@ def test_references_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> N
         {"replacements": ["a|b"]},
         {"token_dropout_rate": 0.1},
         {"use_short_captions": True},
-        {"prior_reg": True},
         {"random_scale": True},
         {"bucket_tolerance": 32},
         {"controls": ["depth"]},

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracetune.config.run_config import RunConfig
 from gracetune.memory.planning.demand import Demand, Need
-from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.estimate import AdapterPath, estimate
 from gracetune.memory.planning.footprint import AudioLatents, Footprint, PixelLatents, Shape
 from gracetune.memory.planning.samples import DatasetFacts
 from gracetune.models.registry import FOOTPRINTS, footprint_of
@@ -34,10 +34,12 @@ def run_config(family: str = "wan", **sections: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
-def demand_of(config: RunConfig, *, samples: int = 260, compiled: bool = True) -> Demand:
+def demand_of(
+    config: RunConfig, *, samples: int = 260, compiled: bool = True, adapter_path: AdapterPath = "plain"
+) -> Demand:
     footprint, _ = footprint_of(config.model)
     facts = tuple(DatasetFacts(dataset.id, samples, samples * MIB) for dataset in config.datasets)
-    return estimate(config, footprint, facts, compiled=compiled)
+    return estimate(config, footprint, facts, compiled=compiled, adapter_path=adapter_path)
 
 
 def need(demand: Demand, name: str) -> Need:
@@ -115,9 +117,18 @@ class TestTrained:
         assert not demand.settings.fp8_possible
 
     def test_lycoris_has_no_compute_copy_but_rebuilt_weights(self) -> None:
-        demand = demand_of(run_config(adapter={"kind": "lokr", "factor": 16, "full_rank": True}))
+        config = run_config(adapter={"kind": "lokr", "factor": 16, "full_rank": True})
+        demand = demand_of(config, adapter_path="library")
         assert "compute copy" not in [entry.name for entry in demand.needs]
         assert demand.workloads[0].under("off").rebuilt > 20 * GIB
+        ours = demand_of(config)
+        assert need(ours, "compute copy").bytes == need(ours, "gradients").bytes / 2
+        assert ours.workloads[0].under("off").rebuilt == 0
+
+    @pytest.mark.parametrize("kind", ["ia3", "diag_oft"])
+    def test_kinds_without_a_factorised_form_are_rebuilt_by_us_too(self, kind: str) -> None:
+        config = run_config(adapter={"kind": kind})
+        assert demand_of(config).workloads == demand_of(config, adapter_path="library").workloads
 
     @pytest.mark.parametrize(("precision", "size"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
     def test_frozen_weights_by_precision(self, precision: str, size: int) -> None:

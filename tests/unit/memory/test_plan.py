@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gracetune.config.run_config import RunConfig
-from gracetune.hardware.machine import Machine
+from gracetune.hardware.machine import Machine, PcieLink
 from gracetune.hardware.recording import load_recording
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
-from gracetune.memory.planning.plan import Change, Plan, plan
+from gracetune.memory.planning.plan import INPUTS, Change, Plan, link_rate, plan
 from gracetune.memory.planning.samples import survey
 from gracetune.models.registry import footprint_of
 from gracetune.units import GIB, MIB
@@ -240,6 +240,44 @@ class TestLadder:
         tight = plan(demand("qwen_image", **config), small_gpu(40))
         assert tight.verdict == "fits"
         assert change(tight, "placement: fp8 layouts").automatic
+
+    def test_inputs_of_repeated_blocks_wait_in_host_memory_only_where_nothing_less_fits(self) -> None:
+        clips = [
+            {"id": "data", "path": "/nowhere", "dataset_type": "video", "resolution": 632, "video": {"num_frames": 81}}
+        ]
+        long = demand(datasets=clips)
+        load = long.workloads[0].under("full")
+        inputs = load.kept
+        assert 0.85 * inputs < load.parkable < inputs
+        assert load.total(1) - load.total(1, parked=True) == load.parkable
+        assert all(entry.parkable == 0 for entry in long.workloads[0].activations if entry.policy != "full")
+        roomy = plan(long, small_gpu(80))
+        assert roomy.verdict == "fits"
+        assert INPUTS not in {entry.key for entry in roomy.changes}
+        for size in range(70, 30, -1):
+            tight = plan(long, small_gpu(size))
+            if INPUTS in {entry.key for entry in tight.changes}:
+                break
+        assert tight.verdict == "fits"
+        found = change(tight, INPUTS)
+        assert found.automatic
+        assert found.saves >= load.parkable
+        assert "each way in every step" in found.why
+        assert tier_of(tight, "parked block inputs") == "host"
+        assert tight.checkpointing.value == "full"
+        pool = machine("gb10")
+        short = pool.host.model_copy(update={"cpu_mem_available": 50 * GIB})
+        one = plan(long, pool.model_copy(update={"host": short}))
+        assert INPUTS not in {entry.key for entry in one.changes}, "there is nowhere else to wait"
+
+    def test_a_link_is_judged_by_what_it_declares_and_otherwise_unknown(self) -> None:
+        whole = machine("x86-h200")
+        pcie = PcieLink(speed_gts=2.5, width=16, max_speed_gts=32.0, max_width=16)
+        gpu = whole.gpus[0].model_copy(update={"pcie": pcie})
+        assert link_rate(whole.model_copy(update={"gpus": (gpu,)})) == pytest.approx(63e9, rel=0.01)
+        silent = gpu.model_copy(update={"pcie": PcieLink(width=16)})
+        assert link_rate(whole.model_copy(update={"gpus": (silent,)})) is None
+        assert link_rate(machine("gh200-numa")) is None
 
     def test_one_pool_releases_encoders_and_never_parks_experts(self) -> None:
         pool = machine("gb10")

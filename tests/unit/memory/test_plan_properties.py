@@ -47,7 +47,11 @@ def needs(draw: st.DrawFn) -> Need:
 def workloads(draw: st.DrawFn, policies: tuple[Policy, ...]) -> Workload:
     kept = sorted((draw(st.integers(0, 30 * GIB)) for _ in policies), reverse=True)
     working, rebuilt = draw(st.integers(0, 4 * GIB)), draw(st.integers(0, 20 * GIB))
-    entries = tuple(Activations(policy, size, working, rebuilt) for policy, size in zip(policies, kept, strict=True))
+    parkable = draw(st.integers(0, kept[-1]))
+    entries = tuple(
+        Activations(policy, size, working, rebuilt, parkable if policy == "full" else 0)
+        for policy, size in zip(policies, kept, strict=True)
+    )
     return Workload("training.batch_size", "data", draw(st.integers(1, 80)), entries)
 
 
@@ -125,6 +129,7 @@ class TestEveryPlan:
             text_cache_on_device=data.draw(st.booleans()),
             park_experts=data.draw(st.booleans()),
             park_encoders=data.draw(st.booleans()),
+            park_inputs=data.draw(st.booleans()),
             spill=data.draw(st.sampled_from([0, GIB, 500 * GIB])),
         )
         tiers = tiers_of(machine)

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from gracetune.adapters.attach import attach
 from gracetune.cache.batches import Batch
-from gracetune.config.run_config import Model, Objective
+from gracetune.config.run_config import Adapter, Model, Objective
 from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, Placement
 from gracetune.train.step import Goal, TrainStep
+from gracetune.train.trainee import Trainee
 
 TinyModel = Callable[[str, str], Path]
 
@@ -77,3 +79,42 @@ def test_another_seed_asks_other_questions(wan: tuple[ModelSpec, ModelFacts, nn.
     goal = Goal.from_config(Objective(), replace(facts), ["low_noise"])
     one, two = (TrainStep(spec, facts, goal, seed=seed)(denoiser, batch_of((0,)), "low_noise") for seed in (1, 2))
     assert float(one.total) != float(two.total)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_regularisation_data_asks_for_the_base_models_own_answer(
+    kind: str, wan: tuple[ModelSpec, ModelFacts, nn.Module]
+) -> None:
+    """A new adapter answers as its base does: nothing is to be learnt. A trained one is drawn back to it."""
+    spec, facts, denoiser = wan
+    adapter = Adapter.model_validate({"kind": kind, "rank": 2})
+    attached = attach(denoiser, adapter, family="wan", default_targets=spec.default_targets, seed=0)
+    trainee = Trainee(spec, None, facts, None, {"low_noise": attached}, torch.float32, {"d": 0.5}, frozenset({"d"}))  # type: ignore[arg-type]
+    goal = Goal.from_config(Objective(), facts, ["low_noise"])
+    step = TrainStep(spec, facts, goal, seed=1, base=trainee.base_for)
+    batch = batch_of((3, 8))
+    try:
+        parameters = [*attached.parameters().values()]
+
+        def gradients() -> tuple[float, float]:
+            loss = step(denoiser, batch, "low_noise")
+            found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
+            return float(loss.total.detach()), max(float(one.abs().max()) for one in found if one is not None)
+
+        assert gradients() == (0.0, 0.0)
+        with torch.no_grad():
+            for number, parameter in enumerate(parameters):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+        loss, slope = gradients()
+        assert loss > 0
+        assert slope > 0
+        with trainee.strength_for(batch, "low_noise"):
+            weaker, _ = gradients()
+        assert 0 < weaker < loss
+        plain = TrainStep(spec, facts, goal, seed=1)(denoiser, batch, "low_noise")
+        assert float(plain.total.detach()) != loss
+        other = replace(trainee, regularised=frozenset())
+        unasked = TrainStep(spec, facts, goal, seed=1, base=other.base_for)(denoiser, batch, "low_noise")
+        assert torch.equal(unasked.each, plain.each)
+    finally:
+        attached.detach()

@@ -116,6 +116,8 @@ def _family(keys: tuple[str, ...], stems: Mapping[str, int], metadata: Mapping[s
 
 
 def _said(metadata: Mapping[str, str]) -> Iterable[str]:
+    if metadata.get("gracetune.family") in KEY_MAPS:
+        yield metadata["gracetune.family"]
     for entry in _HEADER_FIELDS:
         value = metadata.get(entry, "").lower()
         yield from (family for text, family in _HINTS if text in value)

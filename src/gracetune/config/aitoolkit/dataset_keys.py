@@ -38,7 +38,7 @@ DATASET: Table = {
     "replacements": Refused("nothing: captions are taken as they are", ([],)),
     "token_dropout_rate": refused_unless(0, "0: only whole captions are dropped"),
     "use_short_captions": refused_unless(False, "false: each image has one caption"),
-    "prior_reg": refused_unless(False, "false: no second pass without the adapter is made"),
+    "prior_reg": Put(("regularisation",)),
     "random_scale": refused_unless(False, f"false: {_SIZES}"),
     "scale": refused_unless(1, f"1: {_SIZES}"),
     "bucket_tolerance": refused_unless(64, f"64: {_SIZES}"),

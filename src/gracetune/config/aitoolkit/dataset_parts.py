@@ -161,10 +161,8 @@ def _video(reading: Reading, entry: Entry, root: Path) -> None:
 
 
 def _weight(reading: Reading, entry: Entry, root: Path) -> None:
-    """Regularisation images count `reg_weight` on top of their own multiplier."""
+    """Images of `is_reg` are learnt like any other and count `reg_weight` on top of their own multiplier."""
     block = entry.block
-    if entry.is_reg:
-        reading.put((*root, "regularisation"), True, block.key("is_reg"))
     weight, factor = number(block.get("loss_multiplier")), entry.training.reg_weight if entry.is_reg else 1.0
     own = 1.0 if weight is None else real(weight)
     if factor != 1.0 and own is not None:

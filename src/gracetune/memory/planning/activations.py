@@ -3,7 +3,8 @@
 First principles: `Block.kept` lists the tensors autograd saves in one block, counted on the real model classes (tests
 do it again on the meta device). What an adapter adds depends on how it is computed:
 
-- `plain`: our own layers. The input of a trained matrix is kept once, however many matrices read it.
+- `plain`: our own layers (`adapter_paths`). The input of a trained matrix is kept once, however many matrices read it,
+  and beside it little more than the rank's width; kinds without such a form are as below.
 - `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
   each matrix keeps a copy of its own. Compiled, copies of the same tensor fold into one.
 - `library`, everything else: LyCORIS rebuilds the whole weight; each rebuilt matrix is kept for the input's gradient.
@@ -16,12 +17,15 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
+from gracetune.memory.planning.adapter_paths import Computation, computation, reference
 from gracetune.memory.planning.footprint import Block, Footprint, Kept, Stream, Tokens
 from gracetune.memory.planning.trainable import Selection, Target
 
 Policy = Literal["off", "half", "full"]
 """`off` keeps everything; `half` is torch.compile's activation budget of 0.5; `full` repeats every block's forward."""
 HALF = Fraction(1, 2)
+STAYING = 2
+"""Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,11 @@ class Activations:
     """For each sample, alive at the worst moment of the backward pass beside the above."""
     rebuilt: int
     """Rebuilt weights and their gradients; the same for any batch."""
+    parkable: int = 0
+    """So much of `kept` can wait in host memory until the backward pass: inputs of blocks that are repeated."""
 
-    def total(self, batch: int) -> int:
-        return batch * (self.kept + self.working) + self.rebuilt
+    def total(self, batch: int, *, parked: bool = False) -> int:
+        return batch * (self.kept + self.working - (self.parkable if parked else 0)) + self.rebuilt
 
 
 def activations(footprint: Footprint, tokens: Tokens, selection: Selection, method: Method) -> tuple[Activations, ...]:
@@ -73,44 +79,80 @@ class _Cost:
     enters: int
     working: int
     rebuilt: int
-    largest_rebuilt: int
+    gradient: int
 
 
 def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> Activations:
     enters = sum(cost.count * cost.enters for cost in costs)
     everything = sum(cost.count * cost.kept for cost in costs) + (enters if method.compiled else 0)
     rebuilt = sum(cost.count * cost.rebuilt for cost in costs)
-    # A rebuilt weight's gradient is fp32 before it reaches the factors.
-    gradient = 4 * max(cost.largest_rebuilt for cost in costs)
+    gradient = max(cost.gradient for cost in costs)
     if policy == "off":
         return Activations(policy, everything, working, rebuilt + gradient)
     if policy == "half":
         return Activations(policy, max(enters, int(everything * HALF)), working, int(rebuilt * HALF) + gradient)
     repeated = max(cost.kept for cost in costs)
-    return Activations(policy, enters, working + repeated, max(cost.rebuilt for cost in costs) + gradient)
+    # Beside those that stay, one is on its way there and one on its way back.
+    staying = (STAYING + 2) * max(cost.enters for cost in costs)
+    rebuilt = max(cost.rebuilt for cost in costs) + gradient
+    return Activations(policy, enters, working + repeated, rebuilt, parkable=max(0, enters - staying))
 
 
 def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:
     targets = [target for target in selection.targets if target.block is block]
-    rebuilt = [target.linear for target in targets if _rebuilds(target, method)]
     return _Cost(
         count=block.count,
         kept=_kept(block, tokens, targets, method) + _added(block, tokens, targets, method),
         enters=_bytes(block.enters, block, tokens, method),
-        working=_bytes(block.working, block, tokens, method),
-        rebuilt=sum(method.compute_bytes * linear.weights for linear in rebuilt if linear.backward),
-        largest_rebuilt=max((linear.weights for linear in rebuilt), default=0),
+        working=_bytes(block.working, block, tokens, method) + _scaling(block, tokens, targets, method),
+        rebuilt=method.compute_bytes * sum(_constant(target, method) for target in targets),
+        gradient=max((_in_the_backward_pass(target, method) for target in targets), default=0),
     )
 
 
-def _rebuilds(target: Target, method: Method) -> bool:
-    return method.adapter_path == "library" and target.adapter.kind in (
-        "locon", "loha", "lokr", "ia3", "diag_oft",
-    )  # fmt: skip
+def _constant(target: Target, method: Method) -> int:
+    """Elements one matrix' adapter keeps whatever the batch, beside its own tensors and casts of them."""
+    linear, way = target.linear, _way(target, method)
+    if rebuilds(target, method):
+        return linear.weights if linear.backward else 0
+    if way.form == "hadamard by rank" and method.compiled:
+        return way.kept * (linear.inputs + linear.outputs)  # the compiler keeps the factors' pairs
+    return 0
+
+
+def _in_the_backward_pass(target: Target, method: Method) -> int:
+    """Bytes of the weight's size alive at once, until the gradient has reached the factors."""
+    if _way(target, method).form == "hadamard rebuilt":
+        return 12 * target.linear.weights  # both products and the gradient, in fp32
+    return 4 * target.linear.weights if rebuilds(target, method) else 0
+
+
+def _scaling(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
+    """DoRA scales the output in fp32, in one pass if a compiler sees to it."""
+    if method.compiled or method.compute_bytes == 4:
+        return 0
+    dora = [target.linear for target in targets if target.adapter.kind == "dora"]
+    return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in dora), default=0)
+
+
+def _way(target: Target, method: Method) -> Computation:
+    return computation(target) if method.adapter_path == "plain" else reference("a plan for the libraries' layers")
+
+
+def rebuilds(target: Target, method: Method) -> bool:
+    """Whether the whole weight is rebuilt and kept."""
+    kinds = ("locon", "loha", "lokr", "ia3", "diag_oft")
+    return _way(target, method).form == "library" and target.adapter.kind in kinds
+
+
+def casts_tensors(target: Target, method: Method) -> bool:
+    """Whether copies of its tensors in the precision of the computation are kept for the backward pass."""
+    return not rebuilds(target, method) and not _way(target, method).form.startswith("hadamard")
 
 
 def _casts(target: Target, method: Method) -> bool:
-    return method.adapter_path == "library" and target.adapter.kind in ("lora", "dora") and method.compute_bytes < 4
+    library = _way(target, method).form == "library"
+    return library and target.adapter.kind in ("lora", "dora") and method.compute_bytes < 4
 
 
 def _copying(block: Block, targets: list[Target], method: Method) -> list[Target]:
@@ -143,9 +185,11 @@ def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) 
         linear, elements = target.linear, 0
         if target in copying:
             elements += linear.inputs
-        if target.adapter.kind in ("lora", "dora"):
+        way = _way(target, method)
+        elements += way.kept
+        if way.form == "library" and target.adapter.kind in ("lora", "dora"):
             elements += target.adapter.rank
-        if target.adapter.kind == "dora":
+        if way.form == "library" and target.adapter.kind == "dora":
             # The magnitude scales both the base's and the adapter's output; each is kept for the other's gradient.
             elements += 2 * linear.outputs
         total += int(elements * _tokens(linear.stream, block, tokens))

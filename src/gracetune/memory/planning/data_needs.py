@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.memory.planning.demand import Need, Phase, Role
-from gracetune.memory.planning.footprint import AudioLatents, Footprint, Shape
+from gracetune.memory.planning.footprint import AudioLatents, Encoder, Footprint, Shape
 from gracetune.memory.planning.samples import DatasetFacts
 from gracetune.units import GIB, MIB
 
@@ -47,16 +47,24 @@ def encoder_needs(
 ) -> Iterator[Need]:
     after: tuple[Phase, ...] = _LATER if sampling else _LATER[:2]
     live, refreshed = _live(config), [dataset for dataset in _enabled(config) if _refreshed(dataset)]
+
+    def draws(encoder: Encoder) -> bool:
+        return sampling and encoder.draws
+
     for encoder in footprint.encoders:
         text = encoder.kind == "text"
         first: Phase = "encode text" if text else "encode latents"
         # An embedding is as new as the pictures it depends on.
         anew = [*live, *refreshed]
         again = encoder.sees_references and any(one.conditioning for one in anew) if text else bool(anew)
-        busy: tuple[Phase, ...] = (first, "train") if again else (first,)
+        busy: tuple[Phase, ...] = (first, *(("train",) if again else ()), *(("sample",) if draws(encoder) else ()))
         idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
         why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")
         yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, busy, why, idle=idle, parkable=True)
+    spoken = [encoder.tokens * encoder.working for encoder in footprint.encoders if draws(encoder)]
+    if spoken:
+        # A prompt and what to avoid, one encoder after the other.
+        yield Need("encoding the prompts", "workspace", 2 * max(spoken), ("sample",), "with every sample that is drawn")
     yield from _passes(config, footprint, shapes)
     wanted: dict[Phase, bool] = {"encode latents": True, "train": bool(live or refreshed), "sample": sampling}
     needed = tuple(phase for phase, yes in wanted.items() if yes)

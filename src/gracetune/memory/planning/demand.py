@@ -105,9 +105,13 @@ class Demand:
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
 
-    def training_peak(self, policy: Policy) -> int:
-        """What torch's own counter should show at its highest in training with one denoiser and no encoder loaded."""
+    def training_peak(self, policy: Policy, precision: str | None = None, *, parked: bool = False) -> int:
+        """What torch's own counter should show at its highest in training with one denoiser and no encoder loaded.
+
+        `precision`: as a plan decided it (`fp8 one layout`), where that is not what the config says. `parked`: blocks'
+        inputs wait in host memory.
+        """
         busy = [need for need in self.needs if need.home == "device" and "train" in need.busy]
-        weights = self.denoisers[0].size(self.settings.precision)
-        largest = max(load.under(policy).total(load.batch) for load in self.workloads)
+        weights = self.denoisers[0].size(precision or self.settings.precision)
+        largest = max(load.under(policy).total(load.batch, parked=parked) for load in self.workloads)
         return sum(need.bytes for need in busy) + weights + largest

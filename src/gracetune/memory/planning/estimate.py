@@ -11,7 +11,7 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.memory.planning.activations import Method, activations
+from gracetune.memory.planning.activations import Method, activations, casts_tensors
 from gracetune.memory.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
 from gracetune.memory.planning.footprint import Footprint, Shape
@@ -54,9 +54,10 @@ def estimate(
     facts: tuple[DatasetFacts, ...],
     *,
     compiled: bool,
-    adapter_path: AdapterPath = "library",
+    adapter_path: AdapterPath = "plain",
 ) -> Demand:
-    """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run them."""
+    """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
+    libraries'. A run has ours."""
     job = _job(config, footprint, compiled, adapter_path)
     workloads, shapes, assumed = _workloads(job)
     needs = [
@@ -154,19 +155,21 @@ def _trained_needs(job: _Job) -> list[Need]:
     ]
     if not job.method.full_finetune:
         needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32"))
-    if _has_compute_copy(job):
-        copy = job.method.compute_bytes * job.elements
+    if copy := _compute_copy(job):
         needs.append(Need("compute copy", "compute copy", copy, ("train",), "autocast's copies of the trained weights"))
     if config.training.ema.enabled:
         needs.append(Need("EMA", "EMA", 4 * every, job.loaded, "a second fp32 copy of what is trained"))
     return needs
 
 
-def _has_compute_copy(job: _Job) -> bool:
-    """LyCORIS casts the weight it has rebuilt, which counts with the activations, instead of its factors."""
-    rebuilt = ("locon", "loha", "lokr", "ia3", "diag_oft")
-    rebuilds = job.method.adapter_path == "library" and job.config.adapter.kind in rebuilt
-    return job.method.compute_bytes < 4 and not rebuilds
+def _compute_copy(job: _Job) -> int:
+    """What is rebuilt from factors is cast instead of them, and counts with the activations."""
+    if job.method.compute_bytes == 4:
+        return 0
+    if job.method.full_finetune:
+        return job.method.compute_bytes * job.elements
+    cast = [target for target in job.selection.targets if casts_tensors(target, job.method)]
+    return job.method.compute_bytes * sum(tensor.elements for target in cast for tensor in target.tensors())
 
 
 def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[str]]:

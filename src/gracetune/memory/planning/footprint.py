@@ -164,6 +164,8 @@ class Encoder:
     kind: Literal["text", "vision"] = "text"
     sees_references: bool = False
     """Whether what a text encoder makes of a caption depends on the sample's references."""
+    draws: bool = True
+    """Whether samples are drawn with it in memory; not, where they are drawn from cached embeddings."""
 
 
 @dataclass(frozen=True)

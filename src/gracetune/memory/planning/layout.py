@@ -27,6 +27,8 @@ class Choice:
     text_cache_on_device: bool = True
     park_experts: bool = False
     park_encoders: bool = False
+    park_inputs: bool = False
+    """Inputs of repeated blocks wait in host memory; nothing to park under another policy than `full`."""
     spill: int = 0
     """Bytes of the overflow arena; 0 is none."""
 
@@ -118,7 +120,10 @@ def _precision_words(precision: str) -> str:
 
 
 def largest_workload(demand: Demand, choice: Choice) -> Workload:
-    return max(demand.workloads, key=lambda load: load.under(choice.policy).total(min(load.batch, choice.batch_cap)))
+    def total(load: Workload) -> int:
+        return load.under(choice.policy).total(min(load.batch, choice.batch_cap), parked=choice.park_inputs)
+
+    return max(demand.workloads, key=total)
 
 
 def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
@@ -126,7 +131,11 @@ def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
     batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
     kept = {"off": "all kept", "half": "half kept, half repeated", "full": "blocks' inputs kept"}
     why = f"batch {batch}, {kept[choice.policy]}; {load.label}"
-    yield Need("activations", "activations", batch * entry.kept, ("train",), why)
+    parked = batch * entry.parkable if choice.park_inputs else 0
+    yield Need("activations", "activations", batch * entry.kept - parked, ("train",), why)
+    if parked:
+        why = "blocks' inputs between the two passes; pinned, brought back a block ahead"
+        yield Need("parked block inputs", "activations", parked, ("train",), why, home="host")
     yield Need(
         "backward pass",
         "workspace",

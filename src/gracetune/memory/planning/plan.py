@@ -21,7 +21,10 @@ from gracetune.units import format_bytes
 Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]
 CheckpointingValue = Literal["off", "auto", "full"]
 CONFIG_VALUE: dict[Policy, CheckpointingValue] = {"off": "off", "half": "auto", "full": "full"}
-FP8_CAPABILITY = (8, 9)
+INPUTS = "placement: block inputs"
+"""Of the change that parks inputs of repeated blocks."""
+FP8_CAPABILITY = (9, 0)
+"""From Hopper on: products with a scale for each row of both operands."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def _pruned(found: Choice, start: Choice, fits: Callable[[Choice], bool]) -> Cho
             found = replace(found, encode_batch=batch)
     undoing: tuple[Callable[[Choice], Choice], ...] = (
         lambda choice: replace(choice, tiling=start.tiling),
+        lambda choice: replace(choice, park_inputs=False),
         # An expert comes back at every turn, an encoder perhaps never: given room for one, the expert stays.
         lambda choice: replace(choice, park_experts=False, park_encoders=choice.park_experts or choice.park_encoders),
         lambda choice: replace(choice, park_encoders=False),
@@ -140,6 +144,9 @@ def _without_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[C
         for policy in demand.settings.policies[1:]:
             choice = replace(choice, policy=policy)
             yield choice
+    if choice.policy == "full" and tiers.parking == "host":
+        choice = replace(choice, park_inputs=True)
+        yield choice
     if demand.settings.use_uvm:
         yield from _spilling(demand, choice, machine, tiers)
 
@@ -156,6 +163,9 @@ def _with_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[Choi
     if demand.settings.checkpointing == "off":
         for policy in demand.settings.policies[1:]:
             choice = replace(choice, policy=policy)
+            yield choice
+        if tiers.parking == "host":
+            choice = replace(choice, park_inputs=True)
             yield choice
     largest = choice.batch_cap
     for batch in _smaller_batches(largest):
@@ -238,6 +248,7 @@ def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end:
         {"encode_batch": end.encode_batch},
         {"tiling": end.tiling},
         {"policy": end.policy},
+        {"park_inputs": end.park_inputs},
         {"batch_cap": end.batch_cap},
         {"precision": end.precision},
         {"spill": end.spill},
@@ -247,13 +258,15 @@ def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end:
             continue
         before_peak = lay(demand, current, machine, tiers).peak(tiers.compute)
         saved = before_peak - lay(demand, after, machine, tiers).peak(tiers.compute)
-        for change in _described(demand, tiers, current, after, saved):
+        for change in _described(demand, machine, tiers, current, after, saved):
             if saved or not change.automatic:
                 yield change
         current = after
 
 
-def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, saved: int) -> Iterator[Change]:
+def _described(
+    demand: Demand, machine: Machine, tiers: Tiers, before: Choice, after: Choice, saved: int
+) -> Iterator[Change]:  # fmt: skip
     settings, here = demand.settings, tiers[tiers.compute].label
     if before.park_experts != after.park_experts and any(item.idle_in_training for item in demand.denoisers):
         why = "brought back when its turn comes"
@@ -271,6 +284,9 @@ def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, save
         first, then = ("auto: off", f"auto: {after.policy}") if automatic else ("off", CONFIG_VALUE[after.policy])
         cost = "about 7 % slower" if after.policy == "half" else "forward passes run twice: 1.4x slower"
         yield Change("training.gradient_checkpointing", first, then, saved, cost, automatic)
+    if before.park_inputs != after.park_inputs:
+        where = tiers[tiers.parking].label
+        yield Change(INPUTS, here, where, saved, _parking_words(demand, machine, after), automatic=True)
     if before.batch_cap != after.batch_cap:
         yield from _batch_changes(demand, after, saved)
     if before.precision != after.precision:
@@ -284,6 +300,25 @@ def _described(demand: Demand, tiers: Tiers, before: Choice, after: Choice, save
         why = "what exceeds GPU memory is used over the coherent link, several times slower for those bytes"
         on = "true" if settings.use_uvm else "false"
         yield Change("memory.use_uvm", on, "true", saved, why, automatic=settings.use_uvm)
+
+
+def _parking_words(demand: Demand, machine: Machine, choice: Choice) -> str:
+    """What it asks of the link. How long a block computes nobody knows before the run, so nothing is promised."""
+    load = largest_workload(demand, choice)
+    size = min(load.batch, choice.batch_cap) * load.under(choice.policy).parkable
+    rate = link_rate(machine)
+    told = "the link's speed is not known" if rate is None else f"{size / rate:.2f} s at the link's declared speed"
+    return f"{format_bytes(size)} each way in every step, beside the blocks' work ({told}); the run tells its waiting"
+
+
+def link_rate(machine: Machine) -> float | None:
+    """Bytes a second over the first GPU's PCIe link, as it is declared; None for any other link."""
+    gpu = machine.gpus[0] if machine.gpus else None
+    if gpu is None or gpu.pcie is None or machine.profile.value != "discrete":
+        return None
+    speed, width = gpu.pcie.max_speed_gts, gpu.pcie.max_width
+    # From generation 3 on, 130 bits carry 128 of data.
+    return None if speed is None or width is None else speed * 1e9 * width / 8 * 128 / 130
 
 
 def _batch_changes(demand: Demand, after: Choice, saved: int) -> Iterator[Change]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 from gracetune.config.run_config import Adapter, Optimizer
 from gracetune.memory.planning.footprint import Block, Footprint, Linear
@@ -120,17 +120,50 @@ def _loha(linear: Linear, adapter: Adapter) -> list[Dimensions]:
     return 2 * pair
 
 
+class LokrOptions(Protocol):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def factor(self) -> int: ...
+
+    @property
+    def full_rank(self) -> bool: ...
+
+    @property
+    def decompose_both(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """LoKr on one matrix: W1 [a, c] and W2 [b, d], each whole or a product of two of the rank's width."""
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    rank: int
+    first_apart: bool
+    second_apart: bool
+
+
+def kronecker(inputs: int, outputs: int, options: LokrOptions) -> Kronecker:
+    rank = options.rank
+    small_in, large_in = factorization(inputs, options.factor)
+    small_out, large_out = factorization(outputs, options.factor)
+    return Kronecker(
+        first=(small_out, small_in),
+        second=(large_out, large_in),
+        rank=rank,
+        first_apart=options.decompose_both and rank < max(small_out, small_in) / 2 and not options.full_rank,
+        second_apart=rank < max(large_out, large_in) / 2 and not options.full_rank,
+    )
+
+
 def _lokr(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    rank = adapter.rank
-    small_in, large_in = factorization(linear.inputs, adapter.factor)
-    small_out, large_out = factorization(linear.outputs, adapter.factor)
-    first = [(small_out, small_in)]
-    second = [(large_out, large_in)]
-    if adapter.decompose_both and rank < max(small_out, small_in) / 2 and not adapter.full_rank:
-        first = [(small_out, rank), (rank, small_in)]
-    if rank < max(large_out, large_in) / 2 and not adapter.full_rank:
-        second = [(large_out, rank), (rank, large_in)]
-    return [*first, *second]
+    split = kronecker(linear.inputs, linear.outputs, adapter)
+    shapes: list[Dimensions] = []
+    for (rows, columns), apart in ((split.first, split.first_apart), (split.second, split.second_apart)):
+        shapes += [(rows, split.rank), (split.rank, columns)] if apart else [(rows, columns)]
+    return shapes
 
 
 def _ia3(linear: Linear, _adapter: Adapter) -> list[Dimensions]:

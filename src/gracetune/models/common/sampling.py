@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import SampleRequest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DEFAULT_SIDE = 1024
 """Pixels of a sample's side where the request names none: what all these weights were made for."""
@@ -20,6 +27,12 @@ def checked_size(request: SampleRequest, multiple: int) -> tuple[int, int]:
     if problems:
         raise ConfigError(problems)
     return width, height
+
+
+def batched(pipeline: Any, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A cached entry as a batch of one, where the pipeline works."""
+    device: torch.device = pipeline._execution_device
+    return {name: tensor[None].to(device) for name, tensor in entry.items()}
 
 
 def refuse_references(request: SampleRequest, model: str) -> None:

@@ -21,7 +21,7 @@ from gracetune.memory.planning.footprint import (
 WIDTH, FFN, HEADS = 3072, 12_288, 24
 DOUBLE, SINGLE = 19, 38
 VAE = Codec("VAE (FLUX)", 83_819_683, encode=643, decode=769)
-CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77)
+CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, draws=False)
 
 
 def _stream(stream: Stream) -> tuple[Kept, ...]:
@@ -98,7 +98,7 @@ def _single() -> Block:
 
 
 def _flux(flavour: str, parameters: int, *, caption_tokens: int = 512, edits: bool = False) -> Footprint:
-    t5 = Encoder("text encoder (T5-XXL)", 4_762_310_656, working=200_704, tokens=caption_tokens)
+    t5 = Encoder("text encoder (T5-XXL)", 4_762_310_656, working=200_704, tokens=caption_tokens, draws=False)
     return Footprint(
         family="flux",
         flavour=flavour,

@@ -50,4 +50,6 @@ KEYS = KeyMap(
     ),
     depths=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
     comfyui_takes_ours=True,
+    architecture="flux-1",
+    base_version="flux1",
 )

@@ -44,6 +44,7 @@ _PARTS = {
 }
 _TOKENS = {"schnell": 256}
 _MOST_TOKENS = 512
+_NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
@@ -90,7 +91,21 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
 ) -> Any:
     """A denoiser that is not given is loaded too."""
-    parts = {"vae": load_vae(source, placement), **text_parts(source, placement), **denoisers}
+    return _pipeline(source, denoisers, placement, facts, text_parts(source, placement))
+
+
+def load_textless(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+) -> Any:
+    """The same without text encoders."""
+    return _pipeline(source, denoisers, placement, facts, _NO_TEXT)
+
+
+def _pipeline(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
+    texts: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if TRANSFORMER not in denoisers:
         parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
     return around(source, parts)

@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import checked_size, need_references, refuse_references
+from gracetune.models.common.sampling import batched, checked_size, need_references, refuse_references
 from gracetune.models.spec import Sampled, SampleRequest
 
 _SHORT = 256
@@ -31,8 +31,11 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         refuse_references(request, "FLUX.1")
     if not pipeline.transformer.config.guidance_embeds:
         options["max_sequence_length"] = _SHORT
+    if request.embeds is None:
+        options["prompt"] = request.prompt
+    else:
+        options |= batched(pipeline, request.embeds)
     drawn = pipeline(
-        prompt=request.prompt,
         width=width,
         height=height,
         num_inference_steps=request.steps,

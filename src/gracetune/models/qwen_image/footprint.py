@@ -94,7 +94,12 @@ def _qwen(flavour: str, *, picture_tokens: int = 0, edits: bool = False, modulat
         codec=VAE,
         encoders=(
             Encoder(
-                "text encoder (Qwen2.5-VL 7B)", 8_292_166_656, working=569_344, tokens=tokens, sees_references=edits
+                "text encoder (Qwen2.5-VL 7B)",
+                8_292_166_656,
+                working=569_344,
+                tokens=tokens,
+                sees_references=edits,
+                draws=edits,
             ),
         ),
         text=Text(tokens, tokens * CAPTION_WIDTH),

@@ -26,4 +26,6 @@ KEYS = KeyMap(
     component="transformer",
     rules=tuple(Rule(layer, layer) for layer in _LAYERS),
     depths=(("transformer_blocks", 60),),
+    architecture="qwen-image",
+    base_version="qwen_image",
 )

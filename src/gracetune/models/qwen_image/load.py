@@ -43,6 +43,7 @@ _PARTS = {
 _PROCESSOR = {"processor": TOKENIZER}
 _NO_GRADIENT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 """Of the last block: they only make the caption's stream, which nothing reads behind it."""
+_NO_TEXT: Mapping[str, None] = {"text_encoder": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
@@ -87,7 +88,21 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
 ) -> Any:
     """A denoiser that is not given is loaded too."""
-    parts = {"vae": load_vae(source, placement), **text_parts(source, placement), **denoisers}
+    return _pipeline(source, denoisers, placement, facts, text_parts(source, placement))
+
+
+def load_textless(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+) -> Any:
+    """The same without text encoders."""
+    return _pipeline(source, denoisers, placement, facts, _NO_TEXT)
+
+
+def _pipeline(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
+    texts: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if TRANSFORMER not in denoisers:
         parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)
     return around(source, parts)

@@ -9,10 +9,10 @@ from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import checked_size, need_references, refuse_references
+from gracetune.models.common.sampling import batched, checked_size, need_references, refuse_references
 from gracetune.models.spec import Sampled, SampleRequest
 
-_NO_WISH = " "
+NO_WISH = " "
 """Guidance compares with the embedding of a negative prompt; this is the one the weights' authors use for none."""
 
 _FEWEST_STEPS = 2
@@ -30,9 +30,8 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     else:
         need_references(request, "Qwen-Image-Edit", most=1)
         options["image"] = request.references[0]
+    options |= _texts(pipeline, request)
     drawn = pipeline(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt or _NO_WISH,
         width=width,
         height=height,
         num_inference_steps=request.steps,
@@ -40,6 +39,17 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         **options,
     )
     return Sampled(frames=tuple(drawn.images))
+
+
+def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
+    if request.embeds is None or request.negative_embeds is None:
+        return {"prompt": request.prompt, "negative_prompt": request.negative_prompt or NO_WISH}
+    found: dict[str, Any] = {}
+    for prefix, entry in (("", request.embeds), ("negative_", request.negative_embeds)):
+        embeds = batched(pipeline, entry)["prompt_embeds"]
+        mask = torch.ones(embeds.shape[:2], dtype=torch.long, device=embeds.device)
+        found |= {f"{prefix}prompt_embeds": embeds, f"{prefix}prompt_embeds_mask": mask}
+    return found
 
 
 def _check_steps(pipeline: Any, request: SampleRequest) -> None:

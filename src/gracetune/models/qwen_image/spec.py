@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from diffusers import QwenImagePipeline
+
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
-from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, load_textless
 from gracetune.models.qwen_image.predict import predict
-from gracetune.models.qwen_image.sample import sample
+from gracetune.models.qwen_image.sample import NO_WISH, sample
 from gracetune.models.qwen_image.tiny import build_tiny
-from gracetune.models.spec import AttentionCalls, ModelSpec
+from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
 
 # Attention and both feed-forwards, without the modulation: what musubi-tuner trains by default, and what the memory
 # estimate counts. SimpleTuner and diffusers' own script train the picture's half of the attention alone.
@@ -17,6 +19,13 @@ _LAYERS = (
     *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
     *(f"{stream}_mlp.{name}" for stream in ("img", "txt") for name in ("net.0.proj", "net.2")),
 )
+
+
+def _reads_pictures(facts: ModelFacts) -> str | None:
+    if facts.details["pipeline"] == QwenImagePipeline.__name__:
+        return None
+    return "what its text encoder makes of a prompt depends on the pictures that are to be changed"
+
 
 SPEC = ModelSpec(
     family="qwen_image",
@@ -32,5 +41,6 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
+    from_embeddings=FromEmbeddings(load_textless, _reads_pictures, NO_WISH),
     attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
 )

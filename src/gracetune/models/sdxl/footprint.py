@@ -23,8 +23,8 @@ from gracetune.memory.planning.footprint import (
 
 CAPTION_WIDTH = 2048
 VAE = Codec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)
-CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77)
-CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77)
+CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, draws=False)
+CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77, draws=False)
 TOP, MIDDLE, BOTTOM = Fraction(1), Fraction(1, 4), Fraction(1, 16)
 
 # (channels in, channels out, level), in the order of the forward pass. Nothing is kept in front of the first attention

@@ -73,4 +73,6 @@ KEYS = KeyMap(
         *_up(),
         Rule("conv_out", "out.2"),
     ),
+    architecture="stable-diffusion-xl-v1-base",
+    base_version="sdxl_base_v1-0",
 )

@@ -56,6 +56,7 @@ _MARKS: Mapping[str, Mapping[str, Any]] = {
 }
 """Names of empty tensors by which single files tell how they were trained: ComfyUI reads them too."""
 _BASE = "take weights made from SDXL's base model"
+_NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
@@ -130,7 +131,21 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
 ) -> Any:
     """A denoiser that is not given is loaded too. The pipeline itself sees to a VAE that overflows in float16."""
-    parts = {"vae": load_vae(source, placement), **text_parts(source, placement), **denoisers}
+    return _pipeline(source, denoisers, placement, facts, text_parts(source, placement))
+
+
+def load_textless(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
+) -> Any:
+    """The same without text encoders."""
+    return _pipeline(source, denoisers, placement, facts, _NO_TEXT)
+
+
+def _pipeline(
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
+    texts: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if UNET not in denoisers:
         parts[UNET] = load_denoiser(source, Expert("", UNET), placement)
     pipeline = around(source, parts)

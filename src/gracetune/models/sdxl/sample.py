@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from gracetune.models.common.sampling import checked_size, refuse_references
+from gracetune.models.common.sampling import batched, checked_size, refuse_references
 from gracetune.models.spec import Sampled, SampleRequest
 
 
@@ -15,9 +15,8 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     refuse_references(request, "SDXL")
     width, height = checked_size(request, pipeline.vae_scale_factor)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
+    options |= _texts(pipeline, request)
     drawn = pipeline(
-        prompt=request.prompt,
-        negative_prompt=request.negative_prompt or None,
         width=width,
         height=height,
         num_inference_steps=request.steps,
@@ -25,3 +24,13 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         **options,
     )
     return Sampled(frames=tuple(drawn.images))
+
+
+def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
+    if request.embeds is None or request.negative_embeds is None:
+        return {"prompt": request.prompt, "negative_prompt": request.negative_prompt or None}
+    found: dict[str, Any] = batched(pipeline, request.embeds)
+    if request.negative_prompt or not pipeline.config.force_zeros_for_empty_prompt:
+        negative = batched(pipeline, request.negative_embeds)
+        found |= {f"negative_{name}": tensor for name, tensor in negative.items()}
+    return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.sdxl.keys import KEYS
-from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline, load_textless
 from gracetune.models.sdxl.predict import predict
 from gracetune.models.sdxl.sample import sample
 from gracetune.models.sdxl.tiny import build_tiny
-from gracetune.models.spec import AttentionCalls, ModelSpec
+from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 
 # Every layer of the transformer blocks, as kohya's; without the projections around them (proj_in, proj_out), which the
 # memory estimate does not count either.
@@ -36,5 +36,6 @@ SPEC = ModelSpec(
     ),
     repeated_blocks=("BasicTransformerBlock",),
     build_tiny=build_tiny,
+    from_embeddings=FromEmbeddings(load_textless),
     attention=AttentionCalls(dispatched=False, head_dim=64),
 )

@@ -37,4 +37,6 @@ KEYS = KeyMap(
         Fused(f"{_THEIRS}.cross_attn.to_kv", tuple((f"{_OURS}.attn2.to_{name}", 1) for name in "kv")),
     ),
     depths=(("transformer_blocks", 24),),
+    architecture="stable-audio-open-1.0",
+    base_version="stable_audio_open_1.0",
 )

@@ -32,5 +32,6 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("StableAudioDiTBlock",),
     build_tiny=build_tiny,
+    from_embeddings="its pipeline projects what the text encoder gives; the cache holds what is projected already",
     attention=AttentionCalls(dispatched=False, head_dim=64),
 )

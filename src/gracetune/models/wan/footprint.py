@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from gracetune.memory.planning.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Text
 
-UMT5_XXL = Encoder("text encoder (UMT5-XXL)", 5_680_910_336, working=196_608, tokens=512)
+UMT5_XXL = Encoder("text encoder (UMT5-XXL)", 5_680_910_336, working=196_608, tokens=512, draws=False)
 CLIP_VIT_H = Encoder("image encoder (CLIP ViT-H)", 630_766_080, working=65_536, tokens=257, kind="vision")
 VAE_2_1 = Codec(
     "VAE (Wan 2.1)", 126_892_531, encode=969, decode=1_731, encode_video=3_525, decode_video=4_920, element_bytes=4

@@ -35,4 +35,5 @@ KEYS = KeyMap(
     ),
     experts=True,
     depths=(("blocks", 40),),
+    architecture="wan",
 )

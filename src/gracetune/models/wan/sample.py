@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from PIL import ImageOps
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.models.common.sampling import batched
 from gracetune.models.spec import Sampled, SampleRequest
 from gracetune.models.wan.facts import FROM_IMAGE, FROM_TEXT
 from gracetune.models.wan.load import PIPELINES
@@ -33,8 +35,8 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         options["image"] = ImageOps.fit(request.references[0].convert("RGB"), (width, height))
     pipeline.set_progress_bar_config(disable=True)
     clips = pipeline(
-        prompt_embeds=_caption(pipeline, request.prompt),
-        negative_prompt_embeds=_caption(pipeline, request.negative_prompt),
+        prompt_embeds=_caption(pipeline, request.prompt, request.embeds),
+        negative_prompt_embeds=_caption(pipeline, request.negative_prompt, request.negative_embeds),
         width=width,
         height=height,
         num_frames=request.frames,
@@ -58,8 +60,10 @@ def _takes_picture(pipeline: Any) -> bool:
     return isinstance(pipeline, PIPELINES[FROM_IMAGE])
 
 
-def _caption(pipeline: Any, text: str) -> torch.Tensor:
+def _caption(pipeline: Any, text: str, entry: Mapping[str, torch.Tensor] | None) -> torch.Tensor:
     """As in training, whichever pipeline it is: diffusers' one for pictures cannot clean a text without ftfy."""
+    if entry is not None:
+        return padded(batched(pipeline, entry)["prompt_embeds"])
     encoder = pipeline.text_encoder
     (embeds,) = embedded(encoder, pipeline.tokenizer, [text], encoder.device)
     return padded(embeds[None])

@@ -1,0 +1,1 @@
+"""AuraFlow: an image transformer with one text encoder."""

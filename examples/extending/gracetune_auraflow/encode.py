@@ -1,0 +1,55 @@
+"""Pictures and captions as AuraFlow's transformer takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
+from gracetune.models.common.encoding import encoder_id, files_digest
+from gracetune.models.common.picture_latents import Codec, PictureLatents
+from gracetune.models.common.pipelines import PipelineText
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, Placement
+from gracetune_auraflow.footprint import CAPTION_TOKENS
+from gracetune_auraflow.load import TRANSFORMER, around, encoding_dtype, load_vae, text_part
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
+    dtype = encoding_dtype(source, placement)
+    vae: Any = load_vae(source, replace(placement, dtype=dtype))
+    channels = vae.config.latent_channels
+    codec = Codec((0.0,) * channels, (vae.config.scaling_factor,) * channels, placement.dtype)
+    settings = {
+        "class": type(vae).__name__,
+        "dtype": f"{dtype}, kept as {placement.dtype}",
+        "posterior": options.posterior,
+    }
+    return PictureLatents(vae, encoder_id("latent", source, ["vae"], settings), codec, options)
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
+    pipeline = around(source, {**text_part(source, placement), "vae": None, "scheduler": None, TRANSFORMER: None})
+    settings = {
+        "class": type(pipeline).__name__,
+        "dtype": str(placement.dtype),
+        "tokens": str(CAPTION_TOKENS),
+        "tokenizer": files_digest(source.part("tokenizer")),
+    }
+    identity = encoder_id("text", source, ["text_encoder"], settings)
+    return PipelineText(pipeline, identity, _encode, device=placement.device)
+
+
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt]) -> list[Entry]:
+    """Always all tokens: what stands behind the caption is zero, and the transformer was trained with it in sight."""
+    texts = [prompt.text for prompt in prompts]
+    embeds, *_ = pipeline.encode_prompt(
+        prompt=texts, do_classifier_free_guidance=False, device=device, max_sequence_length=CAPTION_TOKENS
+    )
+    return [{"prompt_embeds": row} for row in embeds]

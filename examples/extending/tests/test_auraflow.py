@@ -1,0 +1,179 @@
+"""What a family has to prove: `pip install -e .`, then `pytest tests`. A minute on a CPU, nothing is downloaded."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import AuraFlowPipeline
+from gracetune_auraflow.footprint import FOOTPRINTS
+from gracetune_auraflow.keys import KEYS
+from gracetune_auraflow.published import build_published
+from gracetune_auraflow.spec import SPEC
+from PIL import Image
+from torch import nn
+
+from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.statistics import norms
+from gracetune.cache.encoder import Prompt
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.data.media.load import Sample, to_pixels
+from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Fit, SampleRef
+from gracetune.errors import ConfigError
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, Placement, SampleRequest
+from gracetune.testing.tiny_models import cached
+from gracetune.train.run import RunOptions, train
+from gracetune.train.view import View
+
+CPU = Placement(torch.device("cpu"), torch.float32)
+CAPTIONS = ["a red cat", "a blue dog with a longer story"]
+WIDTH, HEIGHT = 48, 32  # not square, so that exchanging them shows
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return cached("auraflow", "v0.3", tmp_path_factory.mktemp("tiny"))
+
+
+def source(folder: Path) -> ModelSource:
+    return ModelSource("tiny", folder)
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8))
+
+
+def sample_of(image: Image.Image) -> Sample:
+    ref = SampleRef(
+        dataset="d", path="a.png", digest="0" * 32, bucket=Bucket(*image.size), fit=Fit(image.size, image.size),
+        caption=CaptionRef(""), augmentation=Augmentation(), conditioning=(),
+    )  # fmt: skip
+    return Sample(ref, to_pixels([image])[:, 0], None, None, ())
+
+
+def batch_of(folder: Path) -> dict[str, torch.Tensor]:
+    texts = SPEC.load_text_encoder(source(folder), CPU).encode([Prompt(caption) for caption in CAPTIONS])
+    latents = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions()).encode(
+        [sample_of(picture(seed)) for seed in range(len(CAPTIONS))]
+    )
+    entries = [{**text, **picture} for text, picture in zip(texts, latents, strict=True)]
+    return {name: torch.stack([entry[name] for entry in entries]) for name in entries[0]}
+
+
+def test_predict_is_what_the_pipeline_asks_and_gets(folder: Path) -> None:
+    """The denoiser is watched while diffusers' own pipeline draws; the same state is then given to `predict`."""
+    pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    seen: list[tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = []
+    pipeline.transformer.register_forward_hook(
+        lambda _module, given, named, answer: seen.append((given[0], named, answer[0])), with_kwargs=True
+    )
+    pipeline(
+        prompt=CAPTIONS, width=WIDTH, height=HEIGHT, num_inference_steps=3, guidance_scale=1.0, output_type="latent"
+    )
+    facts, batch = SPEC.inspect(source(folder)), batch_of(folder)
+    denoiser = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
+    assert len(seen) == 3
+    for noisy, named, answer in seen:
+        torch.testing.assert_close(batch["prompt_embeds"], named["encoder_hidden_states"])
+        level = named["timestep"] / facts.schedule.model_time(torch.ones(1))
+        with torch.no_grad():
+            torch.testing.assert_close(SPEC.predict(denoiser, noisy, level, batch, facts), answer)
+    assert facts.shift == pipeline.scheduler.config.shift
+
+
+def test_latents_are_those_the_pipeline_decodes(folder: Path) -> None:
+    vae: Any = AuraFlowPipeline.from_pretrained(folder).vae
+    for seed, latents in enumerate(batch_of(folder)["latents"]):
+        pixels = sample_of(picture(seed)).pixels
+        assert pixels is not None
+        with torch.no_grad():
+            mean = vae.encode(pixels[None]).latent_dist.mean
+        torch.testing.assert_close(latents / vae.config.scaling_factor, mean[0])
+
+
+def test_every_default_target_learns(folder: Path) -> None:
+    facts, batch = SPEC.inspect(source(folder)), batch_of(folder)
+    denoiser = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
+    layers = {
+        name: module
+        for name, module in denoiser.named_modules()
+        if any(fnmatchcase(name, pattern) for pattern in SPEC.default_targets)
+    }
+    assert all(any(fnmatchcase(name, pattern) for name in layers) for pattern in SPEC.default_targets)
+    for layer in layers.values():
+        assert isinstance(layer, nn.Linear)
+        layer.weight.requires_grad_(True)
+    level = torch.tensor([0.3, 0.7])
+    SPEC.predict(denoiser, batch["latents"], level, batch, facts).square().sum().backward()
+    for name, layer in layers.items():
+        assert isinstance(layer, nn.Linear)
+        assert layer.weight.grad is not None, name
+        assert layer.weight.grad.abs().max() > 0, name
+
+
+def test_the_footprint_is_the_published_models() -> None:
+    (footprint,) = FOOTPRINTS
+    model = build_published("v0.3")
+    assert sum(parameter.numel() for parameter in model.parameters()) == footprint.parameters
+    for block in footprint.blocks:
+        for linear in block.linears:
+            found = [
+                module
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and fnmatchcase(name, f"{block.name}.{linear.name}")
+            ]
+            assert len(found) == block.count, linear.name
+            shapes = {(module.in_features, module.out_features, module.bias is not None) for module in found}
+            assert shapes == {(linear.inputs, linear.outputs, linear.bias)}, linear.name
+    counted = {f"{block.name}.{linear.name}" for block in footprint.blocks for linear in block.linears}
+    assert counted == {*SPEC.default_targets}
+
+
+def test_every_layer_has_one_name_that_leads_back() -> None:
+    layers = [name for name, module in build_published("v0.3").named_modules() if isinstance(module, nn.Linear)]
+    for name in layers:
+        original = KEYS.original(name)
+        assert original is not None, name
+        for spelled in (original.name, original.name.replace(".", "_"), name.replace(".", "_")):
+            place = KEYS.find(spelled)
+            assert place is not None, spelled
+            assert place.paths == (name,), spelled
+
+
+def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="AuraFlowPipeline"):
+        SPEC.inspect(source(cached("sdxl", "base-1.0", tmp_path)))
+
+
+def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "pictures"
+    data.mkdir()
+    for seed in range(4):
+        picture(seed).resize((64, 64)).save(data / f"{seed}.png")
+        (data / f"{seed}.txt").write_text(f"picture number {seed}")
+    config = RunConfig.model_validate(
+        {
+            "name": "aura",
+            "output_dir": str(tmp_path / "out"),
+            "model": {"family": "auraflow", "path": str(folder), "base_precision": "fp32"},
+            "datasets": [{"id": "pictures", "path": str(data), "resolution": 64}],
+            "adapter": {"kind": "lora", "rank": 4},
+            "training": {"max_steps": 3, "batch_size": 2, "mixed_precision": "fp32"},
+            "checkpoints": {"format": "diffusers", "save_dtype": "fp32"},
+        }
+    )
+    result = train(config, environment=Environment({}), options=RunOptions(), view=View())
+    assert result.step == 3
+    (file,) = result.files
+    assert norms(open_adapter(file).state()).largest > 0, "something was learnt"
+    pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
+    pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
+    drawn = SPEC.sample(pipeline, SampleRequest("a cat", width=WIDTH, height=HEIGHT, steps=2))
+    assert drawn.frames[0].size == (WIDTH, HEIGHT)

@@ -1,0 +1,126 @@
+"""The tables of docs/performance.md, made from benchmarks/results: what is written there was measured.
+
+performance_table.py            writes them
+performance_table.py --check    says whether they are what the results say; exit 1 if not
+
+Needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENT = ROOT / "docs" / "performance.md"
+NOTHING = "**Nothing has been measured yet:** there is no row of a real size in `benchmarks/results`, on any GPU."
+
+Result = tuple[str, dict[str, Any]]
+"""A file's name, and what is in it."""
+
+
+def results(folder: Path = RESULTS) -> list[Result]:
+    return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
+
+
+def steps(found: list[Result]) -> str:
+    """One line for each measured step. Rows of smoke tests say nothing about speed and have no place here."""
+    lines = [
+        _step(name, row)
+        for name, result in found
+        for row in result.get("rows", [])
+        if "samples_ms" in row and not row["smoke"]
+    ]
+    if not lines:
+        return NOTHING
+    head = (
+        "| job | ms/step | baseline | ratio | tokens/s | TFLOP/s | of the ceiling | with repeats "
+        "| peak GiB (estimated) | once s | gradients' error | bar | where |"
+    )
+    return "\n".join([head, "|" + "---|" * 13, *lines])
+
+
+def _step(name: str, row: dict[str, Any]) -> str:
+    frames = f", {row['frames']} frames" if row["frames"] > 1 else ""
+    limit = f", <= {row['memory_limit_gib']:g} GiB" if row.get("memory_limit_gib") else ""
+    job = (
+        f"{row['bench']} {row['adapter']} {row['precision']}, batch {row['batch']}, {row['resolution']}{frames}, "
+        f"{row['optimizer']}, recompute {row['checkpointing']}: {row['policy']}{limit}"
+    )
+    numerics = row.get("numerics")
+    mark = {True: "met", False: "**missed**", None: "open"}[row.get("ok")]
+    cells = [
+        job,
+        f"{row['ms_per_step']:.0f}",
+        _or_dash(row["baseline_ms"], "{:.0f}"),
+        _or_dash(row["ratio"], "{:.2f}x"),
+        f"{row['tokens_per_s']:,.0f}",
+        f"{row['tflops']:.0f}",
+        f"{row['model_utilisation']:.0%} of {row['gemm_ceiling_tflops']:.0f}",
+        _or_dash(row["hardware_utilisation"], "{:.0%}"),
+        f"{_or_dash(row['peak_gib'], '{:.1f}')} ({_or_dash(row['estimated_peak_gib'], '{:.1f}')})",
+        f"{row['compile_s']:.0f}",
+        "-" if numerics is None else f"{numerics['relative_error']:.1e}",
+        f"{row['bar']}: {mark}" if row.get("bar") else "-",
+        f"{row['gpu']}, torch {row['versions']['torch']}, [{name}](../benchmarks/results/{name})",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def numerics(found: list[Result]) -> str:
+    lines = [
+        f"| {row['name'].replace('_', ' ')} | {row['value']:.2g} {row['unit']} | {row['bar'] or '-'} | {row['detail']} "
+        f"| {result['gpu'] or 'CPU'}, [{name}](../benchmarks/results/{name}) |"
+        for name, result in found
+        if result.get("bench") == "numerics"
+        for row in result["rows"]
+    ]
+    if not lines:
+        return "Nothing has been measured yet."
+    return "\n".join(["| what | found | bar | | where |", "|---|---|---|---|---|", *lines])
+
+
+TABLES = {"steps": steps, "numerics": numerics}
+
+
+def filled(text: str, found: list[Result]) -> str:
+    """The document with its tables as the results have them."""
+    for name, make in TABLES.items():
+        begin, end = f"<!-- table: {name} -->", "<!-- end of table -->"
+        before, mark, rest = text.partition(begin)
+        _, closing, after = rest.partition(end)
+        if not mark or not closing:
+            raise SystemExit(f"{DOCUMENT}: found no {begin} ... {end}; the table of {name} has to go somewhere")
+        text = f"{before}{begin}\n{make(found)}\n{end}{after}"
+    return text
+
+
+def main(arguments: list[str]) -> int:
+    if arguments not in ([], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    written = DOCUMENT.read_text(encoding="utf-8")
+    right = filled(written, results())
+    if not arguments:
+        DOCUMENT.write_text(right, encoding="utf-8")
+        return 0
+    for line in _differences(written, right):
+        print(line)
+    return 0 if written == right else 1
+
+
+def _differences(written: str, right: str) -> Iterator[str]:
+    if written != right:
+        yield f"{DOCUMENT.name} is not what benchmarks/results say; write it with: python scripts/performance_table.py"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

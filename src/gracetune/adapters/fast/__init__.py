@@ -1,0 +1,1 @@
+"""Adapters on linear layers, computed without building the change of the weight."""

@@ -1,0 +1,175 @@
+"""Linear layers with an adapter inside: base(x) and, in the same precision, what the adapter adds.
+
+A module of this kind takes the place of the layer it adapts, which goes on as its `base_layer`. The base layer may hold
+its weight in any form: nothing here reads it, except DoRA, which asks for the length of its rows. Everything a forward
+pass decides on is a plain attribute, so a compiler sees one straight line. It makes three of them at most, whatever
+strengths there are: the base layer alone (0), the adapter as it is (1), and one that is told the strength (a number in
+a tensor of the CPU, which costs no copy and no waiting).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, cast, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gracetune.adapters.fast import products
+from gracetune.adapters.layer import registered
+from gracetune.memory.planning.adapter_paths import Computation
+
+
+@runtime_checkable
+class HoldsWeightOtherwise(Protocol):
+    """A linear layer whose `weight` is not what it multiplies with (fp8 and scales)."""
+
+    def plain_weight(self) -> Tensor: ...
+
+
+class AdaptedLinear(nn.Module):
+    def __init__(
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.base_layer = base
+        self.how = how
+        self.dropout = dropout
+        self.scale = scale
+        self.set_strength(1.0)
+        for name, tensor in tensors.items():
+            self.register_parameter(registered(name), nn.Parameter(tensor.to(base.weight.device, torch.float32)))
+        self.train(base.training)
+
+    # What model code asks of a linear layer.
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    @property
+    def in_features(self) -> int:
+        return self.base_layer.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.base_layer.out_features
+
+    def set_strength(self, strength: float) -> None:
+        self.active, self.whole = strength != 0, strength == 1
+        self.strength = torch.tensor(strength, dtype=torch.float32, device="cpu")
+
+    @property
+    def factor(self) -> float | Tensor:
+        """Of what the adapter adds."""
+        return self.scale if self.whole else self.scale * self.strength
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return cast(Tensor, self.base_layer(x))
+        x = x.to(products.compute_dtype(x))  # once, for the base layer and the adapter
+        result: Tensor = self.base_layer(x)
+        return self.adapted(x, result)
+
+    def adapted(self, x: Tensor, result: Tensor) -> Tensor:
+        added = self.added(F.dropout(x, self.dropout) if self.dropout and self.training else x)
+        return result + added
+
+    def added(self, x: Tensor) -> Tensor:
+        """What the adapter adds for `x`, its strength included."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.how.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
+
+
+class LoraLinear(AdaptedLinear):
+    lora_A_weight: nn.Parameter  # noqa: N815 - the file's name
+    lora_B_weight: nn.Parameter  # noqa: N815
+
+    def added(self, x: Tensor) -> Tensor:
+        return products.low_rank(x, self.lora_A_weight, self.lora_B_weight, self.factor)
+
+
+class LoconLinear(AdaptedLinear):
+    lora_down_weight: nn.Parameter
+    lora_up_weight: nn.Parameter
+
+    def added(self, x: Tensor) -> Tensor:
+        return products.low_rank(x, self.lora_down_weight, self.lora_up_weight, self.factor)
+
+
+class DoraLinear(LoraLinear):
+    """m (W + D) / |W + D| by rows; the length is a constant for the gradient, as in the paper and in peft.
+
+    A strength between 0 and 1 is a way from the base layer's output to the adapted one's.
+    """
+
+    dora_scale: nn.Parameter
+    row_squares: Tensor
+
+    def __init__(
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+    ) -> None:  # fmt: skip
+        super().__init__(base, tensors, how, scale=scale, dropout=dropout)
+        self.other_form = isinstance(base, HoldsWeightOtherwise)
+        # Of a frozen weight, so once is enough; found again from it, so no part of what is saved.
+        self.register_buffer("row_squares", row_lengths(base).square(), persistent=False)
+
+    def adapted(self, x: Tensor, result: Tensor) -> Tensor:
+        down, up, base = self.lora_A_weight, self.lora_B_weight, self.base_layer
+        weight = cast(HoldsWeightOtherwise, base).plain_weight() if self.other_form else base.weight
+        length = products.row_norms(weight, self.row_squares, down, up, self.scale)
+        added = products.low_rank(x, down, up, self.scale)
+        output = products.magnified(result, base.bias, added, self.dora_scale / length)
+        return output if self.whole else result + self.strength * (output - result)
+
+
+def row_lengths(layer: nn.Linear) -> Tensor:
+    weight = layer.plain_weight() if isinstance(layer, HoldsWeightOtherwise) else layer.weight
+    lengths: Tensor = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32)
+    return lengths
+
+
+class LokrLinear(AdaptedLinear):
+    """Products of small factors are made in fp32 and rounded once."""
+
+    def __init__(
+        self, base: nn.Linear, tensors: Mapping[str, Tensor], how: Computation, *, scale: float, dropout: float
+    ) -> None:  # fmt: skip
+        super().__init__(base, tensors, how, scale=scale, dropout=dropout)
+        for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"):
+            if name not in tensors:
+                self.register_parameter(name, None)
+
+    lokr_w1: nn.Parameter | None
+    lokr_w1_a: nn.Parameter
+    lokr_w1_b: nn.Parameter
+    lokr_w2: nn.Parameter | None
+    lokr_w2_a: nn.Parameter
+    lokr_w2_b: nn.Parameter
+
+    def added(self, x: Tensor) -> Tensor:
+        factor = self.factor
+        first = self.lokr_w1 if self.lokr_w1 is not None else products.product(self.lokr_w1_a, self.lokr_w1_b)
+        if self.how.form == "kronecker by rank":
+            return products.kronecker_by_rank(x, first, self.lokr_w2_a, self.lokr_w2_b, factor)
+        second = self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
+        return products.kronecker(x, first, second, factor, self.how)
+
+
+class LohaLinear(AdaptedLinear):
+    hada_w1_a: nn.Parameter
+    hada_w1_b: nn.Parameter
+    hada_w2_a: nn.Parameter
+    hada_w2_b: nn.Parameter
+
+    def added(self, x: Tensor) -> Tensor:
+        compute = products.hadamard_by_rank if self.how.form == "hadamard by rank" else products.hadamard_rebuilt
+        factors = (self.hada_w1_a, self.hada_w1_b, self.hada_w2_a, self.hada_w2_b)
+        return compute(x, *factors, self.factor)

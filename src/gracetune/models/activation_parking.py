@@ -1,0 +1,202 @@
+"""Blocks that are repeated in the backward pass, with their inputs waiting in host memory until then.
+
+    denoiser.enable_gradient_checkpointing(ActivationParking.on(device).checkpoint)
+
+Of a repeated block only its inputs are kept. Here they are copied to the host beside the work of the next block, and
+come back one block ahead of their turn. The newest few stay on the device too: the backward pass begins with them.
+Copies run in one lane, so a host buffer that is used again is written only after what read it before.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from gracetune.memory.planning.activations import STAYING
+from gracetune.models.parking import CudaLane, InlineLane, Lane, pinned_bytes
+from gracetune.units import MIB, format_bytes, format_duration
+
+LEAST: Final = MIB
+"""Smaller tensors (times, masks) stay where they are."""
+
+
+@dataclass
+class ParkingStats:
+    """Over all steps. Times are the device's own clock, and come a little late: nobody waits for them."""
+
+    parked_bytes: int = 0
+    returned_bytes: int = 0
+    waited_ms: float = 0.0
+    """The device had nothing to do until an input had come back."""
+    stayed: int = 0
+    """Inputs that were still there when they were needed."""
+    returned: int = 0
+
+    @property
+    def line(self) -> str:
+        moved = f"{format_bytes(self.parked_bytes)} to host memory, {format_bytes(self.returned_bytes)} back"
+        return f"blocks' inputs: {moved}; the device waited {format_duration(self.waited_ms / 1000)} for them"
+
+
+class Clock(Protocol):
+    def mark(self) -> Any: ...
+
+    def is_past(self, mark: Any) -> bool: ...
+
+    def between_ms(self, first: Any, second: Any) -> float: ...
+
+
+class HostClock:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def is_past(self, mark: float) -> bool:
+        return True
+
+    def between_ms(self, first: float, second: float) -> float:
+        return 1000 * (second - first)
+
+
+class CudaClock:
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_past(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
+    def between_ms(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        return float(first.elapsed_time(second))
+
+
+class _Parked:
+    """One input: its home on the host, and while it is there, its copy on the device."""
+
+    def __init__(self, tensor: Tensor, home: Tensor) -> None:
+        self.home, self.dtype, self.shape, self.bytes = home, tensor.dtype, tensor.shape, tensor.nbytes
+        self.on_device: Tensor | None = tensor
+        self.version = tensor._version
+        self.came_back = False
+
+    def view(self, block: Tensor) -> Tensor:
+        return block[: self.bytes].view(self.dtype).view(self.shape)
+
+
+class ActivationParking:
+    def __init__(
+        self, device: torch.device, lane: Lane, clock: Clock, new_home: Callable[[int], Tensor], *, least: int = LEAST
+    ) -> None:  # fmt: skip
+        """`new_home` gives host memory of so many bytes, pinned where copies are to run beside work."""
+        self.stats = ParkingStats()
+        self._device, self._lane, self._clock, self._new_home, self._least = device, lane, clock, new_home, least
+        self._free: dict[int, list[Tensor]] = {}
+        self._order: list[weakref.ref[_Parked]] = []
+        """Of this forward pass; the backward pass goes through it from the end."""
+        self._newest: deque[_Parked] = deque()
+        self._given: list[weakref.ref[Tensor]] = []
+        """To the block before: what the next one is given too (a caption) is given to all, and stays."""
+        self._shared: set[int] = set()
+        self._waits: deque[tuple[Any, Any]] = deque()
+
+    @classmethod
+    def on(cls, device: torch.device) -> ActivationParking:
+        if device.type == "cuda":
+            registry = torch.cuda.cudart()
+            return cls(device, CudaLane(device), CudaClock(), lambda size: pinned_bytes(size, registry))
+        return cls(device, InlineLane(), HostClock(), lambda size: torch.empty(size, dtype=torch.uint8))
+
+    def checkpoint(self, block: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        """For diffusers' `enable_gradient_checkpointing`: torch's own, which keeps nothing but the inputs."""
+        tensors = [one for one in torch.utils._pytree.tree_leaves((inputs, named)) if isinstance(one, Tensor)]
+        before = [tensor for one in self._given if (tensor := one()) is not None]
+        # By object and not by address alone: a later input may lie where an earlier one was.
+        self._shared = {one.data_ptr() for one in tensors if any(one is other for other in before)}
+        self._given = [weakref.ref(one) for one in tensors]
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            return checkpoint(block, *inputs, use_reentrant=False, **named)
+
+    # -- away ---------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Parked:
+        # What is not in one piece would come back with other strides, and a compiled block knows it by those.
+        if tensor.nbytes < self._least or not tensor.is_contiguous() or tensor.device.type != self._device.type:
+            return tensor
+        if tensor.data_ptr() in self._shared:
+            return tensor
+        return self._park(tensor.detach())
+
+    def _park(self, tensor: Tensor) -> _Parked:
+        if not any(one() is not None for one in self._order):
+            self._order.clear()  # another step
+            self._newest.clear()
+            self._count_waits()
+        homes = self._free.setdefault(tensor.nbytes, [])
+        home = homes.pop() if homes else self._new_home(tensor.nbytes)
+        parked = _Parked(tensor, home)
+        weakref.finalize(parked, homes.append, home).atexit = False
+        with self._lane.beside():
+            parked.view(home).copy_(tensor, non_blocking=True)
+            _in_use_here(tensor)
+        self.stats.parked_bytes += parked.bytes
+        self._order.append(weakref.ref(parked))
+        self._newest.append(parked)
+        while len(self._newest) > STAYING:
+            self._newest.popleft().on_device = None
+        return parked
+
+    # -- and back -----------------------------------------------------------------------------------------------------
+
+    def _unpack(self, kept: Tensor | _Parked) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        self._newest.clear()  # they are held by those who need them; nothing more is added in this step
+        stayed = not kept.came_back and kept.on_device is not None
+        self._fetch(kept)
+        assert kept.on_device is not None
+        if stayed and kept.on_device._version != kept.version:
+            raise RuntimeError("a block's input was changed in place between its forward and its backward pass")
+        if kept.came_back:
+            asked = self._clock.mark()
+            self._lane.join()
+            self._waits.append((asked, self._clock.mark()))
+        self.stats.stayed += stayed
+        found = kept.on_device
+        self._look_ahead(kept)
+        return found
+
+    def _look_ahead(self, now: _Parked) -> None:
+        """After the join above: what is fetched from here on is not waited for before its own turn."""
+        alive = [parked for one in self._order if (parked := one()) is not None]
+        position = next(number for number, parked in enumerate(alive) if parked is now)
+        if position > 0:
+            self._fetch(alive[position - 1])
+
+    def _fetch(self, parked: _Parked) -> None:
+        if parked.on_device is not None:
+            return
+        block = torch.empty(parked.shape, dtype=parked.dtype, device=self._device)
+        with self._lane.beside():
+            block.copy_(parked.view(parked.home), non_blocking=True)
+            _in_use_here(block)
+        parked.on_device, parked.came_back = block, True
+        self.stats.returned_bytes += parked.bytes
+        self.stats.returned += 1
+
+    def _count_waits(self) -> None:
+        while self._waits and self._clock.is_past(self._waits[0][1]):
+            self.stats.waited_ms += self._clock.between_ms(*self._waits.popleft())
+
+
+def _in_use_here(tensor: Tensor) -> None:
+    """Whoever lets go of it meanwhile: its memory is not given away before the current stream is done with it."""
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,0 +1,168 @@
+"""Frozen linear layers in 8 bits: both products of a training step, forward and the input's gradient, run on them.
+
+A weight is rounded to e4m3 once, with a scale for each of its rows (output features). What meets it (activations, and
+gradients on the way back) is rounded on the fly with a scale for each row (token); under torch.compile these casts
+become part of the kernels around them.
+
+    y  = (X W') * sx * sw            X, W: values in e4m3, sx [tokens, 1], sw [1, outputs]
+    dx = (G W) * sg                  where G, sg are the rows of dy * sw: the weight's scales go into the gradient
+
+So both passes multiply with the same rounded weight, in one layout or in two: GPUs want the second operand by columns,
+and the backward pass has it by rows. With both layouts in memory nothing is transposed in a step.
+
+`weight` is not a parameter here but made when it is asked for: whoever reads it (DoRA, a merge, a file) gets the
+numbers this layer multiplies with, never the 8-bit ones without their scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.errors import ConfigError, Problem
+from gracetune.memory.planning.plan import FP8_CAPABILITY
+from gracetune.models.spec import Fp8Layouts
+
+E4M3: Final = torch.float8_e4m3fn
+MOST: Final = 448.0
+"""The largest number e4m3 has."""
+SIDE: Final = 16
+"""Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
+_SMALLEST: Final = 2.0**-100
+"""Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
+
+
+class Fp8Linear(nn.Linear):
+    fp8_values: Tensor
+    """[out, in]"""
+    fp8_scales: Tensor
+    """[1, out]"""
+    fp8_turned: Tensor | None
+    """[in, out]: the same values by columns."""
+    fp8_ones: Tensor
+    """[1, in]: the scales of the backward pass, whose own are in the gradient."""
+
+    def __init__(self, weight: Tensor, bias: nn.Parameter | None, layouts: Fp8Layouts = "both") -> None:
+        """Of a weight [out, in] in any precision, which is not kept."""
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
+        values, scales = by_rows(weight.detach())
+        self.register_buffer("fp8_values", values)
+        self.register_buffer("fp8_scales", scales.t().contiguous())
+        self.register_buffer("fp8_turned", values.t().contiguous() if layouts == "both" else None)
+        self.register_buffer("fp8_ones", torch.ones(1, self.in_features, device=weight.device))
+        self.register_parameter("bias", bias)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.plain_weight()
+
+    def plain_weight(self) -> Tensor:
+        """A copy of what this layer multiplies with, in bf16; [out, in]."""
+        return (self.fp8_values.float() * self.fp8_scales.t()).to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] to [..., out], in the precision a linear layer would answer in."""
+        rows = x.reshape(-1, self.in_features)
+        result: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
+            rows, self.fp8_values, self.fp8_turned, self.fp8_scales, self.fp8_ones, self.bias
+        )  # fmt: skip
+        return result.reshape(*x.shape[:-1], self.out_features).to(_compute_dtype(x))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
+        """A model that is cast keeps these: without their precision they would be other numbers."""
+        own = {id(buffer) for buffer in self._buffers.values()}
+
+        def exact(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in own and moved.dtype != tensor.dtype else moved
+
+        super()._apply(exact, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def extra_repr(self) -> str:
+        layouts = "one layout" if self.fp8_turned is None else "both layouts"
+        return f"{super().extra_repr()}, e4m3 in {layouts}"
+
+
+def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, k] as values in e4m3 and scales [n, 1] in fp32. What is not a number in a row makes all of it none."""
+    wide = x.float()
+    most = wide.abs().amax(dim=1, keepdim=True).clamp_min(_SMALLEST)
+    values = (wide * (MOST / most)).clamp(-MOST, MOST).to(E4M3)
+    return values, most / MOST
+
+
+def product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None) -> Tensor:
+    """left [n, k] right [k, m], by rows and by columns in memory, with scales [n, 1] and [1, m]; in bf16."""
+    if left.device.type == "cuda":
+        return torch._scaled_mm(
+            left, right, scale_a=left_scales, scale_b=right_scales, bias=None if bias is None else bias.bfloat16(),
+            out_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
+    return _plain_product(left, right, left_scales, right_scales, bias)
+
+
+def _plain_product(
+    left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None
+) -> Tensor:  # fmt: skip
+    """The same numbers without such a product: sums in fp32, rounded once."""
+    with torch.autocast("cpu", enabled=False):  # there is none on meta, and elsewhere this is not reached
+        result = torch.mm(left.float(), right.float()) * left_scales * right_scales
+    return (result if bias is None else result + bias.float()).to(torch.bfloat16)
+
+
+class _Frozen(torch.autograd.Function):
+    """Keeps nothing of a step: the input's gradient needs the weight alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, turned: Tensor | None, scales: Tensor, ones: Tensor, bias: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        ctx.has_both = turned is not None
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(values if turned is None else turned, scales, ones)
+        rounded, own = by_rows(x)
+        return product(rounded, values.t(), own, scales, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None, None, None
+        held, scales, ones = ctx.saved_tensors
+        by_columns = held.t() if ctx.has_both else held.t().contiguous().t()
+        rounded, own = by_rows(gradient.float() * scales)
+        return product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+# -- whether this device can ------------------------------------------------------------------------------------------
+
+
+def check_fp8(device: torch.device) -> None:
+    """A GPU that cannot multiply in fp8 is an error with the reason. A CPU computes the same numbers, slowly."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        found = f"fp8, on a GPU of compute capability {capability[0]}.{capability[1]}"
+        raise ConfigError([_problem(found, f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or later (Hopper)")])
+    try:
+        values, scales = by_rows(torch.ones(SIDE, SIDE, device=device))
+        product(values, values.t(), scales, scales.t(), None)
+    except RuntimeError as error:
+        found = f"fp8, which this torch cannot do here: {str(error).strip().splitlines()[0]}"
+        raise ConfigError([_problem(found, "a product of e4m3 matrices with a scale for each row")]) from error
+
+
+def _problem(found: str, expected: str) -> Problem:
+    return Problem("model.base_precision", found, expected, "--set model.base_precision=bf16")

@@ -1,0 +1,55 @@
+"""`training.deterministic`: two runs of one config on one machine give the same numbers, bit for bit, on a GPU too.
+
+On a CPU with one thread they do so anyway. It costs time, and an operation torch has no repeatable kernel for ends the
+run at its first batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gracetune.config.environment import make_cublas_deterministic
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.train.view import View
+
+_REPEATABLE = (":4096:8", ":16:8")
+"""The two workspaces with which cuBLAS repeats itself."""
+
+
+@contextmanager
+def deterministic(config: RunConfig, view: View) -> Iterator[None]:
+    """Entered before CUDA starts: cuBLAS reads its workspace then. Afterwards torch chooses as it did before."""
+    if not config.training.deterministic:
+        yield
+        return
+    started = torch.cuda.is_initialized()
+    found, ours = make_cublas_deterministic()
+    if found not in _REPEATABLE:
+        hint = f"unset CUBLAS_WORKSPACE_CONFIG, or export CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]}"
+        raise ConfigError([Problem("CUBLAS_WORKSPACE_CONFIG", found, f"one of {', '.join(_REPEATABLE)}", hint)])
+    if started and ours:
+        view.warn(
+            "training.deterministic: CUDA had started in this process before cuBLAS could be told; start the run in a "
+            f"process of its own, or with CUBLAS_WORKSPACE_CONFIG={_REPEATABLE[0]} in its environment"
+        )
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    view.say(
+        "deterministic, as training.deterministic says: torch's repeatable kernels only, cuBLAS with the workspace "
+        f"{found}; steps take longer"
+    )
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):  # torch has no type of its own for this
+            raise
+        first = str(error).splitlines()[0]
+        hint = "--set training.deterministic=false, or --set training.attention=math where attention is named"
+        problem = Problem("training.deterministic", first, "operations with a repeatable kernel", hint)
+        raise GracetuneError(str(problem)) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

@@ -1,0 +1,87 @@
+"""The published examples through the real trainer, each made small: other weights, pictures and sizes, all else as it
+stands in the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from gracetune.config import Environment, load
+from gracetune.config.run_config import RunConfig
+from runs.launched import ROOT
+from runs.made import TinyModel, pictures
+from runs.test_commands import gracetune
+
+EXAMPLES = [
+    ("gh200_in_memory.json", "flux", "dev", {}),
+    ("gh200_caches_and_ramp.json", "qwen_image", "edit-2509", {}),
+    ("gh200_large_batch.json", None, None, {"model.vae_path": None}),
+    # bitsandbytes works on GPUs alone, and a run on a CPU says so.
+    ("qwen_image_edit_2509.yaml", "qwen_image", "edit-2509", {"optimizer.name": "adamw"}),
+    ("wan22_dual_expert_lokr.yaml", "wan", "t2v-14b-2.2", {}),
+]
+AREA = 64 * 64
+
+
+@pytest.fixture
+def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pipeline for edits brings every reference to a megapixel."""
+    plus = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"
+    monkeypatch.setattr(f"{plus}.VAE_IMAGE_SIZE", AREA)
+    monkeypatch.setattr(f"{plus}.CONDITION_IMAGE_SIZE", 2 * AREA)
+
+
+def smaller(config: RunConfig, tiny: Path, folder: Path) -> dict[str, Any]:
+    """What has to be set so that the example runs here."""
+    values: dict[str, Any] = {
+        "model.path": str(tiny),
+        "output_dir": str(folder / "out"),
+        "schedule.warmup_steps": min(1, config.schedule.warmup_steps),
+        "validation.every_steps": 2,
+        "validation.width": 64,
+        "validation.height": 64,
+        "validation.steps": 2,
+    }
+    for number, dataset in enumerate(config.datasets):
+        values[f"datasets[{number}].path"] = str(pictures(folder / "data" / f"{number}", 4))
+        values[f"datasets[{number}].resolution"] = 64.0
+        values[f"datasets[{number}].resolution_type"] = "pixel"
+        values[f"datasets[{number}].minimum_size"] = 0.0
+        if dataset.dataset_type == "video":
+            values[f"datasets[{number}].dataset_type"] = "image"
+    for number, prompt in enumerate(config.validation.prompts):
+        shown = [str(folder / "data" / "0" / "00.png")] * len(prompt.references)
+        values |= {f"validation.prompts[{number}].references": shown}
+        values |= {f"validation.prompts[{number}].{name}": 64 for name in ("width", "height")}
+        values |= {f"validation.prompts[{number}].num_frames": 1, f"validation.prompts[{number}].steps": 2}
+    return values
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("small_references")
+@pytest.mark.parametrize(("name", "family", "flavour", "more"), EXAMPLES, ids=[one[0] for one in EXAMPLES])
+def test_an_example_trains(
+    name: str, family: str | None, flavour: str | None, more: dict[str, Any], tiny_model: TinyModel, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    example = ROOT / "examples" / name
+    monkeypatch.chdir(ROOT)  # what an example names is named from here; what it writes is set below
+    config = load(example, environment=Environment({})).config
+    family = family or config.model.family
+    flavour = flavour or config.model.flavour or ""
+    values = {**smaller(config, tiny_model(family, flavour), tmp_path), **more}
+    values |= {"cache.cache_dir": str(tmp_path / "cache"), "cache.text_cache_dir": str(tmp_path / "texts")}
+    values |= {f"datasets[{number}].cache_dir": None for number in range(len(config.datasets))}
+    settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    code = gracetune("train", str(example), "--max-steps", "3", "--json", *settings)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    told = json.loads(captured.out)
+    assert (told["outcome"], told["step"]) == ("finished", 3)
+    assert len(told["files"]) == (2 if family == "wan" else 1)
+    assert all(load_file(path) for path in told["files"])
+    assert len(list((tmp_path / "out" / "samples").glob("000000002_*"))) >= len(config.validation.prompts)

@@ -1,0 +1,80 @@
+"""Between log steps the host never asks the device for a number: it would wait for everything it has queued."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gracetune.train.loop
+from gracetune.train.guards import _Norm
+from runs.made import TinyModel, config_for, run
+
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+
+
+class Reading(TorchDispatchMode):
+    """Who makes a number of Python's out of a tensor: `.item()`, `bool(...)`, `if tensor:`. `.tolist()` is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READS:
+            stack = [frame for frame in traceback.extract_stack() if "test_host_reads" not in frame.filename]
+            self.found.append(f"{stack[-1].filename}:{stack[-1].lineno} {stack[-1].line}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer"),
+    [
+        ("wan", "automagic"),
+        *(
+            pytest.param(family, optimizer, marks=pytest.mark.full)
+            for family, optimizer in (
+                ("wan", "lion"), ("flux", "adamw"), ("sdxl", "adamw"), ("qwen_image", "adamw"),
+                ("stable_audio", "adamw"),
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_no_number_is_read_in_a_window(
+    family: str, optimizer: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With EMA, accumulation and clipping, in fp32 and where a loss scale is kept (fp16)."""
+    reading, original = Reading(), gracetune.train.loop.run_window
+
+    def watched(job: Any) -> Any:
+        # What is made once, with the first window, may be looked at.
+        if job.position.step == 0:
+            return original(job)
+        with reading:
+            return original(job)
+
+    monkeypatch.setattr(gracetune.train.loop, "run_window", watched)
+    monkeypatch.setattr(_Norm, "is_there", False)  # as from a GPU: the norm has not arrived
+    training = {
+        "max_steps": 4, "gradient_accumulation_steps": 2, "batch_size": 2,
+        "ema": {"enabled": True}, "mixed_precision": "fp16" if family == "flux" else "fp32",
+    }  # fmt: skip
+    config = config_for(
+        family, tiny_model, tmp_path, training=training, optimizer={"name": optimizer}, logging={"every_steps": 100}
+    )
+    run(config)
+    assert reading.found == []
+
+
+def test_a_read_would_be_seen() -> None:
+    reads: list[Callable[[torch.Tensor], object]] = [torch.Tensor.item, bool, float, int]
+    for read in reads:
+        reading = Reading()
+        with reading:
+            read(torch.ones(1))
+        assert reading.found, read

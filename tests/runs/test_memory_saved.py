@@ -1,0 +1,88 @@
+"""Whole runs that hold less on the device: experts in turn, parked inputs, fp8. On a CPU, with the real parts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.models.activation_parking import ActivationParking, HostClock
+from gracetune.models.expert_streaming import StreamedParking
+from gracetune.models.experts import ExpertHost
+from gracetune.models.parking import InlineLane
+from gracetune.models.registry import spec_of
+from gracetune.train.planning import choose
+from gracetune.train.trainee import Choices
+from runs.made import Heard, TinyModel, config_for, run
+from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
+
+CPU = torch.device("cpu")
+
+
+def streaming() -> ExpertHost:
+    """As `ExpertHost.open` makes it for a GPU with no room for both."""
+    blocks = spec_of("wan").repeated_blocks
+    return ExpertHost(
+        lambda module: StreamedParking(module, blocks, CPU, InlineLane()), "in turn", room=lambda *, here, away: 0
+    )  # fmt: skip
+
+
+def test_experts_that_move_in_behind_each_other_learn_what_resident_ones_learn(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = (config_for("wan", tiny_model, tmp_path / name, **DUAL_EXPERT) for name in ("resident", "in turn"))
+    run(one)
+    host = streaming()
+    monkeypatch.setattr("gracetune.train.run.open_host", lambda *_: host)
+    heard = Heard()
+    run(two, heard)
+    assert losses(two) == losses(one)
+    assert_same_end(one, two)
+    assert host.switches.followed_bytes > 0
+    assert any(line.startswith("experts: ") and "behind the last backward pass" in line for line in heard.said)
+
+
+@pytest.mark.full
+def test_parked_inputs_change_nothing(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    training: dict[str, Any] = {**DUAL_EXPERT["training"], "gradient_checkpointing": "full"}
+    sections = {**DUAL_EXPERT, "training": training}
+    one, two = (config_for("wan", tiny_model, tmp_path / name, **sections) for name in ("kept", "parked"))
+    run(one)
+    monkeypatch.setattr("gracetune.train.run.choose", _parking)
+    new_home = partial(torch.empty, dtype=torch.uint8)
+    parking = ActivationParking(CPU, InlineLane(), HostClock(), new_home, least=64)
+    monkeypatch.setattr(ActivationParking, "on", lambda device: parking)
+    heard = Heard()
+    run(two, heard)
+    assert losses(two) == losses(one)
+    assert_same_end(one, two)
+    assert parking.stats.returned > 0
+    assert any(line.startswith("blocks' inputs: ") for line in heard.said)
+
+
+def _parking(*args: Any, **named: Any) -> tuple[Choices, tuple[str, ...]]:
+    """What a plan decides for a GPU that is too small; everything after that decision is real."""
+    choices, lines = choose(*args, **named)
+    return replace(choices, park_inputs=True), lines
+
+
+@pytest.mark.full
+def test_a_run_on_fp8_weights_learns_samples_and_resumes(tiny_model: TinyModel, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {
+        "model": {"base_precision": "fp8"},
+        "training": {"max_steps": 2, "mixed_precision": "bf16"},
+        "validation": {"every_steps": 2, "prompts": [{"prompt": "a cat", "width": 64, "height": 64, "num_frames": 1}]},
+    }
+    heard = Heard()
+    config = config_for("wan", tiny_model, tmp_path, **sections)
+    assert run(config, heard).step == 2
+    assert any(line.startswith("base weights: fp8 for 20 layers") for line in heard.said)
+    assert [*Path(config.output_dir).glob("**/*.png")], "samples"
+    further = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
+    assert run(further).step == 3

@@ -1,0 +1,60 @@
+"""A family from outside, installed as anybody would: its own tests, which train a LoRA, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which examples/extending is installed: in a folder of its own, not where the tests run."""
+    if not any(Path(entry, "setuptools").is_dir() for entry in sys.path):
+        pytest.skip("setuptools is not installed here, and the example is built without a network")
+    folder = tmp_path_factory.mktemp("outside")
+    source, site = Path(shutil.copytree(ROOT / "examples" / "extending", folder / "source")), folder / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "--no-cache-dir", "--target", site, source], check=True, timeout=240)
+    paths = (str(ROOT / "src"), str(site))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TESTS": str(source / "tests")}
+
+
+@pytest.mark.full
+def test_the_examples_own_tests_pass(installed: dict[str, str]) -> None:
+    tests = Path(installed["TESTS"])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tests, tests]
+    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "7 passed" in done.stdout
+
+
+@pytest.mark.full
+def test_the_command_line_knows_it(installed: dict[str, str], tmp_path: Path) -> None:
+    def gracetune(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "gracetune.cli.main", *arguments]
+        return subprocess.run(command, env=installed, capture_output=True, text=True, timeout=120, check=False)
+
+    schema = json.loads(gracetune("config", "schema").stdout)
+    assert schema["$defs"]["Model"]["properties"]["family"]["enum"][-1] == "auraflow"
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: auraflow}}\n"
+        f"datasets: [{{id: a, path: {tmp_path}/data}}]\ntraining: {{max_steps: 10}}\n"
+    )
+    checked = gracetune("config", "check", "--no-paths", str(config))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    plan = json.loads(gracetune("estimate", str(config), "--json").stdout)
+    weights = next(line for line in plan["lines"] if line["name"] == "transformer")
+    assert weights["bytes"] == 2 * 6_858_605_568
+    upstream = tmp_path / "simpletuner.json"
+    upstream.write_text(json.dumps({"model_family": "auraflow", "model_type": "lora", "output_dir": str(tmp_path)}))
+    told = gracetune("config", "check", "--no-paths", str(upstream))
+    assert "families we train" not in told.stdout + told.stderr, "SimpleTuner's name of it is ours too"

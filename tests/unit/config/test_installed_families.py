@@ -1,0 +1,110 @@
+"""Families of other installed packages: found by name, imported when asked for, refused in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from gracetune.config.families import FAMILIES
+from gracetune.config.installed_families import GROUP, InstalledFamilies
+from gracetune.errors import ConfigError
+from gracetune.models.installed import WithInstalled
+
+OURS = ("wan", "sdxl")
+SRC = Path(__file__).resolve().parents[3] / "src"
+
+
+def installed(*points: tuple[str, str]) -> InstalledFamilies:
+    return InstalledFamilies(tuple(EntryPoint(name, value, GROUP) for name, value in points), OURS)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A family's folder with one module that is whole and one that cannot be imported."""
+    name = "a_family_of_ones_own"
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "keys.py").write_text("KEYS = ('a', 'b')\n")
+    (folder / "spec.py").write_text("from gracetune.models.spec import NothingOfThatName\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def test_names_come_after_ours_each_once() -> None:
+    assert installed(("a", "p"), ("b", "q"), ("a", "r")).names == ("a", "b")
+
+
+def test_a_part_is_found_by_module_and_name(package: str) -> None:
+    assert installed(("mine", package)).part("mine", "keys", "KEYS") == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "found"),
+    [
+        ("keys", "OTHER", "a_family_of_ones_own.keys without OTHER"),
+        ("footprint", "FOOTPRINTS", "No module named 'a_family_of_ones_own.footprint'"),
+        ("spec", "SPEC", "cannot import name 'NothingOfThatName'"),
+    ],
+)
+def test_what_a_package_lacks_is_named(package: str, module: str, name: str, found: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        installed(("mine", package)).part("mine", module, name)
+    (problem,) = error.value.problems
+    assert problem.key == "the installed family mine"
+    assert found in problem.found
+    assert "pip uninstall" in problem.hint
+
+
+@pytest.mark.parametrize("points", [(("wan", "p"),), (("mine", "p"), ("mine", "q"))])
+def test_a_name_that_is_taken_is_refused_as_soon_as_it_is_asked_for(points: tuple[tuple[str, str], ...]) -> None:
+    families = installed(*points)
+    with pytest.raises(ConfigError, match="two families of this name"):
+        families.part(points[0][0], "keys", "KEYS")
+    assert families.names == tuple(name for name, _ in points[:1] if name not in OURS)
+
+
+def test_a_mapping_lists_all_and_imports_only_what_is_asked_for(package: str) -> None:
+    parts = WithInstalled({"wan": ("w",), "sdxl": ("s",)}, "keys", "KEYS", installed(("mine", package), ("gone", "no")))
+    assert list(parts) == ["wan", "sdxl", "mine", "gone"]
+    assert len(parts) == 4
+    assert "gone" in parts
+    assert "other" not in parts
+    assert (parts["wan"], parts["mine"]) == (("w",), ("a", "b"))
+    with pytest.raises(ConfigError, match="no\\.keys cannot be imported"):
+        parts["gone"]
+    with pytest.raises(KeyError):
+        parts["other"]
+
+
+def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path: Path) -> None:
+    """A distribution on the path, whose package does not even exist: its name counts, and nobody else is stopped."""
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\noutside = no_such_package\n")
+    config = tmp_path / "job.yaml"
+    config.write_text(
+        f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: outside}}\n"
+        f"datasets: [{{id: a, path: {tmp_path}}}]\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(tmp_path)))}
+    both = (
+        "import contextlib, sys\nfrom gracetune.cli.main import main\n"
+        "with contextlib.suppress(SystemExit):\n    main(['config', 'schema'])\n"
+        "print('\\0')\nmain(['config', 'check', '--no-paths', sys.argv[1]])\n"
+    )
+    command = [sys.executable, "-c", both, str(config)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    schema, _, refused = done.stdout.partition("\0")
+    families = json.loads(schema)["$defs"]["Model"]["properties"]["family"]["enum"]
+    assert families == [*FAMILIES, "outside"]
+    assert done.returncode == 1
+    assert "no_such_package.flavours cannot be imported" in refused + done.stderr
+    assert "Traceback" not in done.stderr

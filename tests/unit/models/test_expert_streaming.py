@@ -1,0 +1,182 @@
+"""The next expert's weights move in behind the last backward pass, block by block; main memory plays the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gracetune.models.expert_streaming import Following, StreamedParking
+from gracetune.models.experts import ExpertHost
+from gracetune.models.parking import InlineLane, frozen_tensors
+
+CPU = torch.device("cpu")
+BLOCKS = 6
+
+
+class Block(nn.Module):
+    """A frozen matrix and a trained one beside it, as an adapter is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Expert(nn.Module):
+    def __init__(self, seed: int, *, repeated: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.enter, self.leave = (nn.Linear(16, 16).requires_grad_(False) for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.repeated = repeated
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.repeated else block(x)
+        return self.leave(x).square().sum()
+
+
+def given(seed: int = 0) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(expert: nn.Module) -> list[Tensor]:
+    found = [one.grad.clone() for one in expert.parameters() if one.grad is not None]
+    expert.zero_grad()
+    return found
+
+
+def values(expert: nn.Module) -> list[Tensor]:
+    return [one.detach().clone() for one in expert.parameters()]
+
+
+def parked(expert: nn.Module) -> StreamedParking:
+    return StreamedParking(expert, ["Block"], CPU, InlineLane())
+
+
+def here(parking: StreamedParking) -> list[bool]:
+    return [piece._block is not None for piece in parking.pieces]
+
+
+def host(*, room: int = 0, repeated: bool = False) -> tuple[ExpertHost, list[Expert]]:
+    made = ExpertHost(parked, "in a test", room=lambda *, here, away: room)
+    experts = [Expert(seed, repeated=repeated) for seed in range(2)]
+    for name, expert in zip(("high", "low"), experts, strict=True):
+        made.add(name, expert)
+    return made, experts
+
+
+class TestPieces:
+    def test_are_the_whole_module_once(self) -> None:
+        expert = Expert(0)
+        expert.blocks[3].base.weight = expert.blocks[1].base.weight
+        before, tensors = values(expert), frozen_tensors(expert)
+        parking = parked(expert)
+        assert len(parking.pieces) == BLOCKS + 1
+        assert sum(len(piece._slots) for piece in parking.pieces) == len(tensors)
+        for step in (parking.finish, parking.park, parking.start, parking.finish, parking.park):
+            step()
+            assert all(torch.equal(*pair) for pair in zip(values(expert), before, strict=True))
+        assert not any(here(parking))
+
+    def test_without_blocks_there_is_one(self) -> None:
+        parking = StreamedParking(Expert(0), (), CPU, InlineLane())
+        assert len(parking.pieces) == 1
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+class TestFollowing:
+    def test_blocks_leave_from_the_last_and_come_from_the_first(self, repeated: bool) -> None:
+        coming = parked(Expert(1, repeated=repeated))
+        order: list[tuple[list[bool], list[bool]]] = []
+        expert = Expert(0, repeated=repeated)
+        leaving = parked(expert)
+        leaving.finish()
+        loss = expert(given())
+        most = leaving.bytes
+        for parameters in leaving.trained:
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(lambda _: order.append((here(leaving), here(coming))))
+        with Following(leaving, coming) as moving:
+            loss.backward()
+        for old, new in order:
+            held = sum(piece.bytes for piece, there in zip(leaving.pieces, old, strict=True) if there)
+            held += sum(piece.bytes for piece, there in zip(coming.pieces, new, strict=True) if there)
+            assert held <= most, "never more than one expert's worth"
+            assert old == sorted(old, reverse=True), "the last leaves first"
+            assert new[1:] == sorted(new[1:], reverse=True), "the first block comes first"
+        assert here(leaving) == [True, True, *[False] * (BLOCKS - 1)], "the first block may still be at work"
+        assert moving.moved
+        assert moving.brought_bytes == sum(
+            p.bytes for p, there in zip(coming.pieces, here(coming), strict=True) if there
+        )
+        assert moving.brought_bytes > leaving.bytes // 2
+
+    def test_training_is_the_same_to_the_bit(self, repeated: bool) -> None:
+        made, experts = host(repeated=repeated)
+        plain = [Expert(seed, repeated=repeated) for seed in range(2)]
+        before = [values(expert) for expert in experts]
+        for turn in range(4):
+            name, other = (("high", "low"), ("low", "high"))[turn % 2]
+            expert = made.activate(name)
+            assert not made.prepare(other).started
+            for micro_batch in range(2):
+                with made.following(other if micro_batch == 1 else None):
+                    expert(given(turn)).backward()
+                plain[turn % 2](given(turn)).backward()
+            found, wanted = gradients(expert), gradients(plain[turn % 2])
+            assert len(found) == 2 * BLOCKS
+            assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert all(torch.equal(*pair) for one, two in zip(experts, before, strict=True)
+                   for pair in zip(values(one), two, strict=True))  # fmt: skip
+        assert made.switches.count == 4
+        assert made.switches.followed_bytes > 0
+        made.activate("high")
+        assert made.switches.waited_ms > 0
+
+    def test_the_one_that_left_can_be_called_back(self, repeated: bool) -> None:
+        """A validation between the windows asks for whom it likes."""
+        made, _ = host(repeated=repeated)
+        expert = made.activate("high")
+        with made.following("low"):
+            expert(given()).backward()
+        assert made.active is None
+        wanted = Expert(0, repeated=repeated)(given())
+        assert torch.equal(made.activate("high")(given()), wanted)
+        assert not any(here(made._parking["low"])), "what had come of the other is gone again"  # type: ignore[arg-type]
+        assert torch.equal(made.activate("low")(given()), Expert(1, repeated=repeated)(given()))
+
+    def test_an_error_in_the_backward_pass_leaves_a_host_that_works(self, repeated: bool) -> None:
+        made, experts = host(repeated=repeated)
+        expert = made.activate("high")
+
+        def fail(_: Tensor) -> None:
+            raise ValueError("no")
+
+        hook = experts[0].blocks[1].up.weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(ValueError, match="no"), made.following("low"):
+            expert(given()).backward()
+        hook.remove()
+        assert torch.equal(made.activate("high")(given()), Expert(0, repeated=repeated)(given()))
+
+
+def test_nothing_follows_where_both_have_room_or_nobody_is_next() -> None:
+    made, _ = host(room=1 << 30)
+    expert = made.activate("high")
+    assert made.prepare("low").started
+    with made.following("low"):
+        expert(given()).backward()
+    assert made.active == "high"
+    made, _ = host()
+    expert = made.activate("high")
+    for nobody in (None, "high"):
+        with made.following(nobody):
+            expert(given()).backward()
+        assert made.active == "high"
+    assert made.switches.followed_bytes == 0

@@ -1,0 +1,72 @@
+"""A run's files, read the way the programs they are for read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.adapters import delta
+from gracetune.adapters.attach import attach
+from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.config.run_config import Adapter, Model, RunConfig
+from gracetune.models.experts import ExpertHost, choose_parking
+from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.registry import spec_of
+from gracetune.models.source import open_source
+from gracetune.models.spec import Placement
+from gracetune.train.output import base_weight, check_format, for_format
+from gracetune.train.trainee import Trainee
+from unit.adapters.formats import comfyui_reader
+from unit.adapters.formats.test_comfyui import in_original_layout
+
+TinyModel = Callable[[str, str], Path]
+
+
+@pytest.mark.parametrize("path", ["auto", "library"])
+def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, tiny_model: TinyModel) -> None:
+    spec = spec_of("wan")
+    source = open_source(Model(family="wan", path=str(tiny_model("wan", "t2v-14b-2.2"))))
+    facts = spec.inspect(source)
+    cpu = torch.device("cpu")
+    denoiser = spec.load_denoiser(source, facts.experts[1], Placement(cpu, torch.float32))
+    before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
+    adapter = Adapter(kind="dora", rank=2)
+    attached = attach(
+        denoiser, adapter, family="wan", stage="low_noise", default_targets=spec.default_targets, seed=0, path=path
+    )
+    with torch.no_grad():
+        for number, parameter in enumerate(attached.parameters().values()):
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    host = ExpertHost.open(choose_parking("cpu", park=False, experts=1, managed=False), cpu)
+    host.add("low_noise", denoiser)
+    trainee = Trainee(spec, source, facts, host, {"low_noise": attached}, torch.float32, {})
+
+    trained = attached.state()
+    with pytest.raises(CannotHoldError):
+        FORMATS["comfyui"].write(trained, torch.float32)
+    held = for_format(trainee, "low_noise", "comfyui")
+    file, _ = FORMATS["comfyui"].write(held, torch.float32)
+    weights = {name: before[f"{name}.weight"] for name in trained.layers}
+    assert all(torch.equal(base_weight(denoiser, name), weight) for name, weight in weights.items())
+    original = in_original_layout("wan", weights)
+    names = {name: found.name for name in weights if (found := KEY_MAPS["wan"].original(name)) is not None}
+    loaded = comfyui_reader.load(file, original, comfyui_reader.key_map("wan", original, names))
+    ours = {name: delta.apply(trained.layers[name], weight) for name, weight in weights.items()}
+    for key, weight in in_original_layout("wan", ours).items():
+        torch.testing.assert_close(loaded[key], weight, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(original[key], weight, atol=1e-3)
+
+    assert for_format(trainee, "low_noise", "diffusers").layers.keys() == trained.layers.keys()
+    config = RunConfig.model_validate(
+        {
+            "name": "n", "output_dir": "o", "model": {"family": "wan"}, "datasets": [{"id": "d", "path": "p"}],
+            "training": {"max_steps": 1}, "adapter": adapter, "checkpoints": {"format": "comfyui"},
+        }
+    )  # fmt: skip
+    (note,) = check_format(trainee, config)
+    assert "ComfyUI alone" in note

@@ -12,7 +12,7 @@ import typer
 
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_json, say_error
-from gracetune.config.families import FAMILIES, Family, flavours
+from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
 
@@ -140,7 +140,7 @@ def verify(
     opened = open_adapter(file, _family(family))
     found = opened.detected.family
     if model is not None:
-        against, shapes = model, Base(cast(Family, found), model).shapes()
+        against, shapes = model, Base(found, model).shapes()
     else:
         assert flavour is not None
         _refuse_other_family(found, flavour)
@@ -239,7 +239,7 @@ def _merged(states: list[AdapterState], model: str, output: Path) -> list[Conver
 def _base(family: str, model: str) -> Base:
     from gracetune.adapters.bases import Base
 
-    return Base(cast(Family, family), model)
+    return Base(family, model)
 
 
 def _target(file: Path, state: AdapterState, to: To, output: Path | None, *, several: bool) -> Path:

@@ -1,11 +1,14 @@
-"""`gracetune bench NAME`: measured on this machine, against bars, with everything needed to compare it later."""
+"""`gracetune bench NAME`: measured on this machine, against bars, with everything needed to compare it later.
+
+The benches of a part are here; those of a whole training step are in `bench_steps`.
+"""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from gracetune import __version__
 from gracetune.cli.console import out, print_json
@@ -64,36 +68,62 @@ BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {
     "memory": _memory,
     "optim": _optim,
 }
+_HELP: Final = {
+    "cache": "Reading caches: loading, iterating, what a step waits.",
+    "data": "Scanning, staging and decoding datasets.",
+    "loading": "Reading weights into the memory they are used from.",
+    "memory": "Unified memory: links, look-ahead, overflow.",
+    "optim": "Steps of the optimizers.",
+}
 
 
-def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of: {', '.join(BENCHES)}.")],
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result there.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON result and nothing else.")] = False,
-) -> None:
-    """Measure a part of gracetune on this machine. Exit 1 if a bar is missed."""
-    if name not in BENCHES:
-        meant = nearest(name, BENCHES) or next(iter(BENCHES))
-        raise ConfigError([Problem("NAME", name, f"one of {', '.join(BENCHES)}", f"gracetune bench {meant}")])
-    make_cublas_deterministic()
-    machine = probe()
-    rows = BENCHES[name](machine)
-    result = result_of(name, rows, machine)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    if as_json:
-        print_json(result)
-    else:
-        print_rows(out(), rows)
-    raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)
+class _Benches(TyperGroup):
+    """A bench nobody knows is answered as everything misspelt is."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        known = self.list_commands(ctx)
+        if args and not args[0].startswith("-") and args[0] not in known:
+            meant = nearest(args[0], known) or known[0]
+            raise ConfigError([Problem("NAME", args[0], f"one of {', '.join(known)}", f"gracetune bench {meant}")])
+        return super().resolve_command(ctx, args)
 
 
-def result_of(name: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
+app = typer.Typer(
+    cls=_Benches,
+    help="Measure a part of gracetune on this machine. Exit 1 if a bar is missed.",
+    no_args_is_help=True,
+)
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON result there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the JSON result and nothing else.")]
+
+
+def _add(name: str, help_: str) -> None:
+    @app.command(name, help=help_)
+    def command(output: Output = None, as_json: AsJson = False) -> None:
+        make_cublas_deterministic()
+        machine = probe()
+        rows = BENCHES[name](machine)
+        result = result_of(name, rows, machine)
+        if output is not None:
+            write_result(output, result)
+        if as_json:
+            print_json(result)
+        else:
+            print_rows(out(), rows)
+        raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)
+
+
+for _name, _help in _HELP.items():
+    _add(_name, _help)
+
+
+def result_of(name: str, rows: Sequence[Any], machine: Machine) -> dict[str, Any]:
+    """`rows` are dataclasses."""
     return {
         "format": RESULT_FORMAT,
         "bench": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["gracetune", *sys.argv[1:]]),
+        "command": command_line(),
         "git_commit": git_commit(),
         "gpu": machine.gpus[0].name if machine.gpus else None,
         "profile": machine.profile.value,
@@ -101,6 +131,21 @@ def result_of(name: str, rows: list[Row], machine: Machine) -> dict[str, Any]:
         "machine": machine.model_dump(mode="json"),
         "rows": [asdict(row) for row in rows],
     }
+
+
+def command_line() -> str:
+    """As it can be typed again in a checkout; the scripts of `benchmarks` write results of this form too."""
+    script = Path(sys.argv[0])
+    begin = f"python benchmarks/{script.name}" if script.parent.name == "benchmarks" else "gracetune"
+    return " ".join([begin, *sys.argv[1:]])
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 def git_commit() -> str | None:

@@ -8,7 +8,9 @@ import typer
 
 from gracetune import __version__
 from gracetune.cli.adapter import app as adapter_app
-from gracetune.cli.bench import bench
+from gracetune.cli.baseline import app as baseline_app
+from gracetune.cli.bench import app as bench_app
+from gracetune.cli.bench_steps import add_step_benches
 from gracetune.cli.cache import app as cache_app
 from gracetune.cli.config import app as config_app
 from gracetune.cli.console import Session, start
@@ -16,6 +18,7 @@ from gracetune.cli.data import app as data_app
 from gracetune.cli.demo import demo
 from gracetune.cli.doctor import doctor
 from gracetune.cli.estimate import estimate
+from gracetune.cli.overlay import app as overlay_app
 from gracetune.cli.train import train, validate_now
 
 app = typer.Typer(
@@ -28,11 +31,14 @@ app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(cache_app, name="cache")
 app.add_typer(adapter_app, name="adapter")
+app.add_typer(baseline_app, name="baseline")
+app.add_typer(overlay_app, name="overlay")
+add_step_benches(bench_app)
+app.add_typer(bench_app, name="bench")
 app.command()(train)
 app.command("validate-now")(validate_now)
 app.command()(doctor)
 app.command()(demo)
-app.command()(bench)
 app.command()(estimate)
 
 

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,14 @@ def encoded(report: dict[str, Any]) -> tuple[int, int]:
 def groups(report: dict[str, Any], name: str) -> dict[str, int]:
     """Entries of one kind by store."""
     return {Path(store["folder"]).name: store[name]["entries"] for store in report["stores"]}
+
+
+@pytest.fixture
+def listens_to_ctrl_c() -> Iterator[None]:
+    """As in a terminal: a shell starts what it puts into the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class TestBuild:
@@ -201,6 +209,7 @@ class TestBuild:
                 run(command, job())
         assert [path.name for path in (tmp_path / "out" / "cache" / "text").iterdir()] == ["mine.txt"]
 
+    @pytest.mark.usefixtures("listens_to_ctrl_c")
     def test_ctrl_c_keeps_what_is_done(self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from gracetune.models.common.picture_latents import PictureLatents
 

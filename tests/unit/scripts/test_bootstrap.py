@@ -192,6 +192,7 @@ def test_a_python_with_cuda_torch_comes_before_the_first_one(
     assert checkout.answer() == "torch 2.11.0"
 
 
+@pytest.mark.full
 def test_make_test_fails_when_a_test_does_and_ends_with_the_outcome(
     checkout: Checkout, machine: Path, put_distribution, torch_files
 ) -> None:

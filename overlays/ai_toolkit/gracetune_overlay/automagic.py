@@ -1,0 +1,250 @@
+"""gracetune's Automagic where ai-toolkit builds its own: stage options always apply, for every kind of adapter.
+
+The options are those of `train.optimizer_params`: `lr_bump`, `min_lr`, `max_lr`, each also with `high_noise_` or
+`low_noise_` in front for one expert, and `beta2`, `clip_threshold`, `eps`, `weight_decay`. Parameters are grouped by
+the expert they belong to and named after their layer, so that a resumed state finds its own layer or is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from torch import Tensor
+
+from gracetune.adapters.state import Stage
+from gracetune.config.spelling import misspelt
+from gracetune.errors import ConfigError, Problem
+from gracetune.optim.automagic import Automagic
+from gracetune.optim.naming import NamedState, StateMismatchError
+from gracetune.optim.rates import Limits, RateGrid
+
+from .hooks import Around, Function, argument
+from .points import OPTIMIZER, Point
+
+LIMITS: Final = ("lr_bump", "min_lr", "max_lr")
+STAGES: Final[tuple[Stage, ...]] = ("high_noise", "low_noise")
+OPTIONS: Final = ("beta2", "clip_threshold", "eps", "weight_decay")
+_STAGE_LIMITS: Final = tuple(f"{stage}_{limit}" for stage in STAGES for limit in LIMITS)
+_EXPERT: Final = re.compile(r"(?:^|[._])transformer_?(?P<number>[12])[._]")
+_TOO_HIGH: Final = 1e-3
+_UPSTREAM_START: Final = 1e-6
+STATE_KEY: Final = "gracetune_automagic"
+STATE_VERSION: Final = 1
+
+
+class StagedAutomagic(Automagic):
+    """Automagic with the manners ai-toolkit expects: its whole state in `state_dict`, and its mean learning rate."""
+
+    def get_avg_learning_rate(self) -> float:
+        means = self.learning_rates()
+        return sum(float(mean) for mean in means.values()) / max(1, len(means))
+
+    def state_dict(self) -> dict[str, Any]:
+        named = self.named_state()
+        own = {"version": STATE_VERSION, "tensors": dict(named.tensors), "json": dict(named.json)}
+        return super().state_dict() | {STATE_KEY: own}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """All of it fits, or nothing is changed."""
+        own = state_dict.get(STATE_KEY)
+        if own is None:
+            raise StateMismatchError(
+                "optimizer.pt holds the state of ai-toolkit's own optimizer, whose rates belong to numbers, not to "
+                "layers: rates start anew\n  try  move optimizer.pt away, or go on without `automagic` in `gracetune:`"
+            )
+        if own["version"] != STATE_VERSION:
+            raise StateMismatchError(
+                f"optimizer.pt has version {own['version']} of our state, this gracetune reads {STATE_VERSION}\n"
+                "  try  the gracetune it was written with"
+            )
+        self.load_named_state(NamedState(own["tensors"], own["json"]))
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != STATE_KEY})
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Whose parameters these are, as far as the model tells."""
+
+    stages: tuple[Stage, ...]
+    """The experts that are trained; none for a model that has no experts."""
+    names: Mapping[int, str]
+    """By `id`: the parameters of the network, named after their layer."""
+
+    @classmethod
+    def of(cls, process: Any) -> Trained:
+        network, model = process.network, process.sd
+        names = {}
+        if network is not None:
+            for module in network.get_all_modules():
+                for name, parameter in module.named_parameters():
+                    names[id(parameter)] = f"{module.lora_name}.{name}".replace("$$", ".")
+        stages: tuple[Stage, ...] = ()
+        if getattr(model, "is_multistage", False):
+            trained = (getattr(model, f"train_{stage}", True) for stage in STAGES)
+            stages = tuple(stage for stage, asked in zip(STAGES, trained, strict=True) if asked)
+        return cls(stages, names)
+
+    def stage(self, name: str) -> Stage | None:
+        """None where a name has to tell the expert and does not."""
+        if not self.stages:
+            return ""
+        marked = _EXPERT.search(name)
+        if marked is not None:
+            return STAGES[int(marked["number"]) - 1]
+        return self.stages[0] if len(self.stages) == 1 else None
+
+
+@dataclass
+class Group:
+    stage: Stage
+    lr: float
+    members: list[tuple[str, Tensor]] = field(default_factory=list)
+
+
+def grouped(params: Iterable[Any], start: float, trained: Trained, where: str) -> list[Group]:
+    """ai-toolkit's groups, parted by expert; what no layer owns (an embedding) belongs to none."""
+    groups: list[Group] = []
+    lost: list[str] = []
+    entries = list(params)
+    if entries and not isinstance(entries[0], Mapping):
+        entries = [{"params": entries}]
+    for number, entry in enumerate(entries):
+        lr = start if entry.get("lr") is None else float(entry["lr"])
+        parted: dict[Stage, Group] = {}
+        for index, parameter in enumerate(entry["params"]):
+            name = trained.names.get(id(parameter))
+            stage = "" if name is None else trained.stage(name)
+            if stage is None:
+                lost.append(str(name))
+                continue
+            group = parted.setdefault(stage, Group(stage, lr))
+            group.members.append((name or f"group{number}.{index}", parameter))
+        groups += parted.values()
+    if lost:
+        found = f"{lost[0]}{f' and {len(lost) - 1} more' if lost[1:] else ''}, which tells no expert"
+        hint = "write `automagic: false` in `gracetune:`, and tell us about this version"
+        raise ConfigError(
+            [Problem(f"{where}.train.optimizer", found, "layers of transformer_1 or transformer_2", hint)]
+        )
+    return groups
+
+
+def limits_of(stage: Stage, options: Mapping[str, Any], where: str) -> Limits:
+    """An expert's own limits, else those of all, else Automagic's."""
+    default = Limits()
+    chosen = {}
+    for name, usual in zip(LIMITS, (default.lr_bump, default.min_lr, default.max_lr), strict=True):
+        own = options.get(f"{stage}_{name}") if stage else None
+        value = own if own is not None else options.get(name)
+        chosen[name] = usual if value is None else float(value)
+    try:
+        limits = Limits(**chosen)
+        RateGrid.of(limits)
+    except ValueError as error:
+        found = ", ".join(f"{name} {value:g}" for name, value in chosen.items())
+        expected = "all above 0, min_lr at most max_lr, and max_lr at most a billion bumps"
+        key = f"{where}.train.optimizer_params"
+        raise ConfigError([Problem(key, f"{stage or 'all'}: {found}", expected, "change one of them")]) from error
+    return limits
+
+
+def problems_of(options: Mapping[str, Any], trained: Trained, where: str) -> list[Problem]:
+    known = (*LIMITS, *_STAGE_LIMITS, *OPTIONS)
+    problems = []
+    for name, value in options.items():
+        key = f"{where}.train.optimizer_params.{name}"
+        if name in ("do_paramiter_swapping", "paramiter_swapping_factor"):
+            if name == "do_paramiter_swapping" and value:
+                problems.append(
+                    Problem(key, repr(value), "false: every parameter is trained in every step", "remove it")
+                )
+        elif name not in known:
+            hint = misspelt(name, known, "remove it")
+            problems.append(Problem(key, repr(value), f"one of {', '.join(known)}", hint))
+        elif name in _STAGE_LIMITS and not any(name.startswith(stage) for stage in trained.stages):
+            expert = "high_noise" if name.startswith("high_noise") else "low_noise"
+            problems.append(Problem(key, repr(value), f"an option of what is trained; {expert} is not", "remove it"))
+        elif not _is_number(value) and not (name == "eps" and _all_numbers(value)):
+            problems.append(Problem(key, repr(value), "a number", f"write for example `{name}: 1.0e-06`"))
+    return problems
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _all_numbers(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(_is_number(each) for each in value)
+
+
+def build(
+    params: Iterable[Any], lr: float, options: Mapping[str, Any], trained: Trained, where: str
+) -> StagedAutomagic:
+    problems = problems_of(options, trained, where)
+    if problems:
+        raise ConfigError(problems)
+    start = _UPSTREAM_START if lr > _TOO_HIGH else lr
+    members = []
+    for number, group in enumerate(grouped(params, start, trained, where)):
+        limits = limits_of(group.stage, options, where)
+        members.append(
+            {
+                "params": group.members,
+                "name": f"{number}:{group.stage}" if group.stage else str(number),
+                "stage": group.stage,
+                "lr": min(group.lr, start) if lr > _TOO_HIGH else group.lr,
+                "lr_bump": limits.lr_bump,
+                "min_lr": limits.min_lr,
+                "max_lr": limits.max_lr,
+            }
+        )
+    if not members:
+        hint = "look at `network`: which layers does it choose?"
+        raise ConfigError([Problem(f"{where}.network", "nothing to train", "at least one trained layer", hint)])
+    rest = {name: options[name] for name in OPTIONS if options.get(name) is not None}
+    try:
+        return StagedAutomagic(members, lr=start, **rest)
+    except ValueError as error:
+        given = ", ".join(f"{name}={value}" for name, value in rest.items())
+        problem = Problem(f"{where}.train.optimizer_params", given, "values Automagic takes", f"change them: {error}")
+        raise ConfigError([problem]) from error
+
+
+class AutomagicFeature:
+    def __init__(self, where: str, say: Callable[[str], None]) -> None:
+        self._where, self._say = where, say
+        self._process: Any = None
+        self._groups: list[dict[str, Any]] = []
+
+    def open(self, process: Any) -> None:
+        self._process = process
+
+    def hooks(self) -> list[tuple[Point, Around]]:
+        return [(OPTIMIZER, self._get_optimizer)]
+
+    def _get_optimizer(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        asked = {name: argument(original, name, args, kwargs) for name in OPTIMIZER.parameters}
+        if str(asked["optimizer_type"]).lower() != "automagic":
+            return original(*args, **kwargs)  # a trainer that builds a second optimizer of its own
+        lr = float(asked["learning_rate"])
+        trained = Trained.of(self._process)
+        optimizer = build(asked["params"], lr, asked["optimizer_params"] or {}, trained, self._where)
+        if lr > _TOO_HIGH:
+            self._say(f"train.lr: {lr:g} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
+        self._groups = [
+            {name: group[name] for name in ("name", "stage", "lr", *LIMITS)} | {"parameters": len(group["params"])}
+            for group in optimizer.param_groups
+        ]
+        for group in self._groups:
+            rates = f"lr {group['lr']:g}, bump {group['lr_bump']:g}, from {group['min_lr']:g} to {group['max_lr']:g}"
+            self._say(f"automagic: {group['stage'] or 'all'}: {group['parameters']} tensors, {rates}")
+        return optimizer
+
+    def report(self) -> dict[str, Any]:
+        return {"groups": self._groups}
+
+    def close(self) -> None:
+        self._process = None

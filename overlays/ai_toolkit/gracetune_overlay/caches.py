@@ -1,0 +1,129 @@
+"""Cache placement: the latents and text embeddings ai-toolkit has cached on disk, served from memory.
+
+ai-toolkit writes and names its files as ever. When a dataset's files are complete they are read once; from then on the
+`load_file` its two modules call is answered from memory, in loader processes as well, which are copies of this one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from gracetune.hardware import probe
+from gracetune.units import GIB
+
+from .hooks import Around, Function, argument
+from .options import Caches
+from .points import CACHE_LATENTS, CACHE_TEXT, READ_LATENT, READ_TEXT, Point
+from .resident import Budget, ResidentFiles
+
+if TYPE_CHECKING:
+    from gracetune.memory.managed import ManagedHeap
+
+TEXT_PATHS: Final = (
+    "_text_embedding_path", "_blank_text_embedding_path", "_dop_text_embedding_path",
+    "_dop_blank_text_embedding_path", "_dopsd_text_embedding_path", "_dopsd_blank_text_embedding_path",
+)  # fmt: skip
+"""Where a file item keeps the names of its text embeddings; older versions have the first only."""
+
+
+class CacheFeature:
+    def __init__(
+        self,
+        asked: Caches,
+        workers: int,
+        say: Callable[[str], None],
+        managed: Callable[[], ManagedHeap | str] | None = None,
+    ) -> None:
+        self._asked, self._workers, self._say, self._managed = asked, workers, say, managed
+        self._latents: ResidentFiles | None = None
+        self._text: ResidentFiles | None = None
+        self._unserved = ""
+
+    def open(self, process: Any) -> None:
+        asked, device = self._asked, process.device_torch
+        if self._workers and multiprocessing.get_start_method() != "fork":
+            self._unserved = "loader processes are not copies of this one here (no fork): they read from disk"
+            self._say(f"caches: {self._unserved}; `num_workers: 0` serves from memory")
+        limit = None if asked.limit_gib is None else int(asked.limit_gib * GIB)
+        budget = Budget(probe(), limit)
+        index = (device.index or 0) if device.type == "cuda" else None
+
+        def files(role: Any, place: str) -> ResidentFiles:
+            found = ResidentFiles(role, place == "unified_memory", budget, self._say, index)
+            if self._managed is not None:
+                found.heap = self._managed()
+            return found
+
+        if asked.latents != "disk":
+            self._latents = files("latent_cache", asked.latents)
+        if asked.text != "disk":
+            self._text = files("text_cache", asked.text)
+
+    def hooks(self) -> list[tuple[Point, Around]]:
+        wanted: list[tuple[Point, Around]] = []
+        if self._latents is not None:
+            wanted += [
+                (CACHE_LATENTS, _after(self._latents, _latent_files)),
+                (READ_LATENT, _answering(self._latents)),
+            ]
+        if self._text is not None:
+            wanted += [(CACHE_TEXT, _after(self._text, _text_files)), (READ_TEXT, _answering(self._text))]
+        return wanted
+
+    def report(self) -> dict[str, Any]:
+        return {
+            name: _report(files, self._workers, self._unserved)
+            for name, files in (("latents", self._latents), ("text", self._text))
+            if files is not None
+        }
+
+    def close(self) -> None:
+        for files in (self._latents, self._text):
+            if files is not None:
+                files.close()
+
+
+def _report(files: ResidentFiles, workers: int, unserved: str) -> dict[str, Any]:
+    counts: dict[str, Any] = asdict(files.counts)
+    notes = list(files.notes)
+    if workers:
+        counts |= {"hits": None, "disk_reads": None}
+        notes.append(f"reads are not counted: {workers} loader processes make them")
+    if unserved:
+        notes.append(unserved)
+    if not files.counts.files:
+        notes.append("nothing was cached, so nothing was served")
+    return {**counts, "notes": notes}
+
+
+def _after(files: ResidentFiles, named: Callable[[Any], Iterator[str]]) -> Around:
+    """Once a dataset has cached all of its files, bring them into memory."""
+
+    def around(original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        files.add(named(args[0]))
+        return result
+
+    return around
+
+
+def _latent_files(dataset: Any) -> Iterator[str]:
+    for item in dataset.file_list:
+        yield item.get_latent_path()
+
+
+def _text_files(dataset: Any) -> Iterator[str]:
+    for item in dataset.file_list:
+        yield item.get_text_embedding_path()
+        yield from (path for name in TEXT_PATHS if (path := vars(item).get(name)) is not None)
+
+
+def _answering(files: ResidentFiles) -> Around:
+    def around(original: Function, *args: Any, **kwargs: Any) -> Any:
+        file = argument(original, "filename", args, kwargs)
+        return files.find(str(file), lambda: original(*args, **kwargs))
+
+    return around

@@ -1,0 +1,118 @@
+"""Memory options: gracetune's unified-memory layer under ai-toolkit's training, its governor at every step's end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from gracetune import gh200
+from gracetune.config.environment import (
+    ALLOCATOR_VARIABLES,
+    Environment,
+    claim_allocator_options,
+    memory_settings,
+    torch_accepts_uvm_options,
+)
+from gracetune.config.memory_options import MemoryOptions
+from gracetune.errors import ConfigError
+from gracetune.hardware import probe
+from gracetune.memory.errors import MemoryPressure
+from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.native import Unavailable
+
+from .hooks import Around, Function
+from .points import END_STEP, Point
+
+if TYPE_CHECKING:
+    from gracetune.memory.managed import ManagedHeap
+
+Opener = Callable[..., UnifiedMemory | Unavailable]
+_NO_GPU: Final = "not available: this run has no GPU whose memory could overflow"
+
+
+def merged_options(written: MemoryOptions, environment: Environment) -> MemoryOptions:
+    """What the block says; what it leaves open, the environment may say. All problems of the environment at once."""
+    found = memory_settings(environment)
+    if found.problems:
+        raise ConfigError(found.problems)
+    given = written.model_dump(include=written.model_fields_set)
+    return MemoryOptions.model_validate({name: each.value for name, each in found.settings.items()} | given)
+
+
+class MemoryFeature:
+    """`opener` opens the layer; a test gives one that needs no GPU."""
+
+    def __init__(
+        self,
+        written: MemoryOptions,
+        environment: Environment,
+        say: Callable[[str], None],
+        opener: Opener = UnifiedMemory.open,
+    ) -> None:
+        self.options = merged_options(written, environment)
+        self._environment, self._say, self._opener = environment, say, opener
+        self._layer: UnifiedMemory | None = None
+        self._why = "not opened yet"
+        self._samples = 0
+        self._stats: dict[str, float] = {}
+
+    def open(self, process: Any) -> None:
+        for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
+            self._say(line)
+        if "enable_uvm_hints" in self.options.model_fields_set:
+            gh200.set_uvm_hint_override(self.options.enable_uvm_hints)
+        device = process.device_torch
+        if device.type != "cuda":
+            self._refused(_NO_GPU)
+            return
+        allocator = next((text for name in ALLOCATOR_VARIABLES if (text := self._environment.get(name))), "")
+        local_ranks = int(self._environment.get("LOCAL_WORLD_SIZE") or 1)
+        layer = self._opener(
+            self.options, probe(), device=device.index or 0, allocator_string=allocator, local_ranks=local_ranks
+        )
+        if isinstance(layer, Unavailable):
+            self._refused(str(layer))
+            return
+        self._layer, self._why = layer, ""
+        gh200.attach(layer)
+        self._say(f"overflow arena: {layer.arena_size.reason}")
+
+    def _refused(self, why: str) -> None:
+        self._why = why
+        self._say(f"memory: {why}")
+
+    def managed(self) -> ManagedHeap | str:
+        """Managed memory, or why there is none."""
+        return self._why if self._layer is None else self._layer.heap
+
+    def hooks(self) -> list[tuple[Point, Around]]:
+        return [] if self._layer is None else [(END_STEP, self._end_step)]
+
+    def _end_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        assert self._layer is not None
+        tight = self._layer.memory_is_tight
+        self._samples += 1
+        try:
+            decision = self._layer.step()
+        except MemoryPressure:
+            process = args[0]
+            self._say(f"main memory is nearly exhausted: saving step {process.step_num}, then stopping")
+            process.save(process.step_num)
+            raise
+        if self._layer.memory_is_tight != tight:
+            self._say(decision.reason)
+        return result
+
+    def report(self) -> dict[str, Any]:
+        return {"available": not self._why, "why_not": self._why, "samples": self._samples, "stats": self._stats}
+
+    def close(self) -> None:
+        gh200.set_uvm_hint_override(None)
+        if self._layer is None:
+            return
+        if not self._samples:
+            self._say("memory: the governor never ran: no step ended, or this trainer skips ai-toolkit's end_step_hook")
+        self._stats = {name: value for name, value in self._layer.stats().items() if name.startswith("uvm.")}
+        self._layer.close()
+        self._layer = None

@@ -1,0 +1,177 @@
+"""Correct keys for Wan 2.2's two experts: each expert's adapter in a file of its own, nothing dropped on the way.
+
+ai-toolkit parts a state by looking for `.transformer_1.` in its keys and drops what matches neither expert; the hashes
+it writes are those of both experts together. Here every key is understood, or all of them are saved in one file and the
+reason is said. Each file has its own hashes. A pair is read in any spelling gracetune knows, and handed over in the one
+ai-toolkit expects.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from gracetune.adapters import files
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.opening import open_adapter, save
+from gracetune.adapters.state import AdapterState, Stage
+from gracetune.durable import sync_folder
+from gracetune.errors import ConfigError, GracetuneError, Problem
+
+from .hooks import Around, Function, argument
+from .points import LOAD_LORA, SAVE_LORA, Point
+
+FAMILY: Final = "wan"
+STAGES: Final[tuple[Stage, ...]] = ("high_noise", "low_noise")
+_SUFFIX: Final = ".safetensors"
+_PREFIX: Final = "diffusion_model."
+_UP: Final = ("lora_B.weight", "lora_up.weight")
+
+
+def trained_stages(model: Any) -> tuple[Stage, ...]:
+    asked = zip(STAGES, (model.train_high_noise, model.train_low_noise), strict=True)
+    return tuple(stage for stage, trained in asked if trained)
+
+
+def pair_of(file: Path) -> dict[Stage, Path]:
+    """The names of both files, whichever of them, or the name without an expert, is given."""
+    stem = file.name.removesuffix(_SUFFIX)
+    for stage in STAGES:
+        stem = stem.removesuffix(f"_{stage}")
+    return {stage: file.with_name(f"{stem}_{stage}{_SUFFIX}") for stage in STAGES}
+
+
+def parted(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str], trained: tuple[Stage, ...]
+) -> dict[Stage, AdapterState]:
+    """By expert. Keys that tell none belong to the only one that is trained."""
+    reading = FORMATS["comfyui"].read(tensors, metadata, FAMILY).checked()
+    states: dict[Stage, AdapterState] = {}
+    for told, state in reading.states.items():
+        if not told and len(trained) > 1:
+            found = f"{len(state.layers)} layers that tell no expert, such as {next(iter(state.layers))}"
+            hint = "train one expert at a time (model_kwargs: train_low_noise: false), and tell us about this version"
+            raise ConfigError([Problem("adapter", found, "layers of transformer_1 or transformer_2", hint)])
+        stage = told or trained[0]
+        states[stage] = replace(state, stage=stage)
+    return states
+
+
+def write_pair(
+    tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str], trained: tuple[Stage, ...]
+) -> list[Path]:
+    """Files that are there already are replaced, as ai-toolkit does."""
+    states = parted(tensors, metadata, trained)
+    names = pair_of(file)
+    written = []
+    for stage, state in states.items():
+        temporary = save(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), state, "comfyui", _dtype(tensors))
+        written.append(temporary.replace(names[stage]))
+    sync_folder(file.parent)
+    return written
+
+
+def _write_whole(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> Path:
+    """Both experts in one file, keys unchanged: ai-toolkit loads that as a combined adapter."""
+    temporary = files.write(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), tensors, metadata)
+    whole = temporary.replace(file.with_name(f"{file.stem}_both_experts{_SUFFIX}"))
+    sync_folder(file.parent)
+    return whole
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """The precision ai-toolkit has chosen for the file: that of most tensors."""
+    floating = Counter(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
+    return floating.most_common(1)[0][0]
+
+
+def read_pair(file: Path, trained: tuple[Stage, ...]) -> dict[str, Tensor]:
+    """In the spelling `Wan2214bModel.load_lora` gives: with the expert in the keys if both are trained."""
+    names = pair_of(file)
+    missing = [names[stage] for stage in trained if not names[stage].is_file()]
+    if missing:
+        hint = "put the file of the other expert beside it, or train only the one that is there (model.model_kwargs)"
+        wanted = f"a file for each expert that is trained: {', '.join(trained)}"
+        raise ConfigError([Problem(str(file), f"no {missing[0].name}", wanted, hint)])
+    combined: dict[str, Tensor] = {}
+    for stage in trained:
+        state = open_adapter(names[stage], FAMILY).state()
+        tensors, _ = FORMATS["comfyui"].write(_folded(state), torch.float32)
+        expert = f"transformer_{STAGES.index(stage) + 1}." if len(trained) > 1 else ""
+        combined |= {key.replace(_PREFIX, f"{_PREFIX}{expert}", 1): tensor for key, tensor in tensors.items()}
+    return combined
+
+
+def _folded(state: AdapterState) -> AdapterState:
+    """ai-toolkit takes alpha for the rank: a LoRA with another scale carries it in its weights."""
+    layers = {}
+    for path, layer in state.layers.items():
+        up = next((name for name in _UP if name in layer.tensors), None)
+        if up is not None and layer.rank is not None and layer.alpha != layer.rank:
+            scaled = {**layer.tensors, up: layer.tensors[up].float() * layer.scale}
+            layer = replace(layer, tensors=scaled, alpha=float(layer.rank))
+        layers[path] = layer
+    return replace(state, layers=layers)
+
+
+class PairFeature:
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._written: list[str] = []
+        self._read: list[str] = []
+        self._unparted: list[str] = []
+        self._left: list[str] = []
+
+    def open(self, process: Any) -> None:
+        """Nothing to open: the model is there when it saves."""
+
+    def hooks(self) -> list[tuple[Point, Around]]:
+        return [(SAVE_LORA, self._save), (LOAD_LORA, self._load)]
+
+    def _save(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        asked = {name: argument(original, name, args, kwargs) for name in SAVE_LORA.parameters}
+        model, file = args[0], Path(asked["output_path"])
+        if not model.network.network_config.split_multistage_loras or file.suffix != _SUFFIX:
+            if not self._left:
+                self._say(
+                    f"pair_files: {file.name} is left to ai-toolkit: it is no safetensors file, or "
+                    "network.split_multistage_loras is false"
+                )
+            self._left.append(file.name)
+            return original(*args, **kwargs)
+        metadata = {str(name): str(value) for name, value in (asked["metadata"] or {}).items()}
+        try:
+            written = write_pair(asked["state_dict"], file, metadata, trained_stages(model))
+        except GracetuneError as error:  # hours of training are in this state: it is saved, whatever it is
+            written = [_write_whole(asked["state_dict"], file, metadata)]
+            self._say(f"pair_files: not parted by expert; every key as it is in {written[0].name}, because\n{error}")
+            self._unparted.append(written[0].name)
+            return None
+        self._written += [path.name for path in written]
+        return None
+
+    def _load(self, original: Function, *args: Any, **kwargs: Any) -> Any:
+        file = Path(argument(original, "file", args, kwargs))
+        if not file.name.endswith(tuple(f"_{stage}{_SUFFIX}" for stage in STAGES)):
+            self._left.append(file.name)
+            return original(*args, **kwargs)
+        self._read.append(file.name)
+        return read_pair(file, trained_stages(args[0]))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "written": self._written,
+            "read": self._read,
+            "not_parted": self._unparted,
+            "left_to_ai_toolkit": self._left,
+        }
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,118 @@
+"""One process of a job, from its start to its end: features opened, hooks in place, and a report of what they did.
+
+The report, `gracetune_overlay.json` in the run's folder (of further ranks `gracetune_overlay.rank1.json`):
+
+    {"version": 1, "gracetune": "0.1", "outcome": "finished", "features": {"memory": {…}, …}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import gracetune
+from gracetune.config.environment import Environment
+from gracetune.durable import sync_folder
+
+from .automagic import AutomagicFeature
+from .caches import CacheFeature
+from .hooks import Around, Hooks, find_all
+from .memory import MemoryFeature, merged_options
+from .options import Job
+from .pair_files import PairFeature
+from .points import POINTS, Feature, Point
+
+REPORT_VERSION: Final = 1
+Say = Callable[[str], None]
+
+
+class Part(Protocol):
+    """One feature of a running process."""
+
+    def open(self, process: Any) -> None: ...
+    def hooks(self) -> list[tuple[Point, Around]]: ...
+    def report(self) -> dict[str, Any]:
+        """What it did: numbers, and in sentences what it was asked for and could not do."""
+
+    def close(self) -> None: ...
+
+
+class Session:
+    def __init__(self, job: Job, say: Say) -> None:
+        self.job, self._say = job, say
+
+    def check(self) -> None:
+        """Everything the features need is in this ai-toolkit and its environment, or ConfigError."""
+        if self.job.block.memory is not None:
+            merged_options(self.job.block.memory, Environment.capture())
+        wanted = self._features()
+        find_all(point for point in POINTS if point.feature in wanted)
+
+    def _features(self) -> set[Feature]:
+        block = self.job.block
+        wanted: dict[Feature, bool] = {
+            "memory": block.memory is not None,
+            "latent_cache": block.caches.latents != "disk",
+            "text_cache": block.caches.text != "disk",
+            "automagic": block.automagic,
+            "pair_files": block.pair_files,
+        }
+        return {feature for feature, asked in wanted.items() if asked}
+
+    def _parts(self) -> dict[str, Part]:
+        block, parts = self.job.block, dict[str, Part]()
+        memory = None
+        if block.memory is not None:
+            memory = parts["memory"] = MemoryFeature(block.memory, Environment.capture(), self._say)
+        if (block.caches.latents, block.caches.text) != ("disk", "disk"):
+            heap = memory.managed if memory is not None else None
+            parts["caches"] = CacheFeature(block.caches, self.job.workers, self._say, heap)
+        if block.automagic:
+            parts["automagic"] = AutomagicFeature(self.job.where, self._say)
+        if block.pair_files:
+            parts["pair_files"] = PairFeature(self._say)
+        return parts
+
+    @contextmanager
+    def running(self, process: Any) -> Iterator[None]:
+        """Opened in the order of the block, closed the other way round, whatever happens in between."""
+        parts = self._parts()
+        outcome = "stopped by an error"
+        with ExitStack() as stack:
+            stack.callback(lambda: self._write(process, parts, outcome))
+            for part in parts.values():
+                stack.callback(part.close)
+                part.open(process)
+            stack.enter_context(Hooks(hook for part in parts.values() for hook in part.hooks()))
+            yield
+            outcome = "finished"
+
+    def _write(self, process: Any, parts: dict[str, Part], outcome: str) -> None:
+        rank = Environment.capture().get("RANK") or "0"
+        features = {name: part.report() for name, part in parts.items()}
+        body = {
+            "version": REPORT_VERSION,
+            "gracetune": gracetune.__version__,
+            "outcome": outcome,
+            "features": features,
+        }
+        folder = Path(process.save_root)
+        name = "gracetune_overlay.json" if rank == "0" else f"gracetune_overlay.rank{rank}.json"
+        temporary = folder / f".{uuid.uuid4().hex}.tmp"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with temporary.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(body, indent=2) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(folder / name)
+            sync_folder(folder)
+        except OSError as error:  # a full disk must not hide what stopped the run
+            self._say(f"no {name}: {error.strerror or error}; what it would have said: {json.dumps(body)}")
+        finally:
+            temporary.unlink(missing_ok=True)

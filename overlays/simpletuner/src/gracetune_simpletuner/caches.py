@@ -1,0 +1,155 @@
+"""Upstream's VAE and text caches answered from memory.
+
+Upstream writes its cache files as ever, and reads each once more when the models are in place; from then on every epoch
+is served from gracetune's slabs (managed, page-locked or plain memory: what the machine has, and why, is told).
+
+Look-ahead. Upstream draws a batch from its samplers at the moment the step asks for it, so the next one is not knowable
+from outside. With its own `dataloader_prefetch` a thread of upstream draws batches ahead, and then entries that stayed
+on disk are read ahead too. Which of the two holds is told.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Final
+
+from gracetune.cache.slabs import CacheRole, CacheType, Where
+from gracetune.hardware import probe
+from gracetune_simpletuner.errors import stopping
+from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.memory import Layer
+from gracetune_simpletuner.overlay import Overlay
+from gracetune_simpletuner.points import hooks_of
+from gracetune_simpletuner.residents import Residents
+
+_TYPES: Final = ("image", "video", "audio", "conditioning", "eval")
+
+
+class Caches:
+    """The residents, from the moment the models are in place."""
+
+    def __init__(self, overlay: Overlay, layer: Layer) -> None:
+        self.overlay, self._layer = overlay, layer
+        self.residents: Residents | None = None
+
+    def wrappers(self) -> dict[str, Around]:
+        changed = partial(_changed, self)
+        around = (partial(_torch_load, self), partial(_torch_save, self), changed, changed, partial(_exists, self))
+        names = [hook.target for hook in hooks_of("caches")]
+        return dict(zip(names, (*around, partial(_prepared, self)), strict=True))
+
+    def load(self, trainer: Any) -> None:
+        """Everything upstream has written for this rank."""
+        import torch
+        from simpletuner.helpers.caching.text_embeds import TextEmbeddingCache  # type: ignore[import-not-found]
+        from simpletuner.helpers.training.state_tracker import StateTracker  # type: ignore[import-not-found]
+
+        asked = self.overlay.options.cache
+        kinds: dict[CacheRole, CacheType] = {"latent_cache": asked.vae_cache_type, "text_cache": asked.text_cache_type}
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        where = Where(probe(), device, self._layer.heap, self._layer.why_not)
+        launch = self.overlay.launch
+        residents = Residents(kinds, where, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
+        if residents.wants("latent_cache"):
+            for name, backend in StateTracker.get_data_backends(_types=_TYPES).items():
+                self._load_latents(residents, name, backend)
+        if residents.wants("text_cache"):
+            for cache in TextEmbeddingCache.active_caches():
+                self._load_text(residents, cache)
+        self.residents = residents
+        self.overlay.at_end.append(residents.close)
+        self.overlay.note(
+            f"{len(residents)} cache entries in memory",
+            event="resident",
+            entries=len(residents),
+            caches=residents.report(),
+            notes=residents.notes,
+            look_ahead=_look_ahead(trainer.config),
+        )
+
+    def _load_latents(self, residents: Residents, name: str, backend: Any) -> None:
+        cache = backend.get("vaecache")
+        if cache is None:
+            return
+        reason = _why_not_latents(cache, backend.get("config", {}))
+        if reason is not None:
+            self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{name}: {reason}")
+            return
+        buckets = backend["metadata_backend"].aspect_ratio_bucket_indices
+        pictures = [picture for bucket in buckets.values() for picture in bucket]
+        files = [cache.generate_vae_cache_filename(picture)[0] for picture in pictures]
+        residents.fill("latent_cache", cache.cache_dir, files, cache.cache_data_backend.torch_load)
+
+    def _load_text(self, residents: Residents, cache: Any) -> None:
+        reason = "text_cache_disable" if cache.text_cache_disable else _why_not_local(cache.data_backend)
+        if reason is not None:
+            self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{cache.id}: {reason}")
+            return
+        listed = cache.data_backend.list_files(["pt"], cache.cache_dir)
+        files = [file for _, _, found in listed for file in found]
+        residents.fill("text_cache", cache.cache_dir, files, cache.data_backend.torch_load)
+
+
+def activate(overlay: Overlay, layer: Layer) -> None:
+    overlay.activate("caches", Caches(overlay, layer).wrappers())
+
+
+def _why_not_latents(cache: Any, config: Any) -> str | None:
+    if cache.vae_cache_disable:
+        return "vae_cache_disable: nothing is kept"
+    if config.get("vae_cache_clear_each_epoch") or (config.get("crop") and config.get("crop_aspect") == "random"):
+        return "its entries are made anew every epoch"
+    return _why_not_local(cache.cache_data_backend)
+
+
+def _why_not_local(backend: Any) -> str | None:
+    return None if backend.type == "local" else f"its files are in a {backend.type} backend"
+
+
+def _look_ahead(config: Any) -> dict[str, Any]:
+    if config.dataloader_prefetch:
+        depth = config.dataloader_prefetch_qlen
+        return {"available": True, "reason": f"dataloader_prefetch: upstream draws up to {depth} batches ahead"}
+    reason = "not knowable: upstream draws a batch when the step asks for it; dataloader_prefetch draws ahead"
+    return {"available": False, "reason": reason}
+
+
+# -- the wrappers -----------------------------------------------------------------------------------------------------
+
+
+def _torch_load(caches: Caches, original: Any, backend: Any, filename: Any, *rest: Any, **more: Any) -> Any:
+    residents = caches.residents
+    if residents is None:
+        return original(backend, filename, *rest, **more)
+    found = residents.look_up(filename)
+    if found is not None:
+        return found
+    value = original(backend, filename, *rest, **more)
+    residents.offer(filename, value)
+    caches.overlay.telemetry.of("caches").add("reads_from_disk")
+    return value
+
+
+def _torch_save(caches: Caches, original: Any, backend: Any, data: Any, location: Any, *rest: Any, **more: Any) -> Any:
+    if caches.residents is not None:
+        caches.residents.forget(location)
+    return original(backend, data, location, *rest, **more)
+
+
+def _changed(caches: Caches, original: Any, backend: Any, filepath: Any, *rest: Any, **more: Any) -> Any:
+    if caches.residents is not None:
+        caches.residents.forget(filepath)
+    return original(backend, filepath, *rest, **more)
+
+
+def _exists(caches: Caches, original: Any, backend: Any, filepath: Any, *rest: Any, **more: Any) -> Any:
+    if caches.residents is not None and filepath in caches.residents:
+        return True
+    return original(backend, filepath, *rest, **more)
+
+
+def _prepared(caches: Caches, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
+    result = original(trainer, *rest, **more)
+    with stopping():
+        caches.load(trainer)
+    return result

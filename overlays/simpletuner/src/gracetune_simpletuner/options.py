@@ -1,0 +1,131 @@
+"""The blocks that upstream does not know, taken out of its config and understood as gracetune understands them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from gracetune.config.alloc_conf import OPTION_NAMES
+from gracetune.config.base import Section
+from gracetune.config.draft import Draft, Origin
+from gracetune.config.environment import Environment, memory_settings
+from gracetune.config.memory_options import MemoryOptions
+from gracetune.config.run_config import BatchRamp, Cache
+from gracetune.config.simpletuner.gh200 import read_gh200
+from gracetune.config.simpletuner.values import Options
+from gracetune.errors import ConfigError, Problem
+
+BLOCKS = ("cache_config", "gh200_optimizations")
+_RAMP = ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
+OURS = (*BLOCKS, *OPTION_NAMES, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
+"""What the guides write into a config and upstream does not know: at its top level, where upstream refuses it."""
+_S = TypeVar("_S", bound=Section)
+
+
+@dataclass(frozen=True)
+class OverlayOptions:
+    """What was asked of the overlay, besides datasets of type `in_memory`."""
+
+    cache: Cache = field(default_factory=Cache)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    ramp: BatchRamp = field(default_factory=BatchRamp)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def wants_caches(self) -> bool:
+        return {self.cache.vae_cache_type, self.cache.text_cache_type} != {"disk"}
+
+    @property
+    def wants_memory(self) -> bool:
+        """The memory layer: its arena, or managed memory for a cache."""
+        asked = (self.cache.vae_cache_type, self.cache.text_cache_type)
+        return self.memory.use_uvm or "unified_memory" in asked
+
+    @property
+    def wants_placement(self) -> bool:
+        return self.memory.enable_uvm_hints
+
+    @property
+    def wants_anything(self) -> bool:
+        return self.wants_caches or self.wants_memory or self.wants_placement or self.ramp.enabled
+
+
+def split_mapping(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config without our keys, and those. Keys may carry upstream's leading dashes."""
+    ours = {key.lstrip("-"): value for key, value in config.items() if key.lstrip("-") in OURS}
+    return {key: value for key, value in config.items() if key.lstrip("-") not in OURS}, ours
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Arguments without `--cache_config=JSON` and the like (or `--cache_config JSON`), and what they say."""
+    rest: list[str] = []
+    ours: dict[str, Any] = {}
+    pending = list(arguments)
+    while pending:
+        argument = pending.pop(0)
+        name, equals, value = argument.partition("=")
+        key = name.lstrip("-")
+        if key not in OURS or not name.startswith("-"):
+            rest.append(argument)
+            continue
+        if not equals and pending and not pending[0].startswith("--"):
+            equals, value = "=", pending.pop(0)
+        ours[key] = _parsed(key, value) if key in BLOCKS else value if equals else True
+    return rest, ours
+
+
+def _parsed(block: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        hint = f'--{block}=\'{{"vae_cache_type": "unified_memory"}}\''
+        raise ConfigError([Problem(f"--{block}", text or "nothing", "a JSON object", hint)]) from error
+
+
+def read_options(
+    blocks: Mapping[str, Any], environment: Environment, *, batch_size: int, accumulation: int, file: str
+) -> OverlayOptions:
+    """All problems at once. The environment's memory options come below the config's."""
+    draft = Draft(file)
+    found = memory_settings(environment)
+    draft.problems += found.problems
+    for name, setting in found.settings.items():
+        draft.put(("memory", name), setting.value, Origin("environment", setting.variable))
+    for name, value in (("batch_size", batch_size), ("gradient_accumulation_steps", accumulation)):
+        draft.put(("training", name), value, Origin("file", name, file))
+    read_gh200(Options.block(blocks, file, ""), draft)
+    cache = _section(Cache, draft, ("cache",))
+    if "unified_memory" in (cache.vae_cache_type, cache.text_cache_type):
+        draft.default(("memory", "enable_uvm_hints"), True, "unified_memory caches")
+    memory = _section(MemoryOptions, draft, ("memory",))
+    ramp = _section(BatchRamp, draft, ("training", "ramp"))
+    if draft.problems:
+        raise ConfigError(draft.problems)
+    return OverlayOptions(cache, memory, ramp, (*draft.notes, *_ignored(cache)))
+
+
+def _section(kind: type[_S], draft: Draft, path: tuple[str, ...]) -> _S:
+    try:
+        return kind.model_validate(draft.get(path) or {})
+    except ValidationError as error:
+        for one in error.errors():
+            here = (*path, *one["loc"])
+            origin = draft.origin(here)
+            key = origin.key if origin is not None and origin.key else ".".join(map(str, here))
+            draft.problems.append(Problem(key, repr(one["input"]), one["msg"], f"correct or remove {key}", draft.file))
+        return kind()
+
+
+def _ignored(cache: Cache) -> list[str]:
+    notes = []
+    if cache.cache_dir is not None:
+        notes.append(
+            "cache_config.cache_dir is not used: upstream's files are read where cache_dir_vae and cache_dir put them"
+        )
+    if not cache.persistent_cache:
+        notes.append("cache_config.persistent_cache is not used: upstream's cache files stay upstream's, and stay")
+    return notes

@@ -1,0 +1,88 @@
+"""The overlay of one process: what was asked, what is wrapped, and what it has to tell."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gracetune.config.environment import Environment
+from gracetune_simpletuner.hooks import Around, Installer
+from gracetune_simpletuner.options import OverlayOptions
+from gracetune_simpletuner.points import Feature, hooks_of
+from gracetune_simpletuner.telemetry import Telemetry
+
+logger = logging.getLogger("gracetune.overlay")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that were started together, as the launcher tells it."""
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+    local_count: int = 1
+    key: str = ""
+
+    @classmethod
+    def of(cls, environment: Environment) -> Launch:
+        def number(name: str, default: int) -> int:
+            text = environment.get(name) or ""
+            return int(text) if text.isdecimal() else default
+
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
+        # Ranks of one launch have the same parent; where that is not so, the launcher's own name for it tells.
+        said = "\0".join(environment.get(name) or "" for name in names)
+        return cls(
+            rank=number("RANK", 0),
+            count=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_count=number("LOCAL_WORLD_SIZE", 1),
+            key=f"{os.getppid()}\0{said}",
+        )
+
+
+@dataclass
+class Overlay:
+    """Passed to every feature; there is one in a process, and nothing refers to it but the wrappers it installed."""
+
+    environment: Environment
+    launch: Launch
+    installer: Installer = field(default_factory=Installer)
+    telemetry: Telemetry = field(default_factory=Telemetry)
+    options: OverlayOptions = field(default_factory=OverlayOptions)
+    blocks: dict[str, Any] = field(default_factory=dict)
+    """Our blocks of the config, as they were written."""
+    output_dir: Path | None = None
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    _active: set[Feature] = field(default_factory=set)
+
+    def activate(self, feature: Feature, wrappers: Mapping[str, Around]) -> None:
+        """Wrap what a feature needs, once. `wrappers` has exactly the targets that `points` declares for it."""
+        if feature in self._active:
+            return
+        declared = hooks_of(feature)
+        if {hook.target for hook in declared} != set(wrappers):
+            raise ValueError(f"{feature} wraps {sorted(wrappers)} and declares {[hook.target for hook in declared]}")
+        for hook in declared:
+            self.installer.wrap(hook, wrappers[hook.target])
+        self._active.add(feature)
+        self.note(f"{feature}: attached", feature=feature, wrapped=[hook.target for hook in declared])
+
+    def note(self, text: str, event: str = "attached", **content: Any) -> None:
+        logger.info("gracetune: %s", text)
+        self.telemetry.tell(event, note=text, **content)
+
+    def start_telling(self) -> None:
+        """Something was asked for: from here on there is a file that says what became of it."""
+        if self.output_dir is not None:
+            self.telemetry.open(self.output_dir, self.launch.rank)
+
+    def finish(self) -> None:
+        while self.at_end:
+            self.at_end.pop()()
+        self.telemetry.finish()

@@ -1,0 +1,208 @@
+"""The batch ramp inside upstream's loop, with every window weighted right.
+
+A window's length is settled when it opens: accelerate's own count starts afresh there, so it closes after exactly that
+many micro-batches, and each of them is divided by the same number. Micro-batches of different sizes are weighed by
+their samples, so that every sample of a window, over all ranks, counts the same. How far the ramp has come follows from
+the number of optimizer steps alone, so a resumed run goes on where it was without anything more in the checkpoint.
+
+Upstream's loader makes micro-batches of one size: an effective batch below one of them on every rank is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from gracetune.config.run_config import Training
+from gracetune.errors import ConfigError, Problem
+from gracetune.optim.ramp import Ramp, Window, ramp_of
+from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.overlay import Overlay
+from gracetune_simpletuner.points import hooks_of
+
+logger = logging.getLogger("gracetune.overlay")
+
+
+def micro_batches_of(ramp: Ramp, steps: int) -> int:
+    """How many micro-batches the first `steps` optimizer steps take."""
+    return sum(window.accumulation for window in islice(ramp.windows(), steps))
+
+
+def steps_in(ramp: Ramp, micro_batches: int) -> int:
+    """How many whole windows there are in so many micro-batches, at least one."""
+    consumed = steps = 0
+    for window in ramp.windows():
+        consumed += window.accumulation
+        if consumed > micro_batches:
+            break
+        steps += 1
+    return max(1, steps)
+
+
+class RampedWindows:
+    """Where the ramp is: the open window, and the samples it has had."""
+
+    def __init__(self, overlay: Overlay, ramp: Ramp) -> None:
+        self.overlay, self.ramp = overlay, ramp
+        self.consumed: int | None = None
+        self.window: Window | None = None
+        self._left = 0
+        self._samples = 0
+        self._batch = ramp.micro_batch
+        self._correction = 1.0
+        self._trainer: Any = None
+        self._epochs_are_upstreams = False
+
+    def wrappers(self) -> dict[str, Around]:
+        around: tuple[Around, ...] = (_recalculated, _batch_prepared, _micro_batch, _backward)
+        return {hook.target: partial(one, self) for hook, one in zip(hooks_of("ramp"), around, strict=True)}
+
+    def saw_batch(self, trainer: Any, batch: Any) -> None:
+        self._trainer, self._batch = trainer, samples_of(batch) or self.ramp.micro_batch
+
+    def open_if_closed(self, accelerator: Any) -> None:
+        """Before every micro-batch; decides at the first of a window."""
+        if self._left == 0:
+            if self.consumed is None:
+                self.consumed = micro_batches_of(self.ramp, int(self._trainer.state["global_step"]))
+            window = self.ramp.window(self.consumed)
+            if self.window is None or window.accumulation != self.window.accumulation:
+                logger.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", window.accumulation)
+                self.overlay.telemetry.tell("ramp", micro_batches=self.consumed, accumulation=window.accumulation)
+            self.window, self._left = window, window.accumulation
+            self._samples, self._correction = 0, 1.0
+            accelerator.step = 0
+            accelerator.gradient_accumulation_steps = window.accumulation
+            self._trainer.config.gradient_accumulation_steps = window.accumulation
+            self.overlay.telemetry.of("ramp").add("windows")
+        self._left -= 1
+        self.consumed = (self.consumed or 0) + 1
+        self._samples += self._batch
+        self.overlay.telemetry.of("ramp").add("micro_batches")
+
+    def weight(self) -> float:
+        """Of the micro-batch under way, against a full one."""
+        return self._batch / self.ramp.micro_batch * self._correction
+
+    def close(self, accelerator: Any) -> None:
+        """After the last backward pass of a window: its gradients are divided by the samples it really had."""
+        assert self.window is not None
+        full = self.window.accumulation * self.ramp.micro_batch * self.ramp.world_size
+        had = _over_all_ranks(accelerator, self._samples) if self.ramp.world_size > 1 else self._samples
+        if had == full or self._correction != 1.0:
+            return
+        self._correction = full / had  # of what a second backward pass adds to the same window
+        for parameter in self._trainer._get_trainable_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self._correction)
+        self.overlay.telemetry.of("ramp").add("windows_with_uneven_batches")
+
+    def correct_steps(self, config: Any, *, epochs_were_unset: bool) -> None:
+        """The steps or epochs that upstream worked out with one accumulation for the whole run."""
+        self._epochs_are_upstreams |= epochs_were_unset
+        batches = int(config.total_num_batches)
+        if config.overrode_max_train_steps:
+            told = "max_train_steps"
+            was, now = config.max_train_steps, steps_in(self.ramp, math.ceil(batches * float(config.num_train_epochs)))
+            config.max_train_steps = now
+        elif self._epochs_are_upstreams:
+            told = "num_train_epochs"
+            needed = micro_batches_of(self.ramp, int(config.max_train_steps))
+            was, now = config.num_train_epochs, math.ceil(needed / max(1, batches))
+            config.num_train_epochs = now
+        else:
+            return
+        if was != now:
+            self.overlay.note(f"{told} is {now} with the ramp, not {was}", event="ramp_steps", upstream=was, ramp=now)
+
+
+def activate(overlay: Overlay, config: Any) -> None:
+    options = overlay.options.ramp
+    training = Training(batch_size=int(config.train_batch_size), ramp=options)
+    ramp = ramp_of(training, overlay.launch.count)
+    _refuse_what_cannot_be(ramp, config)
+    overlay.activate("ramp", RampedWindows(overlay, ramp).wrappers())
+    if ramp.first_line is not None:
+        overlay.note(ramp.first_line, event="ramp_enabled")
+
+
+def _refuse_what_cannot_be(ramp: Ramp, config: Any) -> None:
+    problems = []
+    full = ramp.micro_batch * ramp.world_size
+    if min(ramp.initial, ramp.target) < full:
+        problems.append(
+            Problem(
+                "gh200_optimizations.initial_effective_batch_size",
+                f"{ramp.initial} with train_batch_size {ramp.micro_batch} on {ramp.world_size} ranks",
+                f"at least {full}: upstream's loader makes micro-batches of one size",
+                f'"train_batch_size": {max(1, ramp.initial // ramp.world_size)}; `gracetune train` ramps them too',
+            )
+        )
+    if vars(config).get("optimizer_release_gradients"):
+        problems.append(
+            Problem(
+                "optimizer_release_gradients",
+                "true",
+                "false with a ramp: upstream steps such optimizers by a fixed accumulation",
+                '"optimizer_release_gradients": false',
+            )
+        )
+    if vars(config).get("deepspeed_config"):
+        problems.append(
+            Problem(
+                "deepspeed_config",
+                "set",
+                "no DeepSpeed with a ramp: it divides losses and counts micro-batches by itself",
+                "remove deepspeed_config, or set enable_batch_size_rampup to false",
+            )
+        )
+    if problems:
+        raise ConfigError(problems)
+
+
+def samples_of(batch: Any) -> int | None:
+    """How many samples a prepared batch has; None where it does not tell."""
+    for name in ("latents", "tokens", "input_ids"):
+        tensor = batch.get(name) if isinstance(batch, dict) else None
+        if tensor is not None and tensor.ndim > 0:
+            return int(tensor.shape[0])
+    return None
+
+
+def _over_all_ranks(accelerator: Any, count: int) -> int:
+    import torch
+
+    return int(accelerator.reduce(torch.tensor(count, device=accelerator.device), reduction="sum"))
+
+
+# -- the wrappers -----------------------------------------------------------------------------------------------------
+
+
+def _recalculated(windows: RampedWindows, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
+    unset = not trainer.config.num_train_epochs
+    result = original(trainer, *rest, **more)
+    windows.correct_steps(trainer.config, epochs_were_unset=unset)
+    return result
+
+
+def _batch_prepared(windows: RampedWindows, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
+    batch = original(trainer, *rest, **more)
+    if batch:
+        windows.saw_batch(trainer, batch)
+    return batch
+
+
+def _micro_batch(windows: RampedWindows, original: Any, accelerator: Any, *rest: Any, **more: Any) -> Any:
+    windows.open_if_closed(accelerator)
+    return original(accelerator, *rest, **more)
+
+
+def _backward(windows: RampedWindows, original: Any, accelerator: Any, loss: Any, *rest: Any, **more: Any) -> Any:
+    weight = windows.weight()
+    result = original(accelerator, loss if weight == 1.0 else loss * weight, *rest, **more)
+    if accelerator.sync_gradients:
+        windows.close(accelerator)
+    return result

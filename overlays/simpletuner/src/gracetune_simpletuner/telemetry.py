@@ -1,0 +1,84 @@
+"""What the overlay did, as JSON lines in the run's output folder. Nothing is written while nothing is asked of it.
+
+<output_dir>/gracetune-overlay.jsonl            of rank 0
+<output_dir>/gracetune-overlay-rank-<n>.jsonl   of the others
+
+Each line is one object with `format` (1), `event`, `time_s` (Unix) and what belongs to the event. Sizes end in
+`_bytes`, durations in `_s`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class Counts:
+    """Numbers that grow, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._reasons: dict[str, Counter[str]] = {}
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            self._counts[name] += amount
+
+    def refuse(self, name: str, reason: str) -> None:
+        """Something asked for that was not done, and why."""
+        with self._lock:
+            self._reasons.setdefault(name, Counter())[reason] += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        with self._lock:
+            reasons = {name: dict(counted) for name, counted in self._reasons.items()}
+            return dict(self._counts) | ({"refused": reasons} if reasons else {})
+
+
+class Telemetry:
+    """Lines wait until the output folder is known, and for the first feature that has something to tell."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.counts: dict[str, Counts] = {}
+        self._clock = clock
+        self._path: Path | None = None
+        self._waiting: list[str] = []
+        self._lock = threading.Lock()
+
+    def of(self, feature: str) -> Counts:
+        return self.counts.setdefault(feature, Counts())
+
+    def open(self, output_dir: Path, rank: int) -> None:
+        name = "gracetune-overlay.jsonl" if rank == 0 else f"gracetune-overlay-rank-{rank}.jsonl"
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with self._lock:
+            self._path = output_dir / name
+            waiting, self._waiting = self._waiting, []
+        for line in waiting:
+            self._append(line)
+
+    def tell(self, event: str, **content: Any) -> None:
+        line = json.dumps({"format": FORMAT, "event": event, "time_s": round(self._clock(), 3)} | content)
+        with self._lock:
+            if self._path is None:
+                self._waiting.append(line)
+                return
+        self._append(line)
+
+    def finish(self) -> None:
+        """The counts of every feature."""
+        if self._path is not None:
+            self.tell("finished", counts={name: counts.snapshot() for name, counts in sorted(self.counts.items())})
+
+    def _append(self, line: str) -> None:
+        assert self._path is not None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")

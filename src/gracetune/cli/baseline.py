@@ -1,0 +1,119 @@
+"""`gracetune baseline capture | compare`: what a config costs on this machine, and whether that got worse."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gracetune.cli.bench import git_commit
+from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
+from gracetune.cli.console import mark, out, print_json, session, shown
+from gracetune.cli.quiet import libraries_quiet
+from gracetune.config import load
+from gracetune.config.this_machine import path_problems
+from gracetune.errors import ConfigError
+from gracetune.telemetry.baseline import MOST_STEPS, read_baseline
+
+DEFAULT_STEPS = 60
+DEFAULT_TOLERANCE = "5%"
+
+app = typer.Typer(help="Measure what a config costs here, and compare it later.", no_args_is_help=True)
+
+
+@app.command()
+def capture(
+    context: typer.Context,
+    config_file: Annotated[
+        Path, typer.Argument(readable=False, metavar="CONFIG", help="A configuration file of any dialect.")
+    ],
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=8, max=MOST_STEPS, help="Optimizer steps; the first quarter, at most 10, is warm-up."
+        ),
+    ] = DEFAULT_STEPS,
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where baselines are kept.")] = Path("baseline"),
+    overrides: Overrides = None,
+    use_caches: Annotated[
+        bool, typer.Option("--use-caches", help="Use and fill the config's own caches instead of temporary ones.")
+    ] = False,
+    allow_unsupported: AllowUnsupported = False,
+    allow_misfit: Annotated[
+        bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train for some steps in a folder of its own and keep what they cost: baseline.json, baseline_report.txt."""
+    environment = session(context).environment
+    resolved = load(
+        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
+    )
+    problems = path_problems(resolved)
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    # Libraries print as they like; stdout is for results.
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
+        from gracetune import gh200
+        from gracetune.cli.train_view import QuietView, TerminalView
+        from gracetune.train.baseline import Asked
+        from gracetune.train.baseline import capture as captured
+
+        asked = Asked(
+            steps,
+            output.absolute(),
+            use_caches=use_caches,
+            allow_misfit=allow_misfit,
+            command=" ".join(["gracetune", *sys.argv[1:]]),
+            git_commit=git_commit(),
+        )
+        view = QuietView(first=True) if as_json else TerminalView()
+        for note in resolved.notes:
+            view.warn(note)
+        with view:
+            done = captured(resolved.config, asked, environment=environment, view=view, on_memory=gh200.attach)
+    if as_json:
+        print_json({"folder": str(done.folder), **json.loads(done.baseline.to_json())})
+        return
+    from gracetune.telemetry.baseline_text import report
+
+    print(report(done.baseline))
+    out().print(f"{mark(out(), ok=True)} {shown(str(done.folder))}")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(readable=False, metavar="A", help="A baseline's folder, the earlier one.")],
+    after: Annotated[Path, typer.Argument(readable=False, metavar="B", help="The one to judge.")],
+    tolerance: Annotated[
+        str, typer.Option(metavar="SHARE", help="How much slower or larger is still well: 5% or 0.05.")
+    ] = DEFAULT_TOLERANCE,
+    allow_other_config: Annotated[
+        bool, typer.Option("--allow-other-config", help="Compare although the configurations differ.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Lay two baselines beside each other. Exit 1 if B is slower or larger than A beyond the tolerance."""
+    from gracetune.telemetry.baseline_text import sentence, table
+    from gracetune.telemetry.regression import compare as compared
+    from gracetune.telemetry.regression import parse_tolerance
+
+    allowed = parse_tolerance(tolerance)
+    one, two = read_baseline(before), read_baseline(after)
+    found = compared(one, two, allowed, allow_other_config=allow_other_config)
+    if as_json:
+        print_json({"a": str(before), "b": str(after), **found.as_json()})
+    else:
+        console = out()
+        for line in table(found).splitlines():
+            console.print(shown(line))
+        for note in found.notes:
+            console.print(f"note  {shown(note)}")
+        proven = found.regressions or not found.unclear
+        sign = f"{mark(console, ok=not found.regressions)} " if proven else ""
+        console.print(f"{sign}{shown(sentence(found))}")
+    raise typer.Exit(1 if found.regressions else 0)

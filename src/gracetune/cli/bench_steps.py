@@ -1,0 +1,179 @@
+"""`gracetune bench wan14b|qwen|flux|sdxl|suite`: a whole training step, measured (docs/performance.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gracetune import __version__
+from gracetune.cli.bench import AsJson, Output, command_line, git_commit, result_of, write_result
+from gracetune.cli.console import out, print_json
+from gracetune.errors import ConfigError, Problem
+from gracetune.hardware import Machine, probe
+from gracetune.units import parse_bytes
+
+if TYPE_CHECKING:
+    from gracetune.train.bench.measure import Bench
+    from gracetune.train.bench.row import StepRow
+
+_MODELS = {
+    "wan14b": "A training step of Wan2.2-T2V-14B (one expert).",
+    "qwen": "A training step of Qwen-Image.",
+    "flux": "A training step of FLUX.1-dev.",
+    "sdxl": "A training step of SDXL.",
+}
+
+Adapter = Annotated[Literal["lora", "lokr", "loha", "dora"], typer.Option(help="Rank 16; lokr: full rank, factor 16.")]
+Precision = Annotated[Literal["bf16", "fp8"], typer.Option(help="How the frozen weights are held.")]
+Batch = Annotated[int, typer.Option(metavar="N", help="Samples in a step.")]
+Resolution = Annotated[str, typer.Option(metavar="R", help="A side in pixels, or WIDTHxHEIGHT.")]
+Frames = Annotated[int, typer.Option(metavar="F", help="Of a clip; 1 is a picture.")]
+Checkpointing = Annotated[Literal["off", "auto", "full"], typer.Option(help="Recomputing, as in a config.")]
+Optimizer = Annotated[Literal["adamw", "automagic"], typer.Option(help="As in a config.")]
+Limit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Of GPU memory, such as 45GiB.")]
+Baseline = Annotated[bool, typer.Option("--baseline", help="Also time diffusers with peft or lycoris-lora.")]
+Steps = Annotated[int, typer.Option(metavar="N", help="Timed steps.")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="A tiny model, on a CPU too: does everything run?")]
+
+
+def add_step_benches(app: typer.Typer) -> None:
+    for name, words in _MODELS.items():
+        _add(app, name, words)
+    app.command("suite")(suite)
+
+
+def _add(app: typer.Typer, name: str, words: str) -> None:
+    @app.command(name, help=f"{words} Random weights and data; the trainer's own step.")
+    def command(
+        adapter: Adapter = "lora",
+        precision: Precision = "bf16",
+        batch: Batch = 1,
+        resolution: Resolution = "1024",
+        frames: Frames = 1,
+        checkpointing: Checkpointing = "auto",
+        optimizer: Optimizer = "adamw",
+        memory_limit: Limit = None,
+        baseline: Baseline = False,
+        steps: Steps = 20,
+        smoke: Smoke = False,
+        output: Output = None,
+        as_json: AsJson = False,
+    ) -> None:
+        from gracetune.train.bench.job import StepJob, checked, parse_resolution
+
+        width, height = parse_resolution(resolution)
+        job = StepJob(
+            name, adapter, precision, batch, width, height, frames, checkpointing, optimizer, _bytes(memory_limit),
+            baseline, steps, smoke,
+        )  # fmt: skip
+        job = checked(job)
+        with _opened() as (bench, machine):
+            row = bench.row(job)
+        _finish(name, [row], machine, output, as_json=as_json)
+
+
+def suite(
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="One row; several times for several. All without it.")
+    ] = None,
+    steps: Steps = 20,
+    smoke: Smoke = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Every row of the project's bars for Wan2.2-14B in one process; the file is written after each."""
+    from gracetune.train.bench.suite import chosen, measured
+
+    chosen(only or ())  # a misspelt name is an error before anything is loaded
+    rows: list[StepRow] = []
+    # Taken before libraries are kept off stdout.
+    console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)
+    with _opened() as (bench, machine):
+        for row in measured(bench, only or (), steps=steps, smoke=smoke):
+            rows.append(row)
+            if output is not None:
+                write_result(output, result_of("suite", rows, machine))
+            print_step(console, row)
+    _finish("suite", rows, machine, output, as_json=as_json, told=True)
+
+
+@contextlib.contextmanager
+def _opened() -> Iterator[tuple[Bench, Machine]]:
+    from gracetune.cli.quiet import libraries_quiet
+    from gracetune.train.bench.measure import Stamp, opened, versions_of
+
+    machine = probe()
+    stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))
+    # Libraries print to stdout, which is the result's.
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), opened(machine, stamp, _say) as bench:
+        yield bench, machine
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _finish(
+    name: str, rows: list[StepRow], machine: Machine, output: Path | None, *, as_json: bool, told: bool = False
+) -> None:
+    result = result_of(name, rows, machine)
+    if output is not None:
+        write_result(output, result)
+    if as_json:
+        print_json(result)
+    elif not told:
+        for row in rows:
+            print_step(out(), row)
+    raise typer.Exit(1 if any(row.ok is False for row in rows) else 0)
+
+
+def _bytes(text: str | None) -> int | None:
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError([Problem("--memory-limit", text, "a size", str(error))]) from None
+
+
+def print_step(console: Console, row: StepRow) -> None:
+    """A row for people."""
+    marks = {True: "[green]ok[/]", False: "[bold red]MISS[/]", None: ""}
+    frames = f", {row.frames} frames" if row.frames > 1 else ""
+    what = f"{row.bench} {row.adapter} {row.precision}, batch {row.batch}, {row.resolution}{frames}, {row.optimizer}"
+    smoke = "  [yellow]smoke: a tiny model, no figure means anything[/]" if row.smoke else ""
+    console.print(f"[bold]{escape(row.name or row.bench)}[/]  {escape(what)}{smoke}")
+    for label, value in _figures(row):
+        console.print(f"    {label:<12} {escape(value)}")
+    if row.bar:
+        console.print(f"    {'bar':<12} {escape(row.bar)}  {marks[row.ok]}".rstrip())
+    for line in row.reasons:
+        console.print(f"    {escape(line)}", style="dim")
+
+
+def _figures(row: StepRow) -> Iterator[tuple[str, str]]:
+    yield "step", f"{row.ms_per_step:.1f} ms (median of {len(row.samples_ms)}), {row.tokens_per_s:,.0f} tokens/s"
+    share = f"{row.model_utilisation:.0%} of {row.gemm_ceiling_tflops:.4g} TFLOP/s ({row.gemm_shape})"
+    hardware = row.hardware_utilisation
+    again = "unknown, as the compiler chose" if hardware is None else f"{hardware:.0%}"
+    yield "speed", f"{row.tflops:.4g} TFLOP/s, {share}; with what is computed again {again}"
+    if row.peak_gib is not None:
+        estimate = "no estimate" if row.estimated_peak_gib is None else f"estimated {row.estimated_peak_gib:.1f}"
+        yield "peak", f"{row.peak_gib:.1f} GiB, {estimate}"
+    yield "once", f"{row.compile_s:.1f} s"
+    if row.baseline_ms is not None and row.ratio is not None:
+        yield "baseline", f"{row.baseline_ms:.1f} ms: {row.baseline}; ours is {row.ratio:.2f}x as fast"
+    if row.numerics is not None:
+        numbers = row.numerics
+        yield (
+            "gradients",
+            f"{numbers['relative_error']:.2e} off fp32, cosine {numbers['cosine']:.6f}; "
+            f"the libraries' layers {numbers['library_relative_error']:.2e}",
+        )

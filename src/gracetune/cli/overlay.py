@@ -1,0 +1,121 @@
+"""`gracetune overlay check | run`: whether an upstream still has what we hold on to, and starting it with us inside."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gracetune.cli.config import AsJson
+from gracetune.cli.console import mark, out, print_json, session, shown
+from gracetune.data.words import counted
+from gracetune.integrations.check import Finding, Report, Status
+from gracetune.integrations.check import check as check_points
+from gracetune.integrations.facts import FactsError, read_facts
+from gracetune.integrations.points import Upstream
+from gracetune.integrations.survey import survey
+from gracetune.integrations.trees import opened
+from gracetune.integrations.upstreams import UPSTREAMS
+
+app = typer.Typer(help="Attach to an installed, unmodified upstream.", no_args_is_help=True)
+
+
+class Name(StrEnum):
+    SIMPLETUNER = "simpletuner"
+    AI_TOOLKIT = "ai-toolkit"
+
+
+UpstreamName = Annotated[Name, typer.Argument(metavar="UPSTREAM", help="simpletuner or ai-toolkit.")]
+
+
+@app.callback()
+def overlay() -> None:
+    """Attach to an installed, unmodified upstream."""
+
+
+@app.command()
+def check(
+    upstream: UpstreamName,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Its code: a checkout, a site-packages folder, an environment, a wheel or recorded facts. "
+            "Without it, what is installed here.",
+        ),
+    ] = None,
+    json_output: AsJson = False,
+) -> None:
+    """Find every place of an upstream that we hold on to, without importing it. Exit 1 if a needed one is lost."""
+    report = _report(UPSTREAMS[upstream], source)
+    if json_output:
+        print_json(report.as_json())
+    else:
+        _print(out(), report, UPSTREAMS[upstream])
+    raise typer.Exit(0 if report.ok else 1)
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    upstream: UpstreamName,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="-- ARGUMENTS", help="What upstream itself is given.")
+    ] = None,
+    off: Annotated[bool, typer.Option("--off", help="Plain upstream, as if we were not there.")] = False,
+) -> None:
+    """Start an upstream with our features inside, or with --off without them. Its exit code is ours."""
+    from gracetune.integrations.launch import run_upstream
+
+    raise typer.Exit(run_upstream(upstream, arguments or [], off=off, environment=session(context).environment))
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _report(upstream: Upstream, source: Path | None) -> Report:
+    if source is not None and source.suffix == ".json":
+        facts = read_facts(source)
+        if facts.upstream != upstream.name:
+            raise FactsError(f"{source}: facts of {facts.upstream}, not of {upstream.name}")
+    else:
+        with opened(upstream, source) as (tree, origin):
+            facts = survey(tree, upstream, origin)
+    return check_points(facts, upstream.points)
+
+
+def _print(console: Console, report: Report, upstream: Upstream) -> None:
+    console.print(
+        f"[bold]{upstream.title}[/] {shown(report.version or 'of unknown version')} in {shown(report.origin)}"
+    )
+    width = max(len(one.point.name) for one in report.findings)
+    for one in report.findings:
+        _print_finding(console, one, width)
+    for file, reason in report.unreadable:
+        console.print(f"not Python, so not looked into: {shown(file)}: {shown(reason)}")
+    console.print(_verdict(report))
+
+
+def _print_finding(console: Console, one: Finding, width: int) -> None:
+    where = "" if one.file is None else one.file if one.line is None else f"{one.file}:{one.line}"
+    to_be_had = one.status is Status.PRESENT or (one.status is Status.MOVED and one.reachable)
+    needed = "" if one.point.needed else " (not needed)"
+    status = "" if one.status is Status.PRESENT else f"[bold]{one.status}[/]{needed} "
+    sign = mark(console, ok=to_be_had) if to_be_had or one.breaks else "-"
+    console.print(f"{sign} {one.point.name:{width}}  {status}{shown(where)}")
+    if one.status is not Status.PRESENT:
+        console.print(f"    for       {shown(one.point.needed_for)}")
+        console.print(f"    expected  {shown(one.point.where)}")
+        console.print(f"    found     {shown(one.detail)}")
+
+
+def _verdict(report: Report) -> str:
+    broken = sum(one.breaks for one in report.findings)
+    counts = ", ".join(f"{report.count(status)} {status}" for status in Status if report.count(status))
+    if broken:
+        away = f"{counted(broken, 'needed point')} gone, changed or out of reach"
+        return f"{counts}: {away}, so the overlay does not fit this version"
+    return f"{counts}: everything needed is there"

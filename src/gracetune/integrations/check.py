@@ -1,0 +1,267 @@
+"""Hold what we need of an upstream against what it has: present, moved, changed or missing, with file and line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from gracetune.integrations.facts import LAZY, Definition, Facts, FactsError, Kind, file_names, same_name
+from gracetune.integrations.points import Point
+from gracetune.integrations.signatures import differences
+
+
+class Status(StrEnum):
+    PRESENT = "present"
+    MOVED = "moved"
+    CHANGED = "changed signature"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one point."""
+
+    point: Point
+    status: Status
+    file: str | None = None
+    line: int | None = None
+    detail: str = ""
+    reachable: bool = True
+    """Whether a hook that imports it from where we expect it still gets it."""
+
+    @property
+    def breaks(self) -> bool:
+        """Whether what needs this point cannot work with that upstream: gone from where a hook looks is gone for it."""
+        return self.point.needed and (self.status in (Status.CHANGED, Status.MISSING) or not self.reachable)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.point.name,
+            "status": str(self.status),
+            "file": self.file,
+            "line": self.line,
+            "needed_for": self.point.needed_for,
+            "needed": self.point.needed,
+            "expected": self.point.where,
+            "reachable": self.reachable,
+            "detail": self.detail,
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    upstream: str
+    version: str | None
+    origin: str
+    findings: tuple[Finding, ...]
+    unreadable: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not any(one.breaks for one in self.findings)
+
+    def count(self, status: Status) -> int:
+        return sum(one.status is status for one in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "upstream": self.upstream,
+            "version": self.version,
+            "points": [one.as_json() for one in self.findings],
+            "ok": self.ok,
+            "source": self.origin,
+            "unreadable": dict(self.unreadable),
+        }
+
+
+def check(facts: Facts, points: Iterable[Point]) -> Report:
+    """Where every point is in that upstream."""
+    points = tuple(points)
+    if facts.looked_for is not None:
+        unknown = [point.where for point in points if point.where not in facts.looked_for]
+        if unknown:
+            raise FactsError(
+                f"{facts.origin}: recorded before these were looked for: {', '.join(unknown)}; record it again"
+            )
+    findings = tuple(_finding(facts, point) for point in points)
+    return Report(facts.upstream, facts.version, facts.origin, findings, tuple(sorted(facts.unreadable.items())))
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: str
+    name: str
+    definition: Definition
+
+    def __str__(self) -> str:
+        return f"{self.name} in {self.file}"
+
+
+def _finding(facts: Facts, point: Point) -> Finding:
+    broken = [file for file in file_names(point.module) if file in facts.unreadable]
+    if broken:
+        reason = facts.unreadable[broken[0]]
+        return Finding(point, Status.MISSING, broken[0], None, f"the file cannot be read as Python: {reason}", False)
+    if not point.target:
+        return _module_finding(facts, point)
+    home = _home(facts, point)
+    if point.imported:
+        return _import_finding(facts, point, home)
+    places = list(_places(facts, point, home))
+    if not places:
+        return Finding(
+            point, Status.MISSING, home, _owner_line(facts, point, home), _what_is_left(facts, point, home), False
+        )
+    place = places[0]
+    moved = place.file != home or place.name != point.target
+    reachable = not moved or _reachable(facts, point, home, place)
+    where = _moved_to(place, places[1:], home, reachable=reachable) if moved else ""
+    changes = _changes(point, place.definition)
+    if changes:
+        detail = "; ".join([*changes, where] if where else changes)
+        return Finding(point, Status.CHANGED, place.file, place.definition.line, detail, reachable)
+    if point.calls:
+        return _call_finding(facts, point, place, where, reachable=reachable)
+    status = Status.MOVED if moved else Status.PRESENT
+    return Finding(point, status, place.file, place.definition.line, where, reachable)
+
+
+def _module_finding(facts: Facts, point: Point) -> Finding:
+    home = _home(facts, point)
+    if home is not None:
+        return Finding(point, Status.PRESENT, home, 1)
+    others = sorted(file for file in facts.modules if same_name(file, point.module))
+    if not others:
+        return Finding(point, Status.MISSING, None, None, "no such module", False)
+    return Finding(point, Status.MOVED, others[0], 1, f"a module of that name is {', '.join(others)}", False)
+
+
+def _import_finding(facts: Facts, point: Point, home: str | None) -> Finding:
+    if home is None:
+        return Finding(point, Status.MISSING, None, None, f"no module {point.module}", False)
+    module = facts.modules[home]
+    if point.target in module.imports:
+        return Finding(point, Status.PRESENT, home, module.imports[point.target])
+    if point.target in module.definitions:
+        return Finding(point, Status.PRESENT, home, module.definitions[point.target].line)
+    if LAZY in module.definitions:
+        below = home.rpartition("/")[0]
+        for file, other in sorted(facts.modules.items()):
+            if file.startswith(f"{below}/") and point.target in other.definitions:
+                return Finding(point, Status.PRESENT, file, other.definitions[point.target].line)
+    return Finding(point, Status.MISSING, home, None, f"the module has no {point.target}", False)
+
+
+def _home(facts: Facts, point: Point) -> str | None:
+    """The file of the point's own module, if it is there."""
+    return next((file for file in file_names(point.module) if file in facts.modules), None)
+
+
+def _places(facts: Facts, point: Point, home: str | None) -> Iterator[_Place]:
+    """Where the target is, the likeliest first: its module, what its class inherits, then any other module."""
+    files = [*([home] if home is not None else []), *(file for file in _by_likeness(facts, point) if file != home)]
+    for file in files:
+        definitions = facts.modules[file].definitions
+        if point.target in definitions:
+            yield _Place(file, point.target, definitions[point.target])
+        elif point.owner in definitions:
+            yield from _inherited(facts, file, point)
+
+
+def _by_likeness(facts: Facts, point: Point) -> list[str]:
+    return sorted(facts.modules, key=lambda file: (not same_name(file, point.module), file))
+
+
+def _inherited(facts: Facts, file: str, point: Point) -> Iterator[_Place]:
+    """Through the classes a class is made of, nearest first; each is looked for in the same file before any other."""
+    leaf = point.target.rpartition(".")[2]
+    waiting = [(file, base) for base in facts.modules[file].definitions[point.owner].bases]
+    seen: set[str] = set()
+    while waiting:
+        near, base = waiting.pop(0)
+        if base in seen:
+            continue
+        seen.add(base)
+        for one in (near, *sorted(facts.modules)):
+            definitions = facts.modules[one].definitions
+            if base not in definitions:
+                continue
+            name = f"{base}.{leaf}"
+            if name in definitions:
+                yield _Place(one, name, definitions[name])
+                return
+            waiting += [(one, more) for more in definitions[base].bases]
+            break
+
+
+def _reachable(facts: Facts, point: Point, home: str | None, place: _Place) -> bool:
+    """A name inherited or imported where we expect it is still got from there; one of a namesake elsewhere is not."""
+    if home is None:
+        return False
+    module, first = facts.modules[home], point.target.partition(".")[0]
+    if first in module.imports:
+        return True
+    if first not in module.definitions:
+        return False
+    if module.definitions[first].kind is Kind.VALUE:  # another name for what was moved
+        return True
+    return point.owner in module.definitions and place in _inherited(facts, home, point)
+
+
+def _moved_to(place: _Place, others: list[_Place], home: str | None, *, reachable: bool) -> str:
+    text = f"now {place}"
+    if others:
+        text += f" (also {', '.join(str(one) for one in others)})"
+    if reachable:
+        return f"{text}, still to be had from {home}"
+    return f"{text}, and no longer where the overlay looks for it"
+
+
+def _changes(point: Point, found: Definition) -> list[str]:
+    if point.signature is None:
+        return []
+    if found.kind is not Kind.FUNCTION or found.signature is None:
+        return [f"is {_article(found.kind)} now"]
+    return list(differences(point.signature, found.signature))
+
+
+def _article(kind: Kind) -> str:
+    return f"an {kind}" if kind is Kind.ASYNC_FUNCTION else f"a {kind}"
+
+
+def _call_finding(facts: Facts, point: Point, place: _Place, where: str, *, reachable: bool) -> Finding:
+    made = place.definition.calls
+    if all(call in made for call in point.calls):
+        line = made[point.calls[-1]]
+        lines = [made[call] for call in point.calls]
+        if lines != sorted(lines):
+            said = ", ".join(f"{call} on line {at}" for call, at in zip(point.calls, lines, strict=True))
+            detail = f"the calls come in another order: {said}"
+            return Finding(point, Status.CHANGED, place.file, line, detail, reachable)
+        return Finding(point, Status.MOVED if where else Status.PRESENT, place.file, line, where, reachable)
+    gone = ", ".join(call for call in point.calls if call not in made)
+    for name, other in facts.modules[place.file].definitions.items():
+        if name.rpartition(".")[0] == point.owner and all(call in other.calls for call in point.calls):
+            line = other.calls[point.calls[-1]]
+            return Finding(point, Status.MOVED, place.file, line, f"{name} calls {gone} now", reachable)
+    detail = f"{point.target} is there and does not call {gone}"
+    return Finding(point, Status.MISSING, place.file, place.definition.line, detail, False)
+
+
+def _owner_line(facts: Facts, point: Point, home: str | None) -> int | None:
+    if home is None or point.owner not in facts.modules[home].definitions:
+        return None
+    return facts.modules[home].definitions[point.owner].line
+
+
+def _what_is_left(facts: Facts, point: Point, home: str | None) -> str:
+    if home is None:
+        return f"no module {point.module}, and no {point.target} anywhere else"
+    if point.owner in facts.modules[home].definitions:
+        return f"class {point.owner} is there without it"
+    return f"the module is there, and {point.target} is nowhere"

@@ -1,0 +1,169 @@
+"""What is known of an upstream's code: names, parameters, lines. Recorded as JSON, so that checks need no upstream.
+
+A facts file holds `{"facts": 1, "upstream", "version", "origin", "looked_for": [...], "modules": {FILE: MODULE},
+"unreadable": {FILE: REASON}}` with a MODULE `{"definitions": {NAME: {"kind", "line", "parameters", "bases", "calls"}},
+"imports": {NAME: LINE}, "commit"}`. No source text is in it. `looked_for` lists the points it can answer for: what a
+file does not mention was not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from inspect import Signature
+from pathlib import Path
+from typing import Any
+
+from gracetune.errors import GracetuneError
+from gracetune.integrations.signatures import parse, shown
+
+FORMAT = 1
+LAZY = "__getattr__"
+"""A module that defines it hands on names that it does not have yet."""
+
+
+class FactsError(GracetuneError):
+    """A facts file cannot be used."""
+
+
+class Kind(StrEnum):
+    CLASS = "class"
+    FUNCTION = "function"
+    ASYNC_FUNCTION = "async function"
+    PROPERTY = "property"
+    VALUE = "value"
+
+
+@dataclass(frozen=True)
+class Definition:
+    kind: Kind
+    line: int | None
+    """None where the file could be read but not counted."""
+    signature: Signature | None = None
+    bases: tuple[str, ...] = ()
+    """Of a class: the names as written."""
+    calls: Mapping[str, int] = field(default_factory=dict)
+    """Of a function: which of the calls asked about its body makes, and the line of the first."""
+
+
+@dataclass(frozen=True)
+class Module:
+    definitions: Mapping[str, Definition]
+    """By qualified name."""
+    imports: Mapping[str, int | None] = field(default_factory=dict)
+    """Names its top level binds by importing them, and the line."""
+    commit: str | None = None
+    """Where files of several commits were recorded: the one of this file."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    upstream: str
+    version: str | None
+    origin: str
+    modules: Mapping[str, Module]
+    """By file, relative to upstream's root, with slashes."""
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    looked_for: frozenset[str] | None = None
+    """`Point.where` of all it answers for; None when it was made from the whole code just now."""
+
+
+def file_names(module: str) -> tuple[str, str]:
+    """The two files a dotted module can be."""
+    stem = module.replace(".", "/")
+    return f"{stem}.py", f"{stem}/__init__.py"
+
+
+def same_name(file: str, module: str) -> bool:
+    """Whether a file could be that module under another roof."""
+    return file.rpartition("/")[2] == f"{module.rpartition('.')[2]}.py"
+
+
+def write_facts(facts: Facts, file: Path) -> None:
+    file.write_text(json.dumps(as_json(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_facts(file: Path) -> Facts:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FactsError(f"{file}: cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise FactsError(f"{file}: not JSON: {error}") from error
+    if not isinstance(value, dict) or value.get("facts") != FORMAT:
+        raise FactsError(
+            f"{file}: not a facts file of format {FORMAT}: record it again with scripts/upstream_status.py"
+        )
+    try:
+        return _from_json(value)
+    except (KeyError, TypeError, ValueError, AttributeError, GracetuneError) as error:
+        raise FactsError(f"{file}: damaged facts: {type(error).__name__}: {error}") from error
+
+
+def as_json(facts: Facts) -> dict[str, Any]:
+    return {
+        "facts": FORMAT,
+        "upstream": facts.upstream,
+        "version": facts.version,
+        "origin": facts.origin,
+        "looked_for": sorted(facts.looked_for or ()),
+        "modules": {file: _module_json(facts.modules[file]) for file in sorted(facts.modules)},
+        "unreadable": dict(sorted(facts.unreadable.items())),
+    }
+
+
+def _module_json(module: Module) -> dict[str, Any]:
+    value: dict[str, Any] = {
+        "definitions": {name: _definition_json(one) for name, one in sorted(module.definitions.items())}
+    }
+    if module.imports:
+        value["imports"] = dict(sorted(module.imports.items()))
+    if module.commit:
+        value["commit"] = module.commit
+    return value
+
+
+def _definition_json(one: Definition) -> dict[str, Any]:
+    value: dict[str, Any] = {"kind": str(one.kind), "line": one.line}
+    if one.signature is not None:
+        value["parameters"] = shown(one.signature)
+    if one.bases:
+        value["bases"] = list(one.bases)
+    if one.calls:
+        value["calls"] = dict(sorted(one.calls.items()))
+    return value
+
+
+def _from_json(value: dict[str, Any]) -> Facts:
+    return Facts(
+        upstream=str(value["upstream"]),
+        version=None if value["version"] is None else str(value["version"]),
+        origin=str(value["origin"]),
+        modules={str(file): _module(one) for file, one in value["modules"].items()},
+        unreadable={str(file): str(reason) for file, reason in value["unreadable"].items()},
+        looked_for=frozenset(str(one) for one in value["looked_for"]),
+    )
+
+
+def _module(value: dict[str, Any]) -> Module:
+    return Module(
+        {str(name): _definition(one) for name, one in value["definitions"].items()},
+        {str(name): _line(at) for name, at in value.get("imports", {}).items()},
+        value.get("commit"),
+    )
+
+
+def _definition(value: dict[str, Any]) -> Definition:
+    return Definition(
+        kind=Kind(value["kind"]),
+        line=_line(value["line"]),
+        signature=parse(value["parameters"]) if "parameters" in value else None,
+        bases=tuple(str(one) for one in value.get("bases", ())),
+        calls={str(name): int(at) for name, at in value.get("calls", {}).items()},
+    )
+
+
+def _line(value: Any) -> int | None:
+    return None if value is None else int(value)

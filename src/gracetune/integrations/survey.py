@@ -1,0 +1,209 @@
+"""Read an upstream's code by its syntax tree: what it defines, with which parameters, on which line."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from gracetune.integrations.facts import LAZY, Definition, Facts, Kind, Module, file_names, same_name
+from gracetune.integrations.points import Point, Upstream
+from gracetune.integrations.signatures import of_arguments
+from gracetune.integrations.trees import Tree, version_of
+
+PROPERTIES = frozenset({"property", "cached_property"})
+NOT_A_DEFINITION = frozenset({"overload", "setter", "deleter"})
+"""Decorators of a `def` that only adds to one of the same name."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is read of a function beside its name and line; reading it of all would take several times as long."""
+
+    names: frozenset[str]
+    """Whose parameters, by the last part of the name."""
+    callers: frozenset[str]
+    """Of which classes' functions the calls."""
+    calls: frozenset[str]
+    """Dotted endings of the calls."""
+
+    @classmethod
+    def by(cls, points: Iterable[Point]) -> Wanted:
+        points = tuple(points)
+        return cls(
+            names=frozenset(point.target.rpartition(".")[2] for point in points),
+            callers=frozenset(point.owner for point in points if point.calls),
+            calls=frozenset(call for point in points for call in point.calls),
+        )
+
+
+def survey(tree: Tree, upstream: Upstream, origin: str) -> Facts:
+    """Everything upstream's code defines. A file that is no Python is listed with the reason, not skipped."""
+    wanted = Wanted.by(upstream.points)
+    modules: dict[str, Module] = {}
+    unreadable: dict[str, str] = {}
+    for file in _python_files(tree, upstream):
+        try:
+            modules[file] = read_module(tree.read(file), wanted)
+        except OSError as error:
+            unreadable[file] = str(error.strerror or error)
+        except SyntaxError as error:
+            unreadable[file] = _said(error)
+        except (ValueError, RecursionError) as error:
+            unreadable[file] = str(error)
+    return Facts(upstream.name, version_of(tree, upstream), origin, modules, unreadable)
+
+
+def read_module(source: bytes, wanted: Wanted) -> Module:
+    """May raise what `ast.parse` raises."""
+    body = ast.parse(source).body
+    definitions = dict(_definitions(body, "", wanted))
+    return Module(definitions, dict(_imported(body)))
+
+
+def narrowed(facts: Facts, points: Iterable[Point]) -> Facts:
+    """Only what a check of these points looks at: small enough to keep."""
+    points = tuple(points)
+    names = _names(facts, points)
+    callers = {point.owner for point in points if point.calls}
+    homes = {file for point in points for file in file_names(point.module)}
+    modules = {}
+    for file, module in facts.modules.items():
+        kept = {
+            name: one
+            for name, one in module.definitions.items()
+            if name in names or (one.calls and name.rpartition(".")[0] in callers) or (name == LAZY and file in homes)
+        }
+        bound = {point.target.partition(".")[0] for point in points if file in file_names(point.module)}
+        imports = {name: at for name, at in module.imports.items() if name in bound}
+        if kept or any(_counts(file, point) for point in points):
+            modules[file] = Module(kept, imports, module.commit)
+    unreadable = {
+        file: reason for file, reason in facts.unreadable.items() if any(_counts(file, point) for point in points)
+    }
+    looked_for = frozenset(point.where for point in points)
+    return replace(facts, modules=modules, unreadable=unreadable, looked_for=looked_for)
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _said(error: SyntaxError) -> str:
+    """Upstream may be written for a newer Python than the one that reads it here."""
+    where = f"line {error.lineno}: " if error.lineno else ""
+    return f"{where}{error.msg} (to Python {sys.version_info.major}.{sys.version_info.minor})"
+
+
+def _python_files(tree: Tree, upstream: Upstream) -> Iterator[str]:
+    for folder in upstream.surveyed:
+        yield from (file for file in tree.files(folder) if file.endswith(".py"))
+
+
+def _definitions(body: Iterable[ast.stmt], prefix: str, wanted: Wanted) -> Iterator[tuple[str, Definition]]:
+    """In the order of the file, so that a later one of the same name wins, as it does when the file runs."""
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
+            decorators = {_last_name(one) for one in statement.decorator_list}
+            if not decorators & NOT_A_DEFINITION:
+                yield prefix + statement.name, _function(statement, decorators, prefix, wanted)
+        elif isinstance(statement, ast.ClassDef):
+            bases = tuple(_last_name(base) for base in statement.bases)
+            yield prefix + statement.name, Definition(Kind.CLASS, statement.lineno, bases=bases)
+            yield from _definitions(statement.body, f"{prefix}{statement.name}.", wanted)
+        elif isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield prefix + target.id, Definition(Kind.VALUE, statement.lineno)
+        else:
+            for inner in _blocks(statement):
+                yield from _definitions(inner, prefix, wanted)
+
+
+def _function(
+    statement: ast.FunctionDef | ast.AsyncFunctionDef, decorators: set[str], prefix: str, wanted: Wanted
+) -> Definition:
+    kind = Kind.ASYNC_FUNCTION if isinstance(statement, ast.AsyncFunctionDef) else Kind.FUNCTION
+    if decorators & PROPERTIES:
+        kind = Kind.PROPERTY
+    made: dict[str, int] = {}
+    if wanted.calls and prefix.removesuffix(".") in wanted.callers:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                for call in _endings(node.func) & wanted.calls:
+                    made[call] = min(made.get(call, node.lineno), node.lineno)
+    signature = of_arguments(statement.args) if statement.name in wanted.names else None
+    return Definition(kind, statement.lineno, signature, calls=made)
+
+
+def _endings(function: ast.expr) -> set[str]:
+    """`self.accelerator.accumulate` ends in itself, in `accelerator.accumulate` and in `accumulate`."""
+    endings: set[str] = set()
+    ending = ""
+    while isinstance(function, ast.Attribute):
+        ending = f"{function.attr}.{ending}" if ending else function.attr
+        endings.add(ending)
+        function = function.value
+    if isinstance(function, ast.Name):
+        endings.add(f"{function.id}.{ending}" if ending else function.id)
+    return endings
+
+
+def _last_name(expression: ast.expr) -> str:
+    """`functools.cached_property` -> `cached_property`; of a call or a subscript, what is called or subscripted."""
+    while isinstance(expression, ast.Call | ast.Subscript):
+        expression = expression.func if isinstance(expression, ast.Call) else expression.value
+    if isinstance(expression, ast.Attribute):
+        return expression.attr
+    return expression.id if isinstance(expression, ast.Name) else ""
+
+
+def _blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The bodies of what may stand around a definition: if, try, with and loops."""
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(statement, name, None)
+        if isinstance(block, list):
+            yield block
+    if isinstance(statement, ast.Try | ast.TryStar):
+        yield from (handler.body for handler in statement.handlers)
+    if isinstance(statement, ast.Match):
+        yield from (case.body for case in statement.cases)
+
+
+def _imported(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
+    for statement in body:
+        if isinstance(statement, ast.Import):
+            yield from ((one.asname or one.name.partition(".")[0], statement.lineno) for one in statement.names)
+        elif isinstance(statement, ast.ImportFrom):
+            yield from ((one.asname or one.name, statement.lineno) for one in statement.names)
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            for inner in _blocks(statement):
+                yield from _imported(inner)
+
+
+def _counts(file: str, point: Point) -> bool:
+    """Whether it says something that this file is there, whatever is in it."""
+    return file in file_names(point.module) or (not point.target and same_name(file, point.module))
+
+
+def _names(facts: Facts, points: tuple[Point, ...]) -> frozenset[str]:
+    """The points' names, their classes, and where those may have them from."""
+    bases: dict[str, set[str]] = {}
+    for module in facts.modules.values():
+        for name, one in module.definitions.items():
+            if one.bases:
+                bases.setdefault(name, set()).update(one.bases)
+    names: set[str] = set()
+    for point in points:
+        names |= {point.target, point.owner}
+        leaf = point.target.rpartition(".")[2]
+        waiting = [point.owner] if point.owner else []
+        seen: set[str] = set()
+        while waiting:
+            owner = waiting.pop()
+            if owner not in seen:
+                seen.add(owner)
+                waiting += sorted(bases.get(owner, ()))
+        names |= seen | {f"{owner}.{leaf}" for owner in seen}
+    return frozenset(names)

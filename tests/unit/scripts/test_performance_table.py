@@ -1,0 +1,46 @@
+"""docs/performance.md says what was measured, and nothing else."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from gracetune.train.bench.suite import WAN14B
+from unit.train.bench.test_suite import ROW
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("performance_table", ROOT / "scripts" / "performance_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_document_is_what_the_results_say(tables: ModuleType) -> None:
+    written = tables.DOCUMENT.read_text(encoding="utf-8")
+    assert written == tables.filled(written, tables.results()), "run: python scripts/performance_table.py"
+
+
+def test_a_measured_row_becomes_a_line_and_a_smoke_test_does_not(tables: ModuleType) -> None:
+    row: dict[str, Any] = {**ROW.as_json(), "ok": False, "bar": "<= 470 ms", "versions": {"torch": "2.11"}}
+    text = tables.steps([("steps-h200.json", {"rows": [row, {**row, "smoke": True}]})])
+    assert len(text.splitlines()) == 3
+    assert "<= 470 ms: **missed**" in text
+    assert "60.0 (61.0)" in text
+    assert tables.steps([("other.json", {"rows": [{"name": "speed", "value": 1}]})]) == tables.NOTHING
+
+
+def test_every_bar_of_the_suite_is_written_down(tables: ModuleType) -> None:
+    text = tables.DOCUMENT.read_text(encoding="utf-8")
+    assert [name for name in WAN14B if f"| `{name}` |" not in text] == []

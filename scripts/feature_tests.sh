@@ -74,7 +74,7 @@ ft_begin() {
             --backend)
                 ft_has "$ft_features" attention || ft_wrong "--backend" "a flag of this script" "$0 --help"
                 if [ -n "${ft_backends:-}" ] && ! ft_has "$ft_backends" "$2"; then
-                    ft_wrong "--backend $2" "one of: $ft_backends" "$0 --backend sdpa"
+                    ft_wrong "--backend $2" "one of: $ft_backends" "$0 --backend ${ft_backends%% *}"
                 fi
                 # shellcheck disable=SC2034
                 ft_backend=$2

@@ -9,6 +9,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/feature_tests.sh"
 install=no
 venv=${XDG_CACHE_HOME:-$HOME/.cache}/gracetune/upstream-simpletuner
 result=
+# Upstream's own names, without those of other makers' chips; the two with _ are how the GH200 guides write them.
+# shellcheck disable=SC2034 # read by ft_begin, which refuses others
+ft_backends="diffusers native native-math native-efficient native-flash cudnn flex xformers sla kohaku-fa kohaku-fa-auto \
+sageattention sageattention-int8-fp16-triton sageattention-int8-fp16-cuda sageattention-int8-fp8-cuda \
+flash-attn flash-attn-hub flash-attn-2 flash-attn-varlen-hub flash-attn-3 flash-attn-3-hub flash-attn-3-varlen \
+flash-attn-3-varlen-hub flash-attn-4-hub flash_attn_2 flash_attn_3"
 
 ft_own_flag() {
     case $1 in
@@ -92,7 +98,7 @@ ft_check integration overlay "plain, off, idle, on: same losses, no file" with_u
 for name in ${ft_backend:-diffusers flash_attn_3}; do
     ft_check integration attention "attention: $name" with_upstream attention --name "$name"
 done
-ft_check integration audio "a sound from memory" with_upstream audio
+ft_check integration audio "a staged sound, gone from disk" with_upstream audio
 ft_check integration diagnostic "gracetune doctor" ft_gracetune doctor --skip-allocation
 
 ft_check system ramp "the ramp in upstream's loop" with_upstream ramp

@@ -7,6 +7,9 @@ the overlay are on PYTHONPATH. What cannot be run ends with 77 and the reason as
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import inspect
 import json
 import os
 import platform
@@ -14,13 +17,14 @@ import subprocess
 import sys
 import time
 import tomllib
-import wave
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from bench_media import lend_ffmpeg, paint, sing
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -28,7 +32,8 @@ UPSTREAM = "4.10.1"
 """The version all of this was run with."""
 SKIPPED = 77
 STEPS = 10
-PICTURES = 12
+LONGEST_RUN_S = 1200
+"""A run takes a minute or two; one that is not through by then waits for something that never comes."""
 CPU_KERNELS = ("kohaku-fa-auto", "diffusers", "native-math")
 
 _PLAIN = "from simpletuner.cli import main; import sys; sys.exit(main())"
@@ -85,7 +90,7 @@ class Bench:
 
         self.work.mkdir(parents=True, exist_ok=True)
         build("sdxl", "base-1.0", self.model)
-        _paint(self.pictures)
+        paint(self.pictures)
         (self.work / "ready").touch()
 
     def run(
@@ -107,16 +112,10 @@ class Bench:
         code = {"plain": _PLAIN, "off": _THROUGH_US.format(off=True), "overlay": _THROUGH_US.format(off=False)}[how]
         began = time.monotonic()
         with (folder / "log.txt").open("w") as log:
-            done = subprocess.run(
-                [sys.executable, "-c", code, "train"],
-                cwd=folder,
-                env=self._environment(folder, variables or {}),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                check=False,
-            )
+            ended = _ended([sys.executable, "-c", code, "train"], folder, self._environment(folder, variables), log)
         text = (folder / "log.txt").read_text(errors="replace")
-        _check(done.returncode == 0, f"{name} ended with {done.returncode}\n{text[-4000:]}")
+        _check(ended is not None, f"{name} was not through after {LONGEST_RUN_S} s\n{text[-4000:]}")
+        _check(ended == 0, f"{name} ended with {ended}\n{text[-4000:]}")
         record = folder / "record-0.json"
         _check(record.is_file(), f"{name} did not train\n{text[-4000:]}")
         return Run(name, folder, **json.loads(record.read_text()), seconds=time.monotonic() - began)
@@ -175,7 +174,7 @@ class Bench:
         } | dict(config)
         (folder / "config" / "config.json").write_text(json.dumps(whole, indent=1))
 
-    def _environment(self, folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    def _environment(self, folder: Path, variables: Mapping[str, str] | None) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("GH200_", "ACCELERATE_"))}
         paths = [str(HERE), str(ROOT / "src"), str(ROOT / "overlays" / "simpletuner" / "src")]
         return {
@@ -188,7 +187,7 @@ class Bench:
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(self.work / "hub"),
             "OMP_NUM_THREADS": "1",
-            **variables,
+            **(variables or {}),
         }
 
 
@@ -285,37 +284,64 @@ def manual_validation(bench: Bench) -> None:
 
 
 def audio(bench: Bench) -> None:
-    """Upstream's own loader, given a sound that is staged and gone from disk."""
-    from gracetune_simpletuner.in_memory import memory_path
+    """A sound that is staged and gone from disk, through upstream's own backend object and both its loaders."""
+    from gracetune_simpletuner.in_memory import take_datasets
+    from gracetune_simpletuner.overlay import Launch, Overlay
+    from simpletuner.helpers.data_backend.builders.local import LocalBackendBuilder
+    from simpletuner.helpers.data_backend.config.image import ImageBackendConfig
 
-    tone = bench.work / "tone.wav"
-    with wave.open(str(tone), "wb") as file:
-        file.setparams((1, 2, 16000, 0, "NONE", ""))
-        file.writeframes(b"".join(((i * 37) % 2000 - 1000).to_bytes(2, "little", signed=True) for i in range(16000)))
+    from gracetune.config.environment import Environment
+
+    tone = bench.work / "sounds" / "tone.wav"
+    sing(tone)
+    lend_ffmpeg(bench.work / "bin")
     try:
-        from simpletuner.helpers.audio import load_audio
+        from simpletuner.helpers.audio import load
 
-        expected, rate = load_audio(str(tone))
+        expected = [load.load_audio(str(tone)), load.load_audio_from_video(str(tone))]
     except (ImportError, OSError, RuntimeError) as error:
-        raise SkipError(f"upstream itself cannot load a WAV file here: {str(error).splitlines()[0]}") from error
-    content = tone.read_bytes()
+        raise SkipError(f"upstream itself cannot load a WAV file here: {_first_line(error)}") from error
+    overlay = Overlay(Environment({}), Launch(), output_dir=bench.work / "sounds-output")
+    block = {"id": "sounds", "dataset_type": "audio", "instance_data_dir": str(tone.parent)}
+    (as_upstream_sees_it,) = take_datasets(overlay, [block | STAGED])
+    _check(as_upstream_sees_it == block | {"type": "local"}, f"upstream would see {as_upstream_sees_it}")
+    backend = LocalBackendBuilder(None)._create_backend(ImageBackendConfig(id="sounds", compress_cache=False))
     tone.unlink()
-    with memory_path(content, "tone.wav") as path:
-        found, found_rate = load_audio(path)
-    _check(found_rate == rate and found.equal(expected), "the sound from memory differs from the one from disk")
+    found = [backend.read_image(str(tone)), load.load_audio_from_video(str(tone))]
+    for (was, rate), (now, rate_now) in zip(expected, found, strict=True):
+        _check(rate == rate_now and now.equal(was), "the sound from memory differs from the one from disk")
+    reads = overlay.telemetry.of("in_memory").snapshot().get("reads_from_memory")
+    _check(reads == 2, f"{reads} reads from memory, expected 2")
+    overlay.finish()
+    overlay.installer.undo()
 
 
 def hooks(bench: Bench) -> None:
     """Every name we wrap is in the installed upstream, and goes back to what it was."""
     del bench
     import simpletuner.helpers.training.trainer  # noqa: F401 - upstream in its own order
-    from gracetune_simpletuner.hooks import Installer
+    from gracetune_simpletuner.hooks import AfterImport, Installer
     from gracetune_simpletuner.points import HOOKS
 
+    waiting = sorted({hook.target.partition(":")[0] for hook in HOOKS if hook.on_import})
+    _check(not set(waiting) & set(sys.modules), f"already imported, so nothing would wait for it: {waiting}")
+    names = [hook.target for hook in HOOKS if not hook.on_import]
+    before = {name: _standing_at(name) for name in names}
     installer = Installer()
     for hook in HOOKS:
         installer.wrap(hook, lambda original, *arguments, **options: original(*arguments, **options))
+    failed = _why_not_imported(waiting)
+    late = [] if failed else [hook.target for hook in HOOKS if hook.on_import]
+    before |= {name: _standing_at(name).__wrapped__ for name in late}
+    for name, original in before.items():
+        _check(_standing_at(name) is not original, f"{name} was not wrapped")
+    _check(len(installer.installed) == len(names) + len(late), f"{len(installer.installed)} of {len(HOOKS)} wrapped")
     installer.undo()
+    for name, original in before.items():
+        _check(_standing_at(name) is original, f"{name} did not go back to what it was")
+    _check(not any(isinstance(finder, AfterImport) for finder in sys.meta_path), "an import is still waited for")
+    if failed:
+        raise SkipError(f"{len(names)} of {len(HOOKS)} names are right; upstream itself cannot import {failed}")
 
 
 def performance(bench: Bench, result: Path | None) -> None:
@@ -352,18 +378,48 @@ def _summary(runs: Sequence[Run], without_cache: Sequence[Run]) -> dict[str, Any
     }
 
 
-def _paint(folder: Path) -> None:
-    """Small pictures of two shapes, each with a caption; the same ones every time."""
-    import numpy as np
-    from PIL import Image
+def _standing_at(target: str) -> Any:
+    """What a hook's target is at this moment, as it stands there: no descriptor is called."""
+    from gracetune_simpletuner.hooks import Target
 
-    folder.mkdir(exist_ok=True)
-    random = np.random.default_rng(0)
-    for number in range(PICTURES):
-        coarse = np.clip(random.normal(128, 40, (8, 8, 3)), 0, 255).astype("uint8")
-        shape = (96, 96) if number % 3 else (128, 96)
-        Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC).save(folder / f"p{number:02}.png")
-        (folder / f"p{number:02}.txt").write_text(f"a picture number {number}")
+    parsed = Target.parse(target)
+    found: Any = importlib.import_module(parsed.module)
+    for part in (*parsed.owner, parsed.name):
+        found = inspect.getattr_static(found, part)
+    return found if parsed.key is None else found[parsed.key]
+
+
+def _why_not_imported(modules: Sequence[str]) -> str | None:
+    """The first that upstream cannot import here, and why."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:
+            return f"{name}: {_first_line(error)}"
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def _ended(command: list[str], folder: Path, environment: dict[str, str], log: IO[str]) -> int | None:
+    """The exit code; None where it had to be ended, with all that it started."""
+    import psutil  # of accelerate's
+
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        return process.wait(LONGEST_RUN_S)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if process.poll() is None:
+            # Upstream puts its training into a session of its own, which the end of the command does not reach.
+            started = psutil.Process(process.pid).children(recursive=True)
+            for one in (process, *started):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def _has_gpu() -> bool:
@@ -406,6 +462,7 @@ def main() -> int:
     }
     try:
         bench.prepare()
+        os.chdir(given.work)  # upstream writes a debug.log wherever it is imported
         scenarios[given.scenario]()
     except SkipError as why:
         print(why)

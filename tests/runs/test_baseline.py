@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -48,13 +49,19 @@ def test_a_capture_keeps_what_a_run_cost_and_leaves_its_output_alone(
     before = files_below(tmp_path)
     file = write_config(config, tmp_path / "c.yaml")
     kept = tmp_path / "kept"
+    killed, at_work = (kept / f".gracetune-baseline-{letter * 32}.tmp" for letter in "ab")
+    for folder in (killed, at_work):
+        (folder / "run").mkdir(parents=True)
+    held = os.open(at_work, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
     assert gracetune("baseline", "capture", str(file), "--steps", "8", "--output", str(kept), "--json") == 0
     captured = capsys.readouterr()
     told = json.loads(captured.out)
     folder = Path(told["folder"])
     assert folder.parent == kept
     assert sorted(path.name for path in folder.iterdir()) == [FILE, REPORT, SMI_LOG]
-    assert [path.name for path in kept.iterdir()] == [folder.name]
+    assert {path.name for path in kept.iterdir()} == {folder.name, at_work.name}, "what a killed capture left is gone"
+    os.close(held)
     found = read_baseline(folder)
     assert found.name == "tiny"
     assert (found.steps.warm_up, len(found.steps.ms)) == (2, 6)

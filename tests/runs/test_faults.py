@@ -27,6 +27,7 @@ def meet(fault: str, file: Path) -> tuple[Any, str]:
     return json.loads(lines[-1]), errors
 
 
+@pytest.mark.full
 def test_memory_refused_at_the_first_batch_says_what_the_plan_was_and_what_to_change(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
@@ -42,6 +43,7 @@ def test_memory_refused_at_the_first_batch_says_what_the_plan_was_and_what_to_ch
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_while_checkpoints_are_written(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Told without a traceback; everything that is there is whole, and with more room the same command goes on."""
     config = config_for(

@@ -55,6 +55,7 @@ def assert_close(ours: RunConfig, theirs: RunConfig, step: int = STEPS) -> None:
         torch.testing.assert_close(one[name], two[name], rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.full
 def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Path) -> None:
     """As replicas, and with the model shared out (FSDP2); sharded and interrupted, it goes on where it was."""
     alone = config_for("wan", tiny_model, tmp_path, **SECTIONS)

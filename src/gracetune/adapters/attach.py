@@ -34,7 +34,7 @@ from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.planning.adapter_paths import Computation, reference
 
-Path = Literal["auto", "library"]
+PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
 _WHOLE = "a full fine-tune has no adapter beside the model: "
@@ -89,7 +89,7 @@ def attach(
     default_targets: Sequence[str],
     untrained: Sequence[str] = (),
     seed: int,
-    path: Path = "auto",
+    adapter_path: PathChoice = "auto",
 ) -> Attached:
     """`default_targets` and `untrained` are the family's (`ModelSpec`); targets of the config take their place."""
     if any(isinstance(module, LoraLayer | lycoris.Factors | AdaptedLinear) for module in denoiser.modules()):
@@ -108,8 +108,8 @@ def attach(
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
     ways = {
-        name: choice(denoiser.get_submodule(name), options) if path == "auto" else reference("asked for")
-        for name, options in plan.items()
+        path: choice(denoiser.get_submodule(path), options) if adapter_path == "auto" else reference("asked for")
+        for path, options in plan.items()
     }
     return _LayersAttached(
         denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength

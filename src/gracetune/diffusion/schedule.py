@@ -83,8 +83,15 @@ class Ddpm:
     prediction: Prediction = "epsilon"
 
     @cached_property
-    def _table(self) -> Tensor:
-        return torch.tensor(self.alphas_cumprod, dtype=torch.float64)
+    def _tables(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    def _table(self, device: torch.device) -> Tensor:
+        """Copied to a device once: every further copy would make the host wait for it."""
+        table = self._tables.get(device)
+        if table is None:
+            table = self._tables[device] = torch.tensor(self.alphas_cumprod, dtype=torch.float64, device=device)
+        return table
 
     def step(self, level: Tensor) -> Tensor:
         """The whole step a level belongs to."""
@@ -93,7 +100,7 @@ class Ddpm:
         return (level.double() * steps - 1e-3).ceil().long().sub(1).clamp(0, steps - 1)
 
     def coefficients(self, level: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self._table.to(level.device)[self.step(level)]
+        kept = self._table(level.device)[self.step(level)]
         return kept.sqrt().float(), (1.0 - kept).sqrt().float()
 
     def model_time(self, level: Tensor) -> Tensor:

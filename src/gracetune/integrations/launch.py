@@ -31,8 +31,15 @@ def run_upstream(upstream: str, arguments: Sequence[str], *, off: bool, environm
     if not off:
         _require(OVERLAY, "./overlays/simpletuner")
         arguments, variables = with_overlay(arguments, variables)
+    _hear_ctrl_c()
     code = _waited(subprocess.Popen([sys.executable, "-m", "simpletuner", *arguments], env=variables))
     return code if code >= 0 else 128 - code
+
+
+def _hear_ctrl_c() -> None:
+    """A shell has what it puts into the background ignore SIGINT; upstream would inherit that, and never end."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _waited(process: subprocess.Popen[bytes]) -> int:

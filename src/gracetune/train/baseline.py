@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from gracetune.cache.locks import lock
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.run_config import RunConfig, Schedule, Validation
 from gracetune.durable import sync_folder
@@ -45,6 +46,7 @@ _STEERING = (
     *ALLOCATOR_VARIABLES, HINTS_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG",
     "NVIDIA_TF32_OVERRIDE", "OMP_NUM_THREADS", "MKL_NUM_THREADS",
 )  # fmt: skip
+_TEMPORARY = re.compile(r"\.gracetune-baseline-[0-9a-f]{32}\.tmp")
 _NOT_THE_WORK = ("name", "output_dir", "schedule", "validation", "checkpoints", "logging")
 """Sections of a config that a capture sets itself, or that say where results go."""
 
@@ -293,10 +295,13 @@ def _digest(described: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _folder_of_its_own(output: Path) -> Iterator[Path]:
-    """Removed at the end, unless it was renamed."""
-    folder = output / f".gracetune-{secrets.token_hex(16)}.tmp"
+    """Removed at the end, unless it was renamed. Locked meanwhile: the next capture removes what a killed one left."""
+    folder = output / f".gracetune-baseline-{secrets.token_hex(16)}.tmp"
     try:
         folder.mkdir(parents=True)
+        held = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        lock(held, exclusive=True)
+        _sweep(output)
     except OSError as error:
         found = f"{output}: {error.strerror or error}"
         raise ConfigError([Problem("--output", found, "a folder we may write to", "--output FOLDER")]) from None
@@ -304,6 +309,20 @@ def _folder_of_its_own(output: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _sweep(output: Path) -> None:
+    """An empty one may be another capture's that is about to be locked; where there are no locks nothing is removed."""
+    for path in output.iterdir():
+        if not _TEMPORARY.fullmatch(path.name) or path.is_symlink() or not any(path.iterdir()):
+            continue
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if lock(descriptor, exclusive=True) == "held":
+                shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def _named(output: Path, name: str, date: str) -> Path:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import nn
 
-from gracetune.adapters.attach import Attached, attach
+from gracetune.adapters.attach import Attached, PathChoice, attach
 from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.cache.batches import Batch
@@ -49,7 +49,7 @@ class Choices:
     """Of activations kept by compiled blocks; None leaves it to torch."""
     compiled: bool = False
     attention: str | None = None
-    adapter_path: Literal["auto", "library"] = "auto"
+    adapter_path: PathChoice = "auto"
     """`library` computes adapters as peft and LyCORIS do: the reference the quick forms are held against."""
     fp8_layouts: Fp8Layouts = "both"
     """Of base weights in fp8, where the config asks for those."""
@@ -198,7 +198,7 @@ def _made_trainable(
         default_targets=spec.default_targets,
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
-        path=choices.adapter_path,
+        adapter_path=choices.adapter_path,
     )
 
 

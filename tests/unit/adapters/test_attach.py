@@ -163,7 +163,7 @@ def test_a_small_change_is_not_lost_in_a_bf16_base(kind: str, path: Any) -> None
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False)).to(torch.bfloat16)
     adapter = Adapter(kind=kind, rank=4, targets=("Linear",))  # type: ignore[arg-type]
-    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, path=path)
+    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path=path)
     shake(attached, 0.01)
     state = attached.state()
     change = delta(state.layers["0"], (64, 64))
@@ -184,7 +184,7 @@ def test_the_reference_rounds_the_change_once_and_not_its_factors(kind: str) -> 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     adapter = Adapter(kind=kind, rank=2, targets=("Linear",))  # type: ignore[arg-type]
-    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, path="library")
+    attached = attach(model, adapter, family="wan", default_targets=(), seed=0, adapter_path="library")
     shake(attached)
     x = torch.randn(8, 64)
     with torch.autocast("cpu", torch.bfloat16):

@@ -75,6 +75,7 @@ def test_a_step_is_measured_from_end_to_end(capsys: pytest.CaptureFixture[str], 
     assert json.loads(file.read_text())["rows"] == [row]
 
 
+@pytest.mark.full
 def test_lokr_is_measured_against_lycoris(capsys: pytest.CaptureFixture[str]) -> None:
     row = smoked(capsys, "wan14b", "--adapter", "lokr", "--baseline", "--optimizer", "automagic", "--frames", "81")
     assert row["baseline"].startswith("diffusers + lycoris-lora")

@@ -121,14 +121,15 @@ def test_on_adds_our_module_and_hands_the_exit_code_on(started: Any) -> None:
     assert str(Path(sys.executable).parent) in said["path"]
 
 
-def test_being_terminated_ends_upstream_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["", "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"], ids=["", "&"])
+def test_being_terminated_ends_upstream_too(tmp_path: Path, shell: str) -> None:
     """In the way upstream answers to, so that its training does not go on without anybody."""
     (tmp_path / "simpletuner").mkdir()
     (tmp_path / "simpletuner" / "__main__.py").write_text(
         "import sys, time\ntry:\n    print('at work', flush=True)\n    time.sleep(120)\n"
         "except KeyboardInterrupt:\n    sys.exit(9)\n"
     )
-    code = (
+    code = shell + (
         "import sys\nfrom gracetune.config.environment import Environment\n"
         "from gracetune.integrations.launch import run_upstream\n"
         "sys.exit(run_upstream('simpletuner', ['train'], off=True, environment=Environment.capture()))\n"

@@ -575,6 +575,7 @@ def large_file(path: Path, size: int) -> Path:
     return path
 
 
+@pytest.mark.full
 def test_a_small_file_takes_its_own_size_and_little_more(tmp_path: Path) -> None:
     path = large_file(tmp_path / "a.safetensors", 256 * MIB)
     size = path.stat().st_size

@@ -88,6 +88,7 @@ def checkout(tmp_path: Path, login: dict[str, str], bare_machine: Path, put_dist
     return found
 
 
+@pytest.mark.full
 def test_a_bare_machine_gets_the_tested_versions_and_the_second_run_does_nothing(checkout: Checkout) -> None:
     first = checkout.bootstrap()
     assert "no torch here: .venv gets its own" in first
@@ -138,6 +139,7 @@ def test_an_interrupted_install_is_taken_up_again_and_a_moved_checkout_is_rebuil
     assert checkout.answer() == "torch 2.13.0+cpu"
 
 
+@pytest.mark.full
 def test_a_machines_venv_with_cuda_torch_is_reused(
     checkout: Checkout, machine: Path, put_distribution, torch_files
 ) -> None:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.telemetry.baseline import Baseline
@@ -96,6 +96,7 @@ class TestBounds:
         assert found.high is not None
         assert min(values) <= found.low <= found.middle <= found.high <= max(values)
 
+    @settings(max_examples=40)
     @given(st.lists(PAIRS, min_size=6, max_size=40), st.floats(1.06, 10))
     def test_the_same_times_a_factor_is_always_a_regression_and_never_one_the_other_way(
         self, times: list[float], factor: float

@@ -37,7 +37,13 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     adapter = Adapter(kind="dora", rank=2)
     attached = attach(
-        denoiser, adapter, family="wan", stage="low_noise", default_targets=spec.default_targets, seed=0, path=path
+        denoiser,
+        adapter,
+        family="wan",
+        stage="low_noise",
+        default_targets=spec.default_targets,
+        seed=0,
+        adapter_path=path,
     )
     with torch.no_grad():
         for number, parameter in enumerate(attached.parameters().values()):

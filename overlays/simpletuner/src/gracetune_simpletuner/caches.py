@@ -16,7 +16,7 @@ from typing import Any, Final
 from gracetune.cache.slabs import CacheRole, CacheType, Where
 from gracetune.hardware import probe
 from gracetune_simpletuner.errors import stopping
-from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.memory import Layer
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
@@ -44,6 +44,8 @@ class Caches:
         from simpletuner.helpers.caching.text_embeds import TextEmbeddingCache  # type: ignore[import-not-found]
         from simpletuner.helpers.training.state_tracker import StateTracker  # type: ignore[import-not-found]
 
+        check_reads("Trainer", trainer)
+        check_reads("config.loader", trainer.config)
         asked = self.overlay.options.cache
         kinds: dict[CacheRole, CacheType] = {"latent_cache": asked.vae_cache_type, "text_cache": asked.text_cache_type}
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -71,16 +73,22 @@ class Caches:
         cache = backend.get("vaecache")
         if cache is None:
             return
+        check_reads("VAECache", cache)
+        check_reads("data backend", cache.cache_data_backend)
         reason = _why_not_latents(cache, backend.get("config", {}))
         if reason is not None:
             self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{name}: {reason}")
             return
+        check_reads("dataset", backend)
+        check_reads("metadata backend", backend["metadata_backend"])
         buckets = backend["metadata_backend"].aspect_ratio_bucket_indices
         pictures = [picture for bucket in buckets.values() for picture in bucket]
         files = [cache.generate_vae_cache_filename(picture)[0] for picture in pictures]
         residents.fill("latent_cache", cache.cache_dir, files, cache.cache_data_backend.torch_load)
 
     def _load_text(self, residents: Residents, cache: Any) -> None:
+        check_reads("TextEmbeddingCache", cache)
+        check_reads("data backend", cache.data_backend)
         reason = "text_cache_disable" if cache.text_cache_disable else _why_not_local(cache.data_backend)
         if reason is not None:
             self.overlay.telemetry.of("caches").refuse("caches_left_on_disk", f"{cache.id}: {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -20,6 +20,13 @@ class HookError(MachineError):
             "  try       gracetune overlay check simpletuner, or run without the overlay: "
             "gracetune overlay run simpletuner --off -- train"
         )
+
+
+class ReadError(HookError):
+    """An object of upstream has not what we read from it."""
+
+    def __init__(self, what: str, missing: Sequence[str], found: object) -> None:
+        super().__init__(f"{what}: {', '.join(missing)}", f"a {type(found).__name__} without it")
 
 
 class EntryChangedError(GracetuneError):

@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gracetune_simpletuner.errors import HookError
-from gracetune_simpletuner.points import Hook
+from gracetune_simpletuner.errors import HookError, ReadError
+from gracetune_simpletuner.points import READS, Hook
 
 Around = Callable[..., Any]
 """Called with the original first, then with what the original would have got."""
@@ -180,6 +180,20 @@ def check_modules(hooks: Sequence[Hook]) -> None:
         places = [f"{folder}/{'/'.join(rest)}" for folder in spec.submodule_search_locations]
         if not any(_is_module(place) for place in places):
             raise HookError(hook.target, f"no module {module}")
+
+
+def check_reads(what: str, thing: object) -> None:
+    """An object of upstream has everything that `points.READS` says we read from it.
+
+    Asked when it is first met: later an AttributeError of ours would come out inside upstream, which catches them.
+    """
+    missing = [name for name in READS[what] if not _has(thing, name)]
+    if missing:
+        raise ReadError(what, missing, thing)
+
+
+def _has(thing: object, name: str) -> bool:
+    return name in thing if isinstance(thing, Mapping) else hasattr(thing, name)
 
 
 def _is_module(place: str) -> bool:

@@ -23,7 +23,7 @@ from gracetune.data.backends import InMemoryBackend, LocalRanks, OpenedBackend, 
 from gracetune.errors import ConfigError, Problem
 from gracetune_simpletuner import telling
 from gracetune_simpletuner.errors import stopping
-from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
 from gracetune_simpletuner.telemetry import Counts
@@ -199,6 +199,7 @@ def _wrappers(datasets: StagedDatasets) -> dict[str, Around]:
 def _create_backend(datasets: StagedDatasets, original: Any, builder: Any, config: Any, *rest: Any, **more: Any) -> Any:
     plain = original(builder, config, *rest, **more)
     with stopping():
+        check_reads("BaseBackendConfig", config)
         staged = datasets.open(str(config.id))
     return plain if staged is None else reading_from(staged, plain)
 

@@ -11,7 +11,7 @@ from gracetune.hardware import probe
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.native import Unavailable
 from gracetune_simpletuner.errors import stopping
-from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
 
@@ -27,6 +27,7 @@ class Layer:
         self.device: int | None = None
         self.why_not = "the memory layer was not asked for"
         self._opened: UnifiedMemory | None = None
+        self._met_trainer = False
 
     @property
     def heap(self) -> ManagedHeap | None:
@@ -60,6 +61,14 @@ class Layer:
         gh200.attach(opened)
         self.overlay.at_end.append(self._close)
         self._told(True, str(opened.arena_size.reason), arena_bytes=opened.arena_size.bytes)
+
+    def at_boundary(self, trainer: Any) -> None:
+        if not self._met_trainer:
+            check_reads("Trainer", trainer)
+            check_reads("Accelerator", trainer.accelerator)
+            self._met_trainer = True
+        if trainer.accelerator.sync_gradients:  # else in the middle of an optimizer step
+            self.step()
 
     def step(self) -> None:
         if self._opened is not None:
@@ -98,9 +107,8 @@ def _before_models(layer: Layer, original: Any, *arguments: Any, **options: Any)
 
 
 def _step_boundary(layer: Layer, original: Any, trainer: Any, *arguments: Any, **options: Any) -> Any:
-    if trainer.accelerator.sync_gradients:  # else in the middle of an optimizer step
-        with stopping():
-            layer.step()
+    with stopping():
+        layer.at_boundary(trainer)
     return original(trainer, *arguments, **options)
 
 

@@ -83,6 +83,12 @@ class Overlay:
             self.telemetry.open(self.output_dir, self.launch.rank)
 
     def finish(self) -> None:
+        """Closes everything. What cannot be closed is told and hides neither the others nor an error of upstream's."""
         while self.at_end:
-            self.at_end.pop()()
+            close = self.at_end.pop()
+            try:
+                close()
+            except Exception as error:  # training is over: whatever it is, the rest must be closed too
+                logger.warning("gracetune: not closed in order", exc_info=True)
+                self.telemetry.tell("not_closed", error=f"{type(error).__name__}: {error}")
         self.telemetry.finish()

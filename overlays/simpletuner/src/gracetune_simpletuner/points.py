@@ -65,5 +65,23 @@ USES: Final = (
 """Names of upstream that are called or subclassed, not wrapped."""
 
 
+READS: Final = {
+    "config": ("output_dir", "train_batch_size", "gradient_accumulation_steps"),
+    "config.epochs": ("num_train_epochs",),
+    "config.steps": ("total_num_batches", "overrode_max_train_steps", "max_train_steps", "num_train_epochs"),
+    "config.loader": ("dataloader_prefetch", "dataloader_prefetch_qlen"),
+    "Trainer": ("config", "state", "accelerator"),
+    "Trainer.state": ("global_step",),
+    "Accelerator": ("step", "gradient_accumulation_steps", "sync_gradients", "device", "reduce"),
+    "BaseBackendConfig": ("id",),
+    "dataset": ("metadata_backend",),
+    "metadata backend": ("aspect_ratio_bucket_indices",),
+    "VAECache": ("vae_cache_disable", "cache_data_backend", "cache_dir", "generate_vae_cache_filename"),
+    "TextEmbeddingCache": ("id", "text_cache_disable", "data_backend", "cache_dir"),
+    "data backend": ("type", "torch_load", "list_files"),
+}
+"""What is read or set on upstream's objects. Most is made in constructors, so only a run shows whether it is there."""
+
+
 def hooks_of(feature: Feature) -> tuple[Hook, ...]:
     return tuple(hook for hook in HOOKS if hook.feature == feature)

@@ -19,7 +19,8 @@ from typing import Any
 from gracetune.config.run_config import Training
 from gracetune.errors import ConfigError, Problem
 from gracetune.optim.ramp import Ramp, Window, ramp_of
-from gracetune_simpletuner.hooks import Around
+from gracetune_simpletuner.errors import stopping
+from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
 
@@ -67,6 +68,9 @@ class RampedWindows:
         """Before every micro-batch; decides at the first of a window."""
         if self._left == 0:
             if self.consumed is None:
+                check_reads("Accelerator", accelerator)
+                check_reads("Trainer", self._trainer)
+                check_reads("Trainer.state", self._trainer.state)
                 self.consumed = micro_batches_of(self.ramp, int(self._trainer.state["global_step"]))
             window = self.ramp.window(self.consumed)
             if self.window is None or window.accumulation != self.window.accumulation:
@@ -102,6 +106,7 @@ class RampedWindows:
 
     def correct_steps(self, config: Any, *, epochs_were_unset: bool) -> None:
         """The steps or epochs that upstream worked out with one accumulation for the whole run."""
+        check_reads("config.steps", config)
         self._epochs_are_upstreams |= epochs_were_unset
         batches = int(config.total_num_batches)
         if config.overrode_max_train_steps:
@@ -182,9 +187,12 @@ def _over_all_ranks(accelerator: Any, count: int) -> int:
 
 
 def _recalculated(windows: RampedWindows, original: Any, trainer: Any, *rest: Any, **more: Any) -> Any:
-    unset = not trainer.config.num_train_epochs
+    with stopping():
+        check_reads("config.epochs", trainer.config)
+        unset = not trainer.config.num_train_epochs
     result = original(trainer, *rest, **more)
-    windows.correct_steps(trainer.config, epochs_were_unset=unset)
+    with stopping():
+        windows.correct_steps(trainer.config, epochs_were_unset=unset)
     return result
 
 
@@ -196,7 +204,8 @@ def _batch_prepared(windows: RampedWindows, original: Any, trainer: Any, *rest: 
 
 
 def _micro_batch(windows: RampedWindows, original: Any, accelerator: Any, *rest: Any, **more: Any) -> Any:
-    windows.open_if_closed(accelerator)
+    with stopping():
+        windows.open_if_closed(accelerator)
     return original(accelerator, *rest, **more)
 
 

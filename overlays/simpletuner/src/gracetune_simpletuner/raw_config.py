@@ -14,7 +14,7 @@ from typing import Any
 
 from gracetune_simpletuner import caches, in_memory, memory, ramp, telling
 from gracetune_simpletuner.errors import stopping
-from gracetune_simpletuner.hooks import Around, Target
+from gracetune_simpletuner.hooks import Around, Target, check_reads
 from gracetune_simpletuner.options import read_options, split_arguments, split_mapping
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
@@ -70,6 +70,7 @@ def _without_blocks(
 
 
 def _decide(overlay: Overlay, config: Any) -> None:
+    check_reads("config", config)
     overlay.output_dir = Path(config.output_dir)
     asked = read_options(
         overlay.blocks,

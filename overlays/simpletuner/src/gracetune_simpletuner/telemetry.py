@@ -9,7 +9,10 @@ Each line is one object with `format` (1), `event`, `time_s` (Unix) and what bel
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
+import os
 import threading
 import time
 from collections import Counter
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+
+logger = logging.getLogger("gracetune.overlay")
 
 
 class Counts:
@@ -52,13 +57,13 @@ class Telemetry:
         self._path: Path | None = None
         self._waiting: list[str] = []
         self._lock = threading.Lock()
+        self._warned = False
 
     def of(self, feature: str) -> Counts:
         return self.counts.setdefault(feature, Counts())
 
     def open(self, output_dir: Path, rank: int) -> None:
         name = "gracetune-overlay.jsonl" if rank == 0 else f"gracetune-overlay-rank-{rank}.jsonl"
-        output_dir.mkdir(parents=True, exist_ok=True)
         with self._lock:
             self._path = output_dir / name
             waiting, self._waiting = self._waiting, []
@@ -79,6 +84,21 @@ class Telemetry:
             self.tell("finished", counts={name: counts.snapshot() for name, counts in sorted(self.counts.items())})
 
     def _append(self, line: str) -> None:
+        """A disk that is full costs lines, and never the run."""
         assert self._path is not None
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with self._lock:
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                _append_whole(self._path, f"{line}\n".encode())
+            except OSError as error:
+                if not self._warned:
+                    logger.warning("gracetune: telemetry is missing lines: %s", error)
+                self._warned = True
+
+
+def _append_whole(path: Path, line: bytes) -> None:
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        if file.write(line) != len(line):
+            file.truncate(before)  # half a line would spoil the next one too
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
-from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, load_textless
+from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.flux.predict import predict
 from gracetune.models.flux.sample import sample
 from gracetune.models.flux.tiny import build_tiny
@@ -34,5 +36,5 @@ SPEC = ModelSpec(
     ),
     repeated_blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     build_tiny=build_tiny,
-    from_embeddings=FromEmbeddings(load_textless),
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
 )

@@ -85,23 +85,11 @@ def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """A denoiser that is not given is loaded too."""
-    return _pipeline(source, denoisers, placement, facts, text_parts(source, placement))
-
-
-def load_textless(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """The same without text encoders."""
-    return _pipeline(source, denoisers, placement, facts, _NO_TEXT)
-
-
-def _pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
-    texts: Mapping[str, Any],
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    *, with_text: bool = True,
 ) -> Any:  # fmt: skip
+    """A denoiser that is not given is loaded too."""
+    texts = text_parts(source, placement) if with_text else _NO_TEXT
     parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if TRANSFORMER not in denoisers:
         parts[TRANSFORMER] = load_denoiser(source, Expert("", TRANSFORMER), placement)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from diffusers import QwenImagePipeline
 
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
-from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, load_textless
+from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.qwen_image.predict import predict
 from gracetune.models.qwen_image.sample import NO_WISH, sample
 from gracetune.models.qwen_image.tiny import build_tiny
@@ -41,6 +43,6 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
-    from_embeddings=FromEmbeddings(load_textless, _reads_pictures, NO_WISH),
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_pictures, NO_WISH),
     attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
 )

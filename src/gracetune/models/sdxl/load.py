@@ -128,23 +128,11 @@ def encoding_dtype(source: ModelSource, placement: Placement) -> torch.dtype:
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """A denoiser that is not given is loaded too. The pipeline itself sees to a VAE that overflows in float16."""
-    return _pipeline(source, denoisers, placement, facts, text_parts(source, placement))
-
-
-def load_textless(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """The same without text encoders."""
-    return _pipeline(source, denoisers, placement, facts, _NO_TEXT)
-
-
-def _pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
-    texts: Mapping[str, Any],
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    *, with_text: bool = True,
 ) -> Any:  # fmt: skip
+    """A denoiser that is not given is loaded too. The pipeline itself sees to a VAE that overflows in float16."""
+    texts = text_parts(source, placement) if with_text else _NO_TEXT
     parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if UNET not in denoisers:
         parts[UNET] = load_denoiser(source, Expert("", UNET), placement)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.sdxl.keys import KEYS
-from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline, load_textless
+from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.sdxl.predict import predict
 from gracetune.models.sdxl.sample import sample
 from gracetune.models.sdxl.tiny import build_tiny
@@ -36,6 +38,6 @@ SPEC = ModelSpec(
     ),
     repeated_blocks=("BasicTransformerBlock",),
     build_tiny=build_tiny,
-    from_embeddings=FromEmbeddings(load_textless),
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
     attention=AttentionCalls(dispatched=False, head_dim=64),
 )

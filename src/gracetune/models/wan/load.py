@@ -50,23 +50,10 @@ def load_umt5(source: ModelSource, placement: Placement) -> nn.Module:
 
 
 def load_pipeline(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """A WanPipeline or WanImageToVideoPipeline, as the folder says; an expert that is not given is loaded."""
-    return _around(source, denoisers, placement, facts, load_umt5(source, placement))
-
-
-def load_textless(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None
-) -> Any:
-    """The same without its text encoder."""
-    return _around(source, denoisers, placement, facts, None)
-
-
-def _around(
-    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None,
-    text_encoder: nn.Module | None,
+    source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
+    *, with_text: bool = True,
 ) -> Any:  # fmt: skip
+    """A WanPipeline or WanImageToVideoPipeline, as the folder says; an expert that is not given is loaded."""
     index, facts = read_index(source), facts or inspect(source)
     parts: dict[str, Any] = {
         expert.component: denoisers[expert.component]
@@ -76,7 +63,7 @@ def _around(
     }
     parts.setdefault("transformer_2", None)
     parts["vae"] = load_vae(source, placement)
-    parts["text_encoder"] = text_encoder
+    parts["text_encoder"] = load_umt5(source, placement) if with_text else None
     if is_part(index, "image_encoder"):
         parts["image_encoder"] = load_image_encoder(source, placement)
         parts["image_processor"] = load_image_processor(source)

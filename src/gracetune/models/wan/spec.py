@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from gracetune.models.spec import FromEmbeddings, ModelSpec
 from gracetune.models.wan.facts import inspect
 from gracetune.models.wan.keys import KEYS
 from gracetune.models.wan.latents import load_latent_encoder
-from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline, load_textless
+from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline
 from gracetune.models.wan.predict import predict
 from gracetune.models.wan.sample import sample
 from gracetune.models.wan.text import load_text_encoder
@@ -38,5 +40,5 @@ SPEC = ModelSpec(
     default_targets=tuple(f"blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("WanTransformerBlock",),
     build_tiny=build_tiny,
-    from_embeddings=FromEmbeddings(load_textless),
+    from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
 )

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import GracetuneError
+from gracetune.memory.planning.plan import FP8_CAPABILITY
 from gracetune.train.bench.flops import Gemm
 from gracetune.train.bench.job import WARM_UP
 
 _ROUNDS: Final = 12
 _PRODUCTS: Final = 10
-_FP8_CAPABILITY: Final = (8, 9)
 _FP8_MOST: Final = 448.0
 """The largest number e4m3 has."""
 
@@ -138,7 +138,7 @@ def _bf16_product(shape: Gemm, device: torch.device) -> Callable[[], object]:
 def _fp8_product(shape: Gemm, device: torch.device) -> Callable[[], object] | None:
     """e4m3 with a scale for each row of both operands, as the frozen layers use it."""
     sides = (shape.rows, shape.inputs, shape.outputs)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         return None
     if any(side % 16 for side in sides):
         return None

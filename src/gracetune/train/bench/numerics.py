@@ -73,7 +73,7 @@ def _gradients(
         default_targets=model.spec.default_targets,
         untrained=(*model.spec.untrained, *model.facts.untrained),
         seed=config.training.seed,
-        path="auto" if how == "run" else "library",
+        adapter_path="auto" if how == "run" else "library",
     )
     parameters = attached.parameters()
     _unsettle(parameters)

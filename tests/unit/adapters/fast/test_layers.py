@@ -65,7 +65,7 @@ class TestExchange:
     def test_names_and_first_values_are_the_references(self, case: str) -> None:
         adapter = Adapter(**{"targets": ("Linear",), **CASES[case]})
         ours, theirs = (
-            attach(net(), adapter, family="wan", default_targets=(), seed=5, path=path).parameters()
+            attach(net(), adapter, family="wan", default_targets=(), seed=5, adapter_path=path).parameters()
             for path in ("auto", "library")  # type: ignore[assignment]
         )
         assert list(ours) == list(theirs)

@@ -5,14 +5,22 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.hardware import Machine, probe
 from gracetune.memory.sensors import HostSensor
 from unit.overlays.ai_toolkit.checkouts import Checkout, checked_out, plenty_of_memory
 
 
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    """This one, looked at once: every run would take as long again."""
+    return probe()
+
+
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Checkout]:
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[Checkout]:
     monkeypatch.setattr(HostSensor, "read", plenty_of_memory)
     with checked_out(tmp_path / "ai-toolkit") as found:
+        monkeypatch.setattr(found.ours("caches"), "probe", lambda: machine)
         yield found
 
 

@@ -5,13 +5,13 @@ import json
 import sys
 from inspect import getattr_static, signature
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from gracetune_simpletuner.errors import HookError
-from gracetune_simpletuner.hooks import AfterImport, Installer, Target, check_modules
-from gracetune_simpletuner.points import HOOKS, USES, Hook, hooks_of
+from gracetune_simpletuner.hooks import AfterImport, Installer, Target, check_modules, check_reads
+from gracetune_simpletuner.points import HOOKS, READS, USES, Hook, hooks_of
 
 from gracetune.integrations.signatures import parse
 
@@ -128,6 +128,20 @@ def test_modules_are_looked_for_without_importing_them() -> None:
         check_modules([hook("simpletuner.helpers.configuration.yaml_file:load")])
     with pytest.raises(HookError, match="no package"):
         check_modules([hook("not_installed_at_all:load")])
+
+
+@pytest.mark.parametrize("what", READS)
+def test_an_object_without_what_we_read_is_said(what: str) -> None:
+    whole = dict.fromkeys(READS[what])
+    check_reads(what, whole)
+    check_reads(what, SimpleNamespace(**whole))
+    *_, last = whole
+    del whole[last]
+    for lacking in (whole, SimpleNamespace(**whole)):
+        with pytest.raises(HookError) as refused:
+            check_reads(what, lacking)
+        assert str(refused.value).startswith(f"{what}: {last}\n  found     a {type(lacking).__name__} without it\n")
+        assert "gracetune overlay check simpletuner" in str(refused.value)
 
 
 @pytest.mark.parametrize("text", ["no colon", "a:b[", "a b:c", ""])

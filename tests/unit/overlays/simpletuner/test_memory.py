@@ -39,7 +39,8 @@ def overlay(tmp_path: Path, **options: Any) -> Overlay:
 def trainer(*, sync: bool) -> Any:
     cls = importlib.import_module("simpletuner.helpers.training.trainer").Trainer
     made = cls.__new__(cls)
-    made.accelerator = SimpleNamespace(sync_gradients=sync)
+    known = {"step": 0, "gradient_accumulation_steps": 1, "device": "cpu", "reduce": None}
+    made.config, made.state, made.accelerator = None, {}, SimpleNamespace(sync_gradients=sync, **known)
     return made
 
 
@@ -59,6 +60,19 @@ def test_the_governor_looks_at_optimizer_steps_and_its_end_is_a_message(
         trainer(sync=True)._exit_on_signal()
     assert ended.value.code == 1
     assert "a smaller batch" in capsys.readouterr().err
+
+
+def test_an_accelerator_without_what_we_read_ends_the_process_with_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = overlay(tmp_path, use_uvm=True)
+    asked.activate("memory", Layer(asked).wrappers())
+    moved = trainer(sync=True)
+    del moved.accelerator.sync_gradients
+    with pytest.raises(SystemExit) as ended:
+        moved._exit_on_signal()
+    assert ended.value.code == 1
+    assert "Accelerator: sync_gradients\n  found     a SimpleNamespace without it" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

@@ -196,3 +196,22 @@ def test_a_batch_tells_its_samples() -> None:
     assert samples_of({"input_ids": torch.zeros(2, 4)}) == 2
     assert samples_of({"latents": None}) is None
     assert samples_of([1]) is None
+
+
+def test_a_config_without_the_batches_of_an_epoch_ends_the_process(
+    tmp_path: Path,
+    accelerator: Accelerator,
+    undone: list[Overlay],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Upstream would catch an AttributeError of ours, and train for the wrong number of steps."""
+    settings = config()
+    loop = Loop(accelerator, settings)
+    monkeypatch.setattr(type(loop.trainer), "_recalculate_training_steps", lambda trainer: None)
+    undone.append(attached(tmp_path, 2, 8, 8, settings))
+    del settings.total_num_batches
+    with pytest.raises(SystemExit) as ended:
+        loop.trainer._recalculate_training_steps()
+    assert ended.value.code == 1
+    assert "config.steps: total_num_batches, overrode_max_train_steps" in capsys.readouterr().err

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from unit.overlays.simpletuner.conftest import ROOT
 
@@ -39,6 +42,29 @@ def test_help_names_the_flags_and_a_wrong_one_is_refused() -> None:
     assert "pin_memory" in said.stdout
     assert run("--instal").returncode == 2
     assert run("--venv").returncode == 2
+
+
+def test_an_attention_backend_that_upstream_does_not_have_is_refused_with_those_it_has() -> None:
+    done = run("--backend", "flash_attn_33")
+    assert done.returncode == 2
+    assert "found     --backend flash_attn_33" in done.stderr
+    assert "flash-attn-3 " in done.stderr
+    assert "--backend diffusers" in done.stderr
+
+
+def test_a_run_that_never_ends_is_ended_with_all_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "upstream_features"))
+    scenarios = importlib.import_module("scenarios")
+    monkeypatch.setattr(scenarios, "LONGEST_RUN_S", 2)
+    code = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    read, write = os.pipe()  # held open by whatever still runs
+    with os.fdopen(read) as pipe:
+        with os.fdopen(write, "w") as log:
+            assert scenarios._ended([sys.executable, "-c", code], tmp_path, dict(os.environ), log) is None
+        assert pipe.read() == ""  # ends only when nobody runs any more
+    with (tmp_path / "log.txt").open("w") as log:
+        monkeypatch.setattr(scenarios, "LONGEST_RUN_S", 600)
+        assert scenarios._ended([sys.executable, "-c", "raise SystemExit(3)"], tmp_path, {}, log) == 3
 
 
 def test_no_path_of_a_machine_and_no_registry_is_in_it() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from gracetune_simpletuner.__main__ import main
-from gracetune_simpletuner.points import HOOKS, hooks_of
+from gracetune_simpletuner.points import HOOKS, READS, hooks_of
 
 from gracetune.gh200 import set_uvm_hint_override
 from unit.overlays.simpletuner.conftest import OVERLAY, ROOT, STAND_IN
@@ -115,6 +115,17 @@ def test_without_a_script_the_usage_is_said(
         main()
     assert ended.value.code == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_a_dataset_without_its_buckets_is_a_message(
+    job: Path, train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask(job, **UNIFIED)
+    monkeypatch.setitem(READS, "metadata backend", ("aspect_ratio_bucket_indices", "renamed"))
+    with pytest.raises(SystemExit) as ended:
+        train()
+    assert ended.value.code == 1
+    assert "gracetune overlay: metadata backend: renamed\n" in capsys.readouterr().err
 
 
 @pytest.mark.full

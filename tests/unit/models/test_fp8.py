@@ -203,7 +203,7 @@ def test_every_adapter_sits_on_it_as_on_a_layer_with_its_numbers(kind: str, path
     for model in (ours, theirs):
         attached = attach(
             model, Adapter.model_validate({"kind": kind, "rank": 4}), family="wan", default_targets=("0",), seed=0,
-            path=path,  # type: ignore[arg-type]
+            adapter_path=path,  # type: ignore[arg-type]
         )  # fmt: skip
         generator = torch.Generator().manual_seed(3)
         for _, parameter in sorted(attached.parameters().items()):

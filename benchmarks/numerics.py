@@ -29,6 +29,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
 from gracetune.memory.trial import Row
+from gracetune.train.bench.clock import free
 from gracetune.train.bench.job import PRESETS, AdapterKind, StepJob, config_of
 from gracetune.train.bench.numerics import gradient_check
 from gracetune.train.bench.random_model import RandomModel, make_model
@@ -104,11 +105,12 @@ def measured(asked: argparse.Namespace, folder: Path, runtime: Runtime, curves: 
     for bench in with_curves:
         for adapter in asked.curve_adapter or adapters:
             job = StepJob(bench, adapter, asked.precision, width=SIDE, height=SIDE, checkpointing="off")
-            found = [
-                curve(job, models[bench], path, seed, asked.steps, folder, runtime)
-                for seed in range(asked.seeds)
-                for path in PATHS
-            ]
+            found = []
+            for path in PATHS:
+                free(runtime.device)  # a path's graphs serve all its seeds; torch keeps only a few of one block
+                found += [
+                    curve(job, models[bench], path, seed, asked.steps, folder, runtime) for seed in range(asked.seeds)
+                ]
             curves += found
             yield from curve_rows(job, found)
 

@@ -38,7 +38,7 @@ from diffusers import WanTransformer3DModel  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from gracetune.cli.bench import print_rows, result_of  # noqa: E402
+from gracetune.cli.bench import print_rows, result_of, write_result  # noqa: E402
 from gracetune.cli.console import out  # noqa: E402
 from gracetune.config.run_config import RunConfig  # noqa: E402
 from gracetune.errors import GracetuneError  # noqa: E402
@@ -116,8 +116,7 @@ def main() -> int:
             rows.append(row)
             print_rows(out(), [row])
             if asked.output is not None:  # what was measured stays, whatever happens to the rest
-                result = result_of("train_1b", rows, machine)
-                asked.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+                write_result(asked.output, result_of("train_1b", rows, machine))
     except GracetuneError as error:
         print(error, file=sys.stderr)
         return 1
@@ -233,6 +232,8 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
     """cuDNN's attention has no deterministic backward pass; torch's flash kernel has one."""
     attention = "flash" if device.type == "cuda" else "sdpa"
     torch.use_deterministic_algorithms(True)
+    # That fills memory nobody has written yet, to show programs that read it; here it would only be time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         whole, parted = (
             run_config(folder, size, model, pictures, name, size.steps, attention=attention, log_every=1)
@@ -243,6 +244,7 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
         resumed = _run(parted).result
     finally:
         torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
     one, two = ([(each.step, each.loss, each.grad_norm) for each in _events(run, StepDone)] for run in (whole, parted))
     different = sum(a != b for a, b in zip(one, two, strict=True))
     off = mean(abs(a[1] - b[1]) / abs(a[1]) for a, b in zip(one, two, strict=True))

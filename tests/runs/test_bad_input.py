@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from gracetune.data.loader import OtherDataError
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.hardware import Machine
 from gracetune.models.published import build_published
+from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.assembly import checked_ramp
@@ -43,7 +45,7 @@ def finished(tiny_model: TinyModel, tmp_path: Path) -> RunConfig:
 
 
 def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Another adapter, another model, other data, a result in the way: each refused by name, and told how to go on."""
+    """Another adapter, model or optimizer, other data, a result in the way: refused by name, and told how to go on."""
     kept = {path.name: path.read_bytes() for path in Path(finished.output_dir).glob("*.safetensors")}
     with pytest.raises(OtherRunError, match="adapter"):
         run(changed(finished, "adapter", rank=8))
@@ -59,6 +61,30 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
     view = Heard()
     assert run(longer, view, allow_other_data=True).step == 2
     assert any("4 samples then, 5 now" in line for line in view.said)
+    shutil.rmtree(tmp_path / "pictures")  # another optimizer is refused before the data is looked at
+    with pytest.raises(ConfigError) as refused:
+        run(changed(changed(finished, "training", max_steps=3), "optimizer", name="lion"))
+    problem = refused.value.problems[0]
+    assert (problem.key, problem.found) == ("optimizer.name", "lion, and a checkpoint with the state of adamw")
+    assert f"--set adapter.init_from='{finished.output_dir}/tiny.safetensors'" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"logging": {"trackers": ["wandb"]}}, "logging.trackers: wandb"),
+        ({"logging": {"webhook": "ftp://here"}}, "logging.webhook"),
+        ({"schedule": {"name": "cosine", "warmup_steps": 5}}, "fewer than the run's 5 optimizer steps"),
+    ],
+)
+def test_what_cannot_work_at_the_first_step_is_said_before_the_data_is_looked_at(
+    sections: dict[str, Any], said: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = config_for("flux", tiny_model, tmp_path, **sections)
+    shutil.rmtree(tmp_path / "pictures")
+    with pytest.raises((ConfigError, TelemetryError), match=said):
+        run(config)
 
 
 @pytest.mark.parametrize(

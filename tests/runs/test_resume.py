@@ -118,12 +118,49 @@ def test_an_interrupted_run_leaves_weights_one_can_load(tiny_model: TinyModel, t
 
 
 def test_a_finished_run_can_be_made_longer(tiny_model: TinyModel, tmp_path: Path) -> None:
-    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
-    run(config)
+    """Its first result outlives the checkpoint it was made with; and a run at its end has nothing loaded for it."""
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2}, checkpoints={"keep_last": 1})
+    first = run(config).files[0].read_bytes()
     longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
     result = run(longer)
     assert result.step == 3
     names = sorted(path.name for path in Path(config.output_dir).glob("*.safetensors"))
-    assert names == ["tiny.safetensors", "tiny_000000002.safetensors"]
+    assert names == ["finished-tiny_000000002.safetensors", "tiny.safetensors"]
+    assert (Path(config.output_dir) / names[0]).read_bytes() == first
     again = run(longer)
-    assert again.step == 3
+    assert (again.step, again.files, again.dry) == (3, result.files, None)
+    assert run(config).step == 3  # fewer steps than are done
+
+
+@pytest.mark.full
+def test_a_run_that_goes_back_sets_the_weights_of_later_steps_aside(tiny_model: TinyModel, tmp_path: Path) -> None:
+    steps = {"training": {"max_steps": 2}, "checkpoints": {"every_steps": 1}}
+    config = config_for("flux", tiny_model, tmp_path, **steps)
+    run(config)
+    out = Path(config.output_dir)
+    before = {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    faster = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.1})})
+    run(faster, resume=str(out / "checkpoints" / "checkpoint-1"))
+    assert (out / "set-aside-tiny_000000002.safetensors").read_bytes() == before["tiny_000000002.safetensors"]
+    assert (out / "finished-tiny_000000002.safetensors").read_bytes() == before["tiny.safetensors"]
+    assert (out / "tiny_000000001.safetensors").read_bytes() == before["tiny_000000001.safetensors"]
+    new, result = load_file(out / "tiny_000000002.safetensors"), load_file(out / "tiny.safetensors")
+    assert all(torch.equal(new[name], result[name]) for name in result)
+    old = load_file(out / "set-aside-tiny_000000002.safetensors")
+    assert any(not torch.equal(new[name], old[name]) for name in old)
+
+
+@pytest.mark.full
+def test_a_dry_run_leaves_the_run_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
+    run(config, Interrupting(1))
+    out = Path(config.output_dir)
+
+    def there() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and "cache" not in path.parts}
+
+    before = there()
+    other = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.1})})
+    assert run(other, resume="none", dry_run=True).step == 0
+    assert run(other, dry_run=True).step == 1
+    assert there() == before

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.delta import FLAG, apply, bias_delta
+from gracetune.adapters.delta import apply, bias_delta
+from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -86,7 +87,7 @@ def merge_module(adapters: Adapters, model: nn.Module) -> tuple[str, ...]:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     changes = _changes(_listed(adapters), shapes, type(model).__name__)
     for name, change in changes.items():
-        parameters[name].copy_(_merged(parameters[name], change))
+        parameters[name].copy_(_merged(name, parameters[name], change))
     return tuple(changes)
 
 
@@ -102,7 +103,7 @@ def _listed(adapters: Adapters) -> list[Weighted]:
 
 
 def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]], where: str) -> dict[str, Change]:
-    """Everything is tried on empty tensors first: a misfit is found before anything is written."""
+    """A misfit is found before anything is written."""
     changes: dict[str, Change] = {}
     problems: list[Problem] = []
     for adapter in adapters:
@@ -122,20 +123,13 @@ def _changes(adapters: Sequence[Weighted], shapes: Mapping[str, tuple[int, ...]]
 
 
 def _fits(layer: Layer, shape: tuple[int, ...], is_bias: bool) -> bool:
+    if not is_bias:
+        return misfit(layer, shape) is None
     bias = bias_delta(layer)
-    if is_bias:
-        return bias is not None and tuple(bias.shape) == shape
-    tensors = {name: tensor if name == FLAG else tensor.detach().to("meta") for name, tensor in layer.tensors.items()}
-    try:
-        return (
-            apply(Layer(layer.algorithm, tensors, layer.alpha, layer.rank), torch.empty(shape, device="meta")).shape
-            == shape
-        )
-    except (RuntimeError, ValueError):
-        return False
+    return bias is not None and tuple(bias.shape) == shape
 
 
-def _merged(tensor: Tensor, change: Change) -> Tensor:
+def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
     merged = tensor.detach().float()
     for layer, strength, is_bias in change:
         bias = bias_delta(layer)
@@ -144,7 +138,12 @@ def _merged(tensor: Tensor, change: Change) -> Tensor:
             if is_bias and bias is not None
             else apply(layer, merged, strength=strength)
         )
-    return merged.to(tensor.dtype)
+    result = merged.to(tensor.dtype)
+    if not result.isfinite().all() and tensor.isfinite().all():
+        found = f"infinite or no number as {tensor.dtype} once the adapter is in it"
+        hint = "weights in bf16 or fp32 if these are fp16; else an earlier checkpoint: the training run has diverged"
+        raise ConfigError([Problem(name, found, "finite numbers", hint)])
+    return result
 
 
 def _absent(name: str, where: str) -> Problem:
@@ -254,7 +253,7 @@ def _write_tensor(file: io.BufferedWriter, entry: TensorEntry, change: Change | 
         file.write(data)
         return
     tensor = torch.frombuffer(data, dtype=torch_dtype(entry)).reshape(entry.shape)
-    merged = _merged(tensor, change).contiguous()
+    merged = _merged(entry.name, tensor, change).contiguous()
     file.write(merged.reshape(-1).view(torch.uint8).numpy().data)
 
 

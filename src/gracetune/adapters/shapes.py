@@ -39,6 +39,8 @@ def flat_shape(layer: Layer) -> tuple[int, ...] | None:
 
 def misfit(layer: Layer, shape: Sequence[int]) -> str | None:
     """Why the layer cannot sit on a weight of this shape [out, in, *kernel]; None where it can."""
+    if len(shape) < 2:
+        return f"a weight of {_by(shape) or 'one number'}, and adapters sit on matrices and convolutions"
     rows, across = shape[0], math.prod(shape[1:])
     found = outputs(layer)
     if found is not None and found != rows:

@@ -14,9 +14,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -42,7 +41,8 @@ if TYPE_CHECKING:
     Fetch = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
     """The entry, or what waits for it."""
 
-T = TypeVar("T")
+K = TypeVar("K")
+V = TypeVar("V")
 
 MOST_KNOWN = 1 << 15
 """About 1 KB each."""
@@ -81,19 +81,19 @@ class Keys:
 
 
 class _Known:
-    """Keys made before. Hashing a reference takes a hundredth of what making its key takes."""
+    """Keys made before. An index brings the same reference whenever a sample looks the same."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._latent: dict[tuple[object, ...], Key] = {}
+        self._latent: dict[int, tuple[SampleRef, Key]] = {}
+        """By the reference's identity; the value holds it, so that stays its own."""
         self._text: dict[tuple[str, tuple[SampleRef, ...]], Key] = {}
 
     def of_latent(self, ref: SampleRef) -> Key:
-        known = _what_latents_depend_on(ref)
-        key = self._latent.get(known)
-        if key is None:
-            key = _bounded(self._latent)[known] = self._keys.of_latent(ref)
-        return key
+        found = self._latent.get(id(ref))
+        if found is None:
+            found = _bounded(self._latent)[id(ref)] = (ref, self._keys.of_latent(ref))
+        return found[1]
 
     def of_text(self, ref: SampleRef) -> Key:
         known = (ref.caption.text, ref.conditioning)
@@ -103,13 +103,7 @@ class _Known:
         return key
 
 
-# All but what no latent depends on: so it holds too what a later release adds to a reference.
-_what_latents_depend_on: Callable[[SampleRef], tuple[object, ...]] = attrgetter(
-    *(one.name for one in fields(SampleRef) if one.name not in ("dataset", "path", "caption", "loss_weight"))
-)
-
-
-def _bounded(known: dict[T, Key]) -> dict[T, Key]:
+def _bounded(known: dict[K, V]) -> dict[K, V]:
     if len(known) >= MOST_KNOWN:
         known.clear()
     return known

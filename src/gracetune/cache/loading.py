@@ -206,9 +206,10 @@ def _contents(plans: Sequence[tuple[Located, NDArray[np.int64]]], damaged: set[K
         known = np.array([numbers.setdefault(layout, len(numbers)) for layout in plan.kinds], np.uint32)
         own, zeros = plan.table, np.zeros(len(plan), np.uint32)
         table = Table(own.high, own.low, zeros, known[own.layout], offsets.astype(np.uint64), own.checksum)
+        chosen = plan.by_key
         if damaged:
-            table = table.rows(np.array([key not in damaged for key in plan.keys], np.bool_))
-        tables.append(table)
+            chosen = chosen[[plan.keys[row] not in damaged for row in chosen.tolist()]]
+        tables.append(table.rows(chosen))
     return Contents(merge(tables), tuple(numbers))
 
 

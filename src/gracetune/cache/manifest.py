@@ -96,10 +96,19 @@ def join_keys(table: Table) -> list[Key]:
 
 
 def merge(tables: Sequence[Table]) -> Table:
-    joined = Table(
-        **{name: np.concatenate([table.columns()[name] for table in tables]) for name in tables[0].columns()}
-    )
-    return joined.rows(np.lexsort((joined.low, joined.high)))
+    filled = [table for table in tables if len(table)]
+    if len(filled) < 2:
+        return filled[0] if filled else empty_table()
+    columns = empty_table().columns()
+    joined = Table(**{name: np.concatenate([table.columns()[name] for table in filled]) for name in columns})
+    return joined.rows(by_key(joined.high, joined.low))
+
+
+def by_key(high: U64, low: U64) -> NDArray[np.intp]:
+    """The order that sorts keys. Their first halves settle it, unless a key is there twice: much quicker than both."""
+    order = np.argsort(high)
+    ordered = high[order]
+    return np.lexsort((low, high)) if np.any(ordered[1:] == ordered[:-1]) else order
 
 
 def empty_table() -> Table:
@@ -176,7 +185,7 @@ class Catalogue:
             _numbers([row[3] for row in rows]),
         )
         self.runs[shard.name] = Runs.of(shard)
-        self._append(table.rows(np.lexsort((low, high))))
+        self._append(table.rows(by_key(high, low)))
 
     def _append(self, table: Table) -> None:
         """Tables at least halve in length, so there are few, and a row is merged few times."""
@@ -228,21 +237,19 @@ class Catalogue:
         return found
 
     def rows(self, keys: Sequence[Key]) -> tuple[Table, NDArray[np.bool_]]:
-        """One copy of each key that is there, in the keys' order, and which of the keys those are."""
+        """One copy of each key that is there, and which of the keys those are."""
         high, low = split_keys(keys)
-        found = np.zeros(len(keys), np.bool_)
-        parts, positions = [empty_table()], [np.empty(0, np.intp)]
+        order = by_key(high, low)  # searching goes through a table once from end to end then
+        high, low = high[order], low[order]
+        open_, parts = np.arange(len(keys)), []
         for table in self._tables:
-            open_ = np.flatnonzero(~found)
             rows = table.find(high[open_], low[open_])
             here = rows >= 0
-            found[open_[here]] = True
             parts.append(table.rows(rows[here]))
-            positions.append(open_[here])
-        joined = Table(
-            **{name: np.concatenate([part.columns()[name] for part in parts]) for name in parts[0].columns()}
-        )
-        return joined.rows(np.argsort(np.concatenate(positions), kind="stable")), found
+            open_ = open_[~here]
+        found = np.ones(len(keys), np.bool_)
+        found[order[open_]] = False
+        return merge(parts), found
 
     def keys(self) -> list[Key]:
         """Every key once, sorted."""

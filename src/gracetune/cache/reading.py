@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,11 @@ from gracetune.cache.shards import RUN, Layout, checksum
 from gracetune.memory.weights.files import read_fully
 
 MAX_OPEN = 64
+STRETCH = 8
+"""Jobs in a row for one thread. Fresh memory comes in pages of 2 MiB: two threads inside one would both fill it with
+zeros, and that takes about as long as reading it."""
+_LONGEST: Final = np.uint64(40)
+"""Bits: no shard is a TiB long, so its number and a place in it are one number: one sort, one search."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +37,8 @@ class Located:
 
     table: Table
     """Its `shard` and `layout` are numbers into the two below; `start` is the place in the file."""
+    by_key: NDArray[np.intp]
+    """Its rows, sorted by key."""
     files: Sequence[str]
     kinds: Sequence[Layout]
     sizes: NDArray[np.int64]
@@ -39,11 +46,23 @@ class Located:
     runs: Mapping[str, Runs]
     """Of the files: what can be checked at once."""
 
+    @classmethod
+    def of(cls, table: Table, files: Sequence[str], kinds: Sequence[Layout], runs: Mapping[str, Runs]) -> Located:
+        """`table` is sorted by key."""
+        order = np.argsort(_positions(table.shard, table.start))
+        by_key = np.empty(len(order), np.intp)
+        by_key[order] = np.arange(len(order))
+        sizes = np.array([layout.size for layout in kinds] or [0], np.int64)
+        table = table.rows(order)
+        return cls(table, by_key, files, kinds, sizes[table.layout], runs)
+
     def __len__(self) -> int:
         return len(self.table)
 
     def part(self, chosen: NDArray[np.bool_]) -> Located:
-        return replace(self, table=self.table.rows(chosen), sizes=self.sizes[chosen])
+        number = np.cumsum(chosen) - 1
+        by_key = number[self.by_key[chosen[self.by_key]]]
+        return replace(self, table=self.table.rows(chosen), by_key=by_key, sizes=self.sizes[chosen])
 
     @property
     def total(self) -> int:
@@ -130,12 +149,18 @@ class PageCache:
                 os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """Entries that lie side by side, both in a file and in the slab: read at once."""
 
     first: int
     end: int
+    """The plan's numbers."""
+    shard: int
+    start: int
+    """In the file."""
+    begin: int
+    """In the slab."""
+    size: int
     checksum: int | None
     """Of all of them together; None where each has to be checked by itself."""
 
@@ -145,71 +170,80 @@ class Reading:
 
     def __init__(self, files: OpenFiles, plan: Located, offsets: NDArray[np.int64], slab: memoryview) -> None:
         self.jobs = jobs(plan, offsets)
-        self._files, self._plan, self._slab = files, plan, slab
-        # Lists: single values come out of them many times as fast as out of arrays.
-        self._begins, self._ends = offsets.tolist(), (offsets + plan.sizes).tolist()
-        self._starts, self._shards = plan.starts.tolist(), plan.table.shard.tolist()
+        self._files, self._plan, self._offsets, self._slab = files, plan, offsets, slab
 
     def shard(self, job: Job) -> str:
-        number: int = self._shards[job.first]
-        return self._plan.files[number]
+        return self._plan.files[job.shard]
 
     def carry_out(self, job: Job) -> list[int]:
         """The numbers of entries that failed."""
-        begin, end = self._begins[job.first], self._ends[job.end - 1]
-        whole = self._slab[begin:end]
+        whole = self._slab[job.begin : job.begin + job.size]
         try:
             file = self._files.get(self.shard(job))  # a name of its own: it keeps the file open while it is read
-            got = read_fully(file.descriptor, whole, self._starts[job.first])
+            got = read_fully(file.descriptor, whole, job.start)
         except OSError:
             return [*range(job.first, job.end)]
-        if job.checksum is not None and got == len(whole) and checksum(whole) == job.checksum:
+        if got == job.size and job.checksum is not None and checksum(whole) == job.checksum:
             return []
-        return [number for number in range(job.first, job.end) if not self._is_right(number, begin + got)]
+        return [number for number in range(job.first, job.end) if not self._is_right(number, job.begin + got)]
 
     def _is_right(self, number: int, read_to: int) -> bool:
-        begin, end = self._begins[number], self._ends[number]
-        return end <= read_to and checksum(self._slab[begin:end]) == self._plan.checksums[number]
+        begin = int(self._offsets[number])
+        end = begin + int(self._plan.sizes[number])
+        return end <= read_to and checksum(self._slab[begin:end]) == int(self._plan.table.checksum[number])
+
+
+def stretches(some: Sequence[Job], threads: int) -> deque[Sequence[Job]]:
+    """What a thread takes at once; less where there is little, so that all have something to do."""
+    each = max(1, min(STRETCH, len(some) // (4 * threads)))
+    return deque(some[at : at + each] for at in range(0, len(some), each))
 
 
 def jobs(plan: Located, offsets: NDArray[np.int64]) -> list[Job]:
     """Whole runs where all of one is wanted, and about as many bytes at once of everything else."""
     if not len(plan):
         return []
-    shards = plan.table.shard
-    joined = (plan.starts[:-1] + plan.sizes[:-1] == plan.starts[1:]) & (shards[:-1] == shards[1:])
-    joined &= offsets[:-1] + plan.sizes[:-1] == offsets[1:]
-    first, end, checksums = _whole_runs(plan, joined)
+    ends, positions = offsets + plan.sizes, _positions(plan.table.shard, plan.table.start)
+    joined = (positions[:-1] + plan.sizes[:-1].astype(np.uint64) == positions[1:]) & (ends[:-1] == offsets[1:])
+    first, end, checksums = _whole_runs(plan, positions, joined)
     begins, stops = np.zeros(len(plan) + 1, np.bool_), np.zeros(len(plan) + 1, np.bool_)
     begins[first] = stops[end] = True
     in_a_run = np.cumsum(begins.astype(np.int64) - stops) > 0
     full = np.diff(np.cumsum(plan.sizes) // RUN) != 0
     cut = ~joined | (begins | stops)[1:-1] | (full & ~in_a_run[:-2])
-    cuts = [0, *(np.flatnonzero(cut) + 1).tolist(), len(plan)]
+    firsts = np.concatenate([[0], np.flatnonzero(cut) + 1])
+    lasts = np.concatenate([firsts[1:], [len(plan)]]) - 1
+    starts, begins_at = plan.table.start[firsts], offsets[firsts]
+    columns = (firsts, lasts + 1, plan.table.shard[firsts], starts, begins_at, ends[lasts] - begins_at)
+    # Plain numbers, and only of the jobs: they come out of lists many times as fast as out of arrays.
+    numbers = [column.tolist() for column in columns]
     known = dict(zip(first.tolist(), checksums.tolist(), strict=True))
-    return [Job(begin, until, known.get(begin)) for begin, until in pairwise(cuts)]
+    return [*map(Job._make, zip(*numbers, map(known.get, numbers[0]), strict=True))]
+
+
+def _positions(shard: NDArray[np.uint32], start: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return (shard.astype(np.uint64) << _LONGEST) + start
 
 
 def _whole_runs(
-    plan: Located, joined: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.uint64]]:
+    plan: Located, positions: NDArray[np.uint64], joined: NDArray[np.bool_]
+) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.uint64]]:
     """First and end of every run all of which is in the plan, side by side in the slab too, and its checksum."""
-    breaks = np.concatenate([[0], np.cumsum(~joined)])
-    firsts, ends, checksums = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.uint64)]
-    numbers, begins = np.unique(plan.table.shard, return_index=True)
-    for number, begin, until in zip(numbers, begins, [*begins[1:], len(plan)], strict=True):
-        runs, starts = plan.runs[plan.files[number]], plan.starts[begin:until]
-        first = begin + np.searchsorted(starts, runs.start.astype(np.int64))
-        end = begin + np.searchsorted(starts, (runs.start + runs.size).astype(np.int64))
-        some = end > first
-        first, end, size, checksum_ = first[some], end[some], runs.size[some].astype(np.int64), runs.checksum[some]
-        last = end - 1
-        whole = plan.starts[last] + plan.sizes[last] - plan.starts[first] == size
-        whole &= breaks[last] == breaks[first]
-        firsts.append(first[whole])
-        ends.append(end[whole])
-        checksums.append(checksum_[whole])
-    return np.concatenate(firsts), np.concatenate(ends), np.concatenate(checksums)
+    shards = plan.table.shard
+    numbers = shards[np.concatenate([[True], shards[1:] != shards[:-1]])]
+    runs = [plan.runs[plan.files[number]] for number in numbers.tolist()]
+    start, size, checksums = (
+        np.concatenate(columns) for columns in zip(*((one.start, one.size, one.checksum) for one in runs), strict=True)
+    )
+    start = _positions(np.repeat(numbers, [len(one.start) for one in runs]), start)
+    first, end = np.searchsorted(positions, start), np.searchsorted(positions, start + size)
+    some = end > first
+    first, end, size, checksums = first[some], end[some], size[some], checksums[some]
+    last, breaks = end - 1, np.concatenate([[0], np.cumsum(~joined)])
+    whole = (positions[last] + plan.sizes[last].astype(np.uint64) - positions[first] == size) & (
+        breaks[last] == breaks[first]
+    )
+    return first[whole], end[whole], checksums[whole]
 
 
 def read_place(files: OpenFiles, place: Place) -> NDArray[np.uint8] | None:

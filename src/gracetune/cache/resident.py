@@ -209,6 +209,7 @@ class _Job:
         except BaseException:
             slab.close()
             raise
+        residence = replace(residence, notes=(*residence.notes, *slab.notes))
         report = replace(
             _report(self.name, residence, selection, why),
             entries=len(contents.table),
@@ -260,10 +261,8 @@ def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residenc
             residence = residence.instead("pinned_host", "page-locked main memory", note)
     nodes = choose_nodes(where.machine)
     if where.local_ranks > 1 or nodes.nodes:
-        slab = MemorySlab.shared(size, nodes, where.device)
-    else:
-        slab = MemorySlab.own(size, where.device)
-    return slab, replace(residence, notes=(*residence.notes, *slab.notes))
+        return MemorySlab.shared(size, nodes, where.device), residence
+    return MemorySlab.own(size, where.device), residence
 
 
 # -- one copy for all local ranks -------------------------------------------------------------------------------------
@@ -317,6 +316,7 @@ def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     with index:
         raw = os.pread(index.fileno(), os.fstat(index.fileno()).st_size, 0)
     slab = MemorySlab.join(data, job.where.device)
+    slab.settle()
     contents, report = unpack_index(raw)
     residence = replace(report.residence, notes=(*report.residence.notes, *slab.notes))
     report = replace(report, residence=residence)

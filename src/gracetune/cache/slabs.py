@@ -121,14 +121,18 @@ class Slab(Protocol):
     """What should be so and is not: memory that was not page-locked, or not bound to its NUMA nodes."""
 
     def settle(self) -> None:
-        """Everything is loaded."""
+        """Everything is loaded, by whichever rank does it."""
 
     def close(self) -> None:
         """Views that are still held stay valid."""
 
 
 class MemorySlab:
-    """Main memory, mapped whole. `own` and `shared` make one, `join` maps one that another rank made."""
+    """Main memory, mapped whole. `own` and `shared` make one, `join` maps one that another rank made.
+
+    It is page-locked when it is full: the driver would have every page filled with zeros first, by one thread, where
+    loading has all of its threads do it.
+    """
 
     def __init__(self, mapping: mmap.mmap, file: io.FileIO | None, device: int | None) -> None:
         import torch
@@ -136,10 +140,8 @@ class MemorySlab:
         self.file = file
         """What other ranks can map; None for memory of this process alone."""
         self.host = self.view = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._device: int | None = None
         self.notes: tuple[str, ...] = ()
-        if device is not None:
-            self._register(device)
+        self._device, self._is_locked = device, False
 
     @classmethod
     def own(cls, size: int, device: int | None) -> MemorySlab:
@@ -170,6 +172,10 @@ class MemorySlab:
             raise CacheError(Problem("cache in memory", found, "sealed memory of rank 0", hint))
         return cls(mmap.mmap(file.fileno(), 0), file, device)
 
+    def settle(self) -> None:
+        if self._device is not None:
+            self._register(self._device)
+
     def _register(self, device: int) -> None:
         import torch
 
@@ -179,23 +185,20 @@ class MemorySlab:
                 with suppress(RuntimeError):  # the runtime remembers the error and would blame the next kernel for it
                     torch.zeros(1, device=f"cuda:{device}").add_(1)
         if code == 0:
-            self._device = device
+            self._is_locked = True
         else:
             self.notes += (
                 f"the driver did not page-lock {format_bytes(len(self.host))} (CUDA error {code}): copies are slower; "
                 "look at `ulimit -l`",
             )
 
-    def settle(self) -> None:
-        pass
-
     def close(self) -> None:
         import torch
 
-        if self._device is not None:
-            device, self._device = self._device, None
-            with torch.cuda.device(device):
-                torch.cuda.synchronize(device)  # copies may still be reading
+        if self._is_locked:
+            self._is_locked = False
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize(self._device)  # copies may still be reading
                 torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
         # Never `mmap.close`: torch holds the mapping object but does not lock it, and the last view unmaps by itself.
         self.host = self.view = torch.empty(0, dtype=torch.uint8)

@@ -45,7 +45,7 @@ from gracetune.cache.folder import prepare, require
 from gracetune.cache.keys import Key
 from gracetune.cache.locks import lock, sweep
 from gracetune.cache.manifest import Catalogue, Place
-from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place
+from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches
 from gracetune.cache.shards import (
     DamagedFileError,
     Layout,
@@ -67,7 +67,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DamagedShard", "DiskStore", "Flush", "Found", "Layout", "Located", "Writer"]
 
-MAX_THREADS = 8
+MAX_THREADS = 16
+"""Enough for a fast disk or the memory bus; more would wait for each other in Python."""
 _WORTH_INDEXING = 16
 """Reading this many headers takes about as long as writing the index."""
 
@@ -202,10 +203,8 @@ class DiskStore:
             table, found = self.catalogue.rows(keys)
             shards, layouts = tuple(self.catalogue.shards), tuple(self.catalogue.layouts)
             runs = dict(self.catalogue.runs)
-        table = table.rows(np.lexsort((table.start, table.shard)))
-        sizes = np.array([layout.size for layout in layouts] or [0], np.int64)
-        plan = Located(table, shards, layouts, sizes[table.layout], runs)
-        return plan, tuple([keys[at] for at in np.flatnonzero(~found).tolist()])
+        missing = tuple([keys[at] for at in np.flatnonzero(~found).tolist()])
+        return Located.of(table, shards, layouts, runs), missing
 
     def refresh(self) -> int:
         """Look at the folder again: shards that other processes added or removed. Returns the number of changes."""
@@ -278,7 +277,7 @@ class DiskStore:
         reading = Reading(self._files, plan, offsets, view)
         count = min(threads or min(MAX_THREADS, len(os.sched_getaffinity(0))), max(1, len(reading.jobs)))
         pages = None if keep_page_cache else PageCache(self._files, [reading.shard(job) for job in reading.jobs])
-        waiting = deque(reading.jobs)
+        waiting = stretches(reading.jobs, count)
 
         def work() -> list[int]:
             failed = []
@@ -398,14 +397,14 @@ class DiskStore:
 # -- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _taken(waiting: deque[Job]) -> Iterator[Job]:
-    """One by one, while other threads take others. Handing each to a thread would cost as much as reading it."""
+def _taken(waiting: deque[Sequence[Job]]) -> Iterator[Job]:
+    """Some in a row, while other threads take others. Handing each to a thread would cost as much as reading it."""
     while True:
         try:
-            job = waiting.popleft()
+            stretch = waiting.popleft()
         except IndexError:
             return
-        yield job
+        yield from stretch
 
 
 def _indexed(folder: Path) -> Catalogue:

@@ -122,7 +122,7 @@ def other_run(path: Path, different: Sequence[str]) -> OtherRunError:
             "; ".join(different),
             "a checkpoint of the run that is configured",
             "the configuration of that run, or another folder for this one: --set output_dir=FOLDER; to begin there "
-            f"with this state all the same, add --resume {path} --allow-other-run",
+            f"with this state all the same (of an adapter of the same shape), add --resume {path} --allow-other-run",
             str(path),
         )
     )

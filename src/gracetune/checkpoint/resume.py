@@ -23,27 +23,37 @@ class Start:
     reason: str
     notes: tuple[str, ...] = ()
     """What the user should know."""
+    newest: int = 0
+    """Step of the newest checkpoint that the folder held: a run that finished there did so at this step."""
 
     @property
     def step(self) -> int:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def begin(asked: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False) -> Start:
+def begin(
+    asked: str, store: CheckpointStore, identity: Mapping[str, str], *, allow_other_run: bool = False, take: bool = True
+) -> Start:
     """Find, check and open the checkpoint that was asked for, and take the folder for this run. Called by all ranks.
 
     `allow_other_run` takes over the state of a checkpoint made by another run; the folder itself must still be this
-    run's own.
+    run's own. Without `take` nothing in the folder is locked, renamed or made: for whoever only wants to look.
     """
     path, reason = resolve(asked, store)
-    if path is None:
-        return Start(None, reason, store.begin(identity, None))
-    checkpoint = store.open(path)
-    different = checkpoint.differences(identity)
-    if different and not allow_other_run:
-        checkpoint.refuse_other_run(identity)
-    notes = tuple(f"{path.name} is of another run: {line}" for line in different)
-    return Start(checkpoint, reason, notes + store.begin(identity, checkpoint))
+    latest = store.latest()
+    newest = 0 if latest is None else step_of(latest.name) or 0
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    if path is not None:
+        checkpoint = store.open(path)
+        different = checkpoint.differences(identity)
+        if different and not allow_other_run:
+            checkpoint.refuse_other_run(identity)
+        notes = tuple(f"{path.name} is of another run: {line}" for line in different)
+    if take:
+        return Start(checkpoint, reason, notes + store.begin(identity, checkpoint), newest)
+    store.refuse_others(identity)
+    return Start(checkpoint, reason, notes, newest)
 
 
 def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:

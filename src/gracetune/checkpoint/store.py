@@ -153,7 +153,7 @@ class CheckpointStore:
             if different:
                 raise ValueError(f"one store, two runs: {'; '.join(different)}")
             return
-        self._refuse_others(identity)
+        self.refuse_others(identity)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock, locked = take_lock(self.folder)
@@ -163,7 +163,8 @@ class CheckpointStore:
             raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
         self._identity = dict(identity)
 
-    def _refuse_others(self, identity: Mapping[str, str]) -> None:
+    def refuse_others(self, identity: Mapping[str, str]) -> None:
+        """OtherRunError where the folder holds checkpoints of another run. Touches nothing."""
         for one in checkpoints(self.folder):
             try:
                 found = read_manifest(one.path).metadata.identity

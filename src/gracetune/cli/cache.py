@@ -11,6 +11,7 @@ import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
+from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import Resolved, load
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
@@ -77,7 +78,7 @@ def build(
     from gracetune.cache.session import build as build_caches
     from gracetune.cli.cache_view import BuiltView, bars
 
-    with bars(quiet=json_output) as progress:
+    with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         with Caches(job.places, writable=True) as caches:
             if not take_over:
@@ -116,7 +117,7 @@ def audit(
     """Compare what the caches hold with what the run wants, byte by byte. Exit 1 if anything it needs is not there."""
     from gracetune.cli.cache_view import AuditView, bars
 
-    with bars(quiet=json_output) as progress:
+    with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         job = _without_unreadable(job)
         wanted = job.needs()
@@ -140,7 +141,7 @@ def clear(
     """Remove the entries this configuration wants, and files of the cache that are damaged. All others stay."""
     from gracetune.cli.cache_view import ClearedView, bars
 
-    with bars(quiet=json_output) as progress:
+    with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         view = ClearedView(tuple(_cleared(job)), job.notes)
     if json_output:

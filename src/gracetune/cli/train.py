@@ -117,7 +117,7 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
         for note in resolved.notes:
             view.warn(note)
         try:
-            with view:
+            with view, libraries_quiet(view.warn):
                 result = run(
                     resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach
                 )  # fmt: skip

@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
+from rich.text import Text
 
 from gracetune.cache.pass_work import Progress as PassProgress
 from gracetune.cli.console import mark, shown
@@ -19,6 +21,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
 from gracetune.telemetry.progress import Standing
+from gracetune.train.dry import DryBatch
+from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.run import Result
 from gracetune.train.view import View
@@ -43,21 +47,31 @@ class QuietView(View):
     def __exit__(self, *_: object) -> None: ...
 
 
+def bars(console: Console) -> Progress:
+    """Where there is little room, what stands at the end is cut off: never what is done, nor of how much."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=max(1, (console.width - 60) // 4), table_column=Column(no_wrap=True)),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        _More(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
+class _More(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["more"], no_wrap=True, overflow="ellipsis")
+
+
 class TerminalView(View):
     """Lines and one bar on stderr; where that is no terminal, lines alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[more]}", markup=False),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
+        self._progress = bars(self._console)
         self._tasks: dict[str, TaskID] = {}
 
     def say(self, text: str) -> None:
@@ -138,7 +152,7 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
         "outcome": "dry run" if result.stop is None else result.stop.kind,
         "reason": "" if result.stop is None else result.stop.reason,
         "run": config.name,
-        "folder": config.output_dir,
+        "folder": str(RunFolder.of(config).path),
         "step": result.step,
         "steps": result.steps,
         "files": [str(path) for path in result.files],
@@ -148,7 +162,7 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
             "applies": planned.not_ours is None,
             "note": planned.not_ours,
         },
-        "first_batch": asdict(result.dry),
+        "first_batch": None if result.dry is None else asdict(result.dry),
         "notes": list(result.notes),
     }
     if result.stop is None:
@@ -161,14 +175,16 @@ def as_json(result: Result, config: RunConfig, price: float | None) -> dict[str,
 
 
 def print_result(console: Console, result: Result, config: RunConfig, price: float | None) -> None:
+    if result.stop is None and result.dry is not None:
+        _print_dry_run(console, result, result.dry, price)
     if result.stop is None:
-        _print_dry_run(console, result, price)
         return
     good = result.stop.kind == "finished"
     words = {"finished": "finished", "interrupted": "interrupted, and saved", "failed": "stopped, and saved"}
-    console.print(
-        f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} of {result.steps}"
-    )
+    end = f"of {result.steps}" if result.step <= result.steps else f"already, past the {result.steps} asked for"
+    console.print(f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} {end}")
+    if result.dry is None:
+        console.print(f"    {shown(result.stop.reason)}")
     if not good:
         console.print(f"    {shown(result.stop.reason)}")
         console.print("    go on with the same command: it resumes from here")
@@ -176,8 +192,7 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
         console.print(f"    {shown(str(path))}")
 
 
-def _print_dry_run(console: Console, result: Result, price: float | None) -> None:
-    dry = result.dry
+def _print_dry_run(console: Console, result: Result, dry: DryBatch, price: float | None) -> None:
     peak = "" if dry.peak_bytes is None else f", peak {format_bytes(dry.peak_bytes)}"
     console.print(f"one batch of {dry.samples}: {dry.seconds:.3g} s forward and backward{peak}")
     console.print(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Literal
 
@@ -37,6 +37,8 @@ Freshness = Literal["once", "epoch", "visit"]
 """How long a random crop, clip or transform stays as it was drawn."""
 
 NO_CAPTION = CaptionRef("")
+MOST_MADE = 1 << 15
+"""References that are kept; about 1 KB each."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Turn:
     variant: int
     """Draws what is random."""
     count: int
-    """Counts through flips and clips."""
+    """Which of its flips and clips, numbered through."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +92,28 @@ class DataIndex:
         item = index.items[visit.sample]
         turn = self.turn(index, item, epoch, visit.round)
         caption = caption_ref(item.captions, index.dataset.captions.dropout, self.seed, drawn.first_index + number)
-        return self.describe(index, item, turn, caption)
+        if freshness(index.dataset) == "visit":
+            return self.describe(index, item, turn, caption)
+        known = (drawn.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
+        made = self._made.get(known)
+        if made is None:
+            if len(self._made) >= MOST_MADE:
+                self._made.clear()
+            made = self._made[known] = self.describe(index, item, turn, caption)
+        return made
+
+    @cached_property
+    def _made(self) -> dict[tuple[int, ...], SampleRef]:
+        """References that come again as they are: in every epoch, and the same objects, so that caches know them."""
+        return {}
 
     def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int) -> Turn:
         visit = epoch * item.visits + turn
         variant = {"once": 0, "epoch": epoch, "visit": visit}[freshness(index.dataset)]
+        ways = self.appearances(index, item)
         # Every file begins with another flip, so that an epoch has all of them.
-        first = below(self.appearances(index, item), self.seed, "turn", item.file.digest)
-        return Turn(variant, visit + first)
+        first = below(ways, self.seed, "turn", item.file.digest)
+        return Turn(variant, (visit + first) % ways)
 
     def appearances(self, index: DatasetIndex, item: Item) -> int:
         """In how many ways a sample is shown in turn: flips x clips."""
@@ -246,13 +262,17 @@ def freshness(dataset: Dataset) -> Freshness:
     return "epoch" if augmentation.cache_mode == "refresh_each_epoch" else "once"
 
 
-def flips(dataset: Dataset) -> list[tuple[bool, bool]]:
+def flips(dataset: Dataset) -> tuple[tuple[bool, bool], ...]:
     """The ways a sample is turned, in the order they are taken: x and y."""
-    if dataset.dataset_type == "audio":
-        return [(False, False)]
     augmentation = dataset.augmentation
+    turns = dataset.dataset_type != "audio"
+    return _ways(turns and augmentation.flip_x, turns and augmentation.flip_y)
+
+
+@cache
+def _ways(flip_x: bool, flip_y: bool) -> tuple[tuple[bool, bool], ...]:
     ways = {True: (False, True), False: (False,)}
-    return list(product(ways[augmentation.flip_x], ways[augmentation.flip_y]))
+    return tuple(product(ways[flip_x], ways[flip_y]))
 
 
 def masks_id(dataset_id: str) -> str:

@@ -252,21 +252,15 @@ def largest_below(bound: float) -> np.float32:
         return np.float32(1.0)
     level = np.float32(bound)
     thousand = np.float32(1000)
-    while not (
-        level < np.float32(bound)
-        and float(level) < bound
-        and level * thousand < np.float32(bound) * thousand
-        and level * thousand < np.float32(bound * 1000)
-        and float(level) * 1000 < bound * 1000
-    ):
+    # Timesteps in float32 are the coarsest: what is below as both of them is below as everything else.
+    while not (level * thousand < np.float32(bound) * thousand and level * thousand < np.float32(bound * 1000)):
         level = np.nextafter(level, np.float32(-1))
     return level
 
 
 def smallest_from(bound: float) -> np.float32:
-    """The first float32 that is not below a bound, compared as above."""
+    """The first float32 that is not below a bound. Rounded further, to a timestep, it is not below the bound's."""
     level = np.float32(bound)
-    thousand = np.float32(1000)
-    while not (float(level) >= bound and level * thousand >= np.float32(bound * 1000)):
+    while float(level) < bound:
         level = np.nextafter(level, np.float32(2))
     return level

@@ -68,7 +68,7 @@ class Stacked:
             if copy_bytes is not None and source not in known and (piece.is_cuda or piece.is_pinned()):
                 storage = piece.untyped_storage()
                 known = range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-            if source in known and self._is_one_stretch(piece):
+            if source in known and self._is_one_stretch(piece, own):
                 targets.append(start + number * room)
                 sources.append(source)
                 sizes.append(size)
@@ -84,9 +84,10 @@ class Stacked:
         whole = [piece for piece in self.pieces if not isinstance(piece, Constant) and piece.shape == own]
         return whole if len(whole) == len(self.pieces) and not any(piece.is_cuda for piece in whole) else []
 
-    def _is_one_stretch(self, piece: torch.Tensor) -> bool:
+    def _is_one_stretch(self, piece: torch.Tensor, own: tuple[int, ...]) -> bool:
         """Of bytes, both where it lies and where it goes to."""
-        return piece.shape[1:] == self.shape[2:] and piece.dtype == self.dtype and piece.is_contiguous()
+        fits = piece.shape == own or piece.shape[1:] == own[1:]
+        return fits and piece.dtype == self.dtype and piece.is_contiguous()
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor; nothing of it is shared with the pieces, so a step may write into it."""

@@ -5,7 +5,8 @@
     Placement(device, dtype, choice.backend)                  # `load_component` applies it
 
 diffusers' transformers send attention through its dispatcher, which has a name for each kernel. The UNet and Stable
-Audio call torch's `scaled_dot_product_attention` themselves: there the kernel is set around each call.
+Audio call torch's `scaled_dot_product_attention` themselves: there the kernel is set around each call. cuDNN's is set
+so everywhere.
 """
 
 from __future__ import annotations
@@ -188,9 +189,14 @@ def apply_attention(model: nn.Module, backend: str) -> None:
     if own_calls and backend != BACKENDS["sdpa"] and backend not in _KERNELS:
         found = f"{backend}, for {type(model).__name__}, which calls torch's attention itself"
         raise ConfigError([Problem("training.attention", found, ", ".join(_KERNELS), "--set training.attention=auto")])
-    _set_dispatched(model, backend)
+    # diffusers' own call of cuDNN copies query, key and value first, and its answer is copied back: cuDNN needs none of
+    # that. So it is torch's plain call here, with the kernel set around it.
+    through_torch = backend == BACKENDS["cudnn"]
+    _set_dispatched(model, BACKENDS["sdpa"] if through_torch else backend)
     for module in own_calls:
         module.processor = _bound(module.processor, _KERNELS.get(backend))
+    for module in (one for one in model.modules() if _is_dispatched(one)):
+        module.processor = _bound(module.processor, _KERNELS[backend] if through_torch else None)
 
 
 def _set_dispatched(model: Any, backend: str) -> None:
@@ -199,6 +205,13 @@ def _set_dispatched(model: Any, backend: str) -> None:
     # Leaving this context puts the process-wide default back, which `set_attention_backend` changes in passing.
     with attention_backend(AttentionBackendName.NATIVE):
         model.set_attention_backend(backend)
+
+
+def _is_dispatched(module: Any) -> bool:
+    from diffusers.models.attention import AttentionModuleMixin
+    from diffusers.models.attention_processor import Attention
+
+    return isinstance(module, Attention | AttentionModuleMixin) and hasattr(module.processor, "_attention_backend")
 
 
 def _calls_torch_itself(module: Any) -> bool:

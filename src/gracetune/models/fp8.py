@@ -31,6 +31,8 @@ MOST: Final = 448.0
 """The largest number e4m3 has."""
 SIDE: Final = 16
 """Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
+_PROBED: Final = 256
+"""A side as real layers have it: that a library refuses the smallest there could be says nothing."""
 _SMALLEST: Final = 2.0**-100
 """Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
 
@@ -157,7 +159,7 @@ def check_fp8(device: torch.device) -> None:
         found = f"fp8, on a GPU of compute capability {capability[0]}.{capability[1]}"
         raise ConfigError([_problem(found, f"{FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} or later (Hopper)")])
     try:
-        values, scales = by_rows(torch.ones(SIDE, SIDE, device=device))
+        values, scales = by_rows(torch.ones(_PROBED, _PROBED, device=device))
         product(values, values.t(), scales, scales.t(), None)
     except RuntimeError as error:
         found = f"fp8, which this torch cannot do here: {str(error).strip().splitlines()[0]}"

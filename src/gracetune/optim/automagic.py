@@ -104,6 +104,10 @@ class Automagic(Optimizer):
             sums[name] = total, count
         return {name: total / max(1, count) for name, (total, count) in sums.items()}
 
+    def state_tensors(self) -> list[Tensor]:
+        """What is kept beside the parameters, as this process holds it."""
+        return [tensor for _group, _rule, stack in self._stacks for tensor in stack.entries().values()]
+
     # -- state by name ------------------------------------------------------------------------------------------------
 
     def named_state(self) -> NamedState:

@@ -152,6 +152,13 @@ def _limits(asked: Asked, stage: Stage) -> Limits:
 # -- state by name ----------------------------------------------------------------------------------------------------
 
 
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """All that the optimizer keeps beside the parameters, as this process holds it."""
+    if isinstance(optimizer, Automagic):
+        return optimizer.state_tensors()
+    return [one for kept in optimizer.state.values() for one in kept.values() if isinstance(one, Tensor)]
+
+
 def named_state(optimizer: Optimizer, names: Mapping[str, Tensor]) -> NamedState:
     """Everything the optimizer keeps, by the names of `parameter_names`; sharded state is gathered on all ranks."""
     if isinstance(optimizer, Automagic):

@@ -58,7 +58,7 @@ def _eight_bit(parameters: Sequence[Tensor]) -> type[torch.optim.Optimizer]:
     elsewhere = next((parameter.device for parameter in parameters if not parameter.is_cuda), None)
     if elsewhere is not None:
         expected = f"parameters on a CUDA GPU; these are on {elsewhere}"
-        raise ConfigError([Problem("optimizer.name", "adamw_8bit", expected, "write `name: adamw` in `optimizer`")])
+        raise ConfigError([Problem("optimizer.name", "adamw_8bit", expected, "--set optimizer.name=adamw")])
     return _from("bitsandbytes", "bitsandbytes.optim", "AdamW8bit")(parameters)
 
 

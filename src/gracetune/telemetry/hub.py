@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Protocol
 
+from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Event, Record, Warned
 
 
@@ -58,8 +59,7 @@ class Telemetry:
             action()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._sinks.remove(sink)
-            why = " ".join(str(error).split())  # on one line
-            text = f"{sink.name} failed and is left out from here on: {type(error).__name__}: {why}"
+            text = f"{sink.name} failed and is left out from here on: {_why(error)}"
             self._report(text)
             self.emit(Warned(message=text))
 
@@ -70,3 +70,10 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _why(error: Exception) -> str:
+    """On one line."""
+    if isinstance(error, TelemetryError):
+        return f"{error.found}; {error.hint}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

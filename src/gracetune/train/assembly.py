@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import Live
@@ -167,15 +168,22 @@ def refuse_two_halves(config: RunConfig) -> None:
         raise ConfigError([Problem("training.mixed_precision", found, f"{held}, or fp32", hint)])
 
 
-def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: torch.device) -> None:
-    """An optimizer that is not installed, or does not take what it is given, is an error before anything is loaded."""
-    build_optimizer(
+def check_optimizer(config: RunConfig, trained: Sequence[ExpertName], device: torch.device) -> Optimizer:
+    """An optimizer that is not installed, or does not take what it is given, is an error before anything is loaded.
+
+    So is a schedule that does not fit into the run, where its length is known already. Returns one of that kind.
+    """
+    optimizer = build_optimizer(
         config.optimizer,
         [
             ParamGroup(name, cast(Stage, name), {f"{name}.one": nn.Parameter(torch.zeros(1, 1, device=device))})
             for name in trained
         ],
     )
+    steps = config.training.max_steps
+    if steps is not None:
+        build_schedule(optimizer, config.schedule, optimizer_name=config.optimizer.name, total=steps)
+    return optimizer
 
 
 def checked_ramp(config: RunConfig, world_size: int) -> Ramp:

@@ -96,6 +96,7 @@ def capture(
             result = _trained(measured, asked, environment, view, on_memory)
         finally:
             said = smi.stop()
+        assert result.dry is not None, "a folder of its own: the run had everything left to do"
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         probed = both(before, measure_probe(device))
         seen = _Seen(_events(measured), result.dry.once_ms / 1000, peak, probed, said, tuple(view.warnings))

@@ -188,7 +188,9 @@ class _Loaded:
             return _NoEntries(), ()
         store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, where=self.where)
         self.stack.callback(store.close)
-        return store, tuple(store.report.lines())
+        report = store.report
+        plain = self.kind == "disk" and not report.damaged and not report.missing  # as asked: nothing to say
+        return store, () if plain else tuple(report.lines())
 
 
 class _NoEntries:

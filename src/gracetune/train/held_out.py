@@ -50,7 +50,7 @@ class HeldOut:
     def __init__(self, config: RunConfig, cached: Cached, telemetry: Telemetry, view: View) -> None:
         self._every = config.validation.loss_every_steps
         self._latents, self._texts, self._keys = cached.latents, cached.texts, cached.keys
-        self._telemetry = telemetry
+        self._telemetry, self._view = telemetry, view
         self._seed = draw(config.training.seed, "held out") >> 1
         refs = held_out_refs(cached.index)
         self._refs = refs[:: max(1, -(-len(refs) // MOST))]
@@ -78,6 +78,8 @@ class HeldOut:
             named = {f"{level:.3f}": loss for level, loss in losses.items()}
             mean = statistics.fmean(losses.values())
             self._telemetry.emit(HeldOutLoss(step=job.position.step, stage=expert, losses=named, mean=mean))
+            whose = f" ({expert})" if expert else ""
+            self._view.say(f"held-out loss at step {job.position.step}: {mean:.4f}{whose}")
 
     def _batches(self, job: Job) -> list[Batch]:
         return [batch_of(ref, number, self._latents, self._texts, self._keys, job.device)

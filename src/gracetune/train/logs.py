@@ -21,13 +21,14 @@ from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.models.spec import ExpertName
 from gracetune.optim.automagic import Automagic
+from gracetune.optim.build import state_tensors
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import MemorySampled, Record, RunStarted, StageSwitched, StepDone, Warned
 from gracetune.telemetry.hub import Sink, Telemetry
 from gracetune.telemetry.progress import Progress
 from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
-from gracetune.telemetry.sinks.wandb import WandbSink
+from gracetune.telemetry.sinks.wandb import WandbSink, import_wandb
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
@@ -45,8 +46,16 @@ _NOT_TOLD = {
 }
 
 
+def check_trackers(config: RunConfig, *, main: bool) -> None:
+    """A tracker that is not installed, a webhook that is no address: an error before hours of caching, not after."""
+    if main and "wandb" in config.logging.trackers:
+        import_wandb()
+    if config.logging.webhook is not None:
+        WebhookSink(config.logging.webhook)
+
+
 def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
-    """Rank 0 alone tells anything to anybody. A tracker that is missing is an error now, not at the first log step."""
+    """Rank 0 alone tells anything to anybody."""
     if not main:
         return Telemetry()
     asked = config.logging
@@ -222,9 +231,7 @@ def memory_event(job: Job) -> MemorySampled:
         _bytes(one) for name in job.trainee.trained for one in job.trainee.host.module(name).parameters()
         if not one.requires_grad
     )  # fmt: skip
-    state = sum(
-        _bytes(one) for kept in job.optimizer.state.values() for one in kept.values() if isinstance(one, Tensor)
-    )
+    state = sum(_bytes(one) for one in state_tensors(job.optimizer))
     known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
     process = psutil.Process().memory_info().rss
     used: dict[str, dict[str, int]] = {"host": {"process": process}}

@@ -3,6 +3,8 @@
 <output_dir>/
   <name>[_<step>][_high_noise|_low_noise].safetensors    adapters; with a step while the run goes on
   <name>[_<step>]/<component>/                           the same of a full fine-tune, in diffusers' layout
+  finished-<name>_<step>…     the result of a run that was made longer; nothing removes it
+  set-aside-<name>_<step>…    of steps after the one that a run went back to, or began anew from
   config.yaml      the resolved configuration; a run can be started from it again
   checkpoints/     to go on from          samples/   drawn in validation
   logs/            events, TensorBoard    cache/     latents and embeddings, unless put elsewhere
@@ -10,6 +12,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -98,22 +101,38 @@ class RunFolder:
             raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
                                        "a folder without it", hint, str(self.path))])  # fmt: skip
 
+    def set_aside(self, stages: Iterable[str], after: int) -> list[str]:
+        """Weights of later steps than the run begins at: it will write its own under these names."""
+        of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
+        steps = sorted({int(found[1]) for path in self.path.iterdir() if (found := of_a_step.match(path.name))})
+        later = [path for step in steps if step > after for path in self.results(stages, step) if path.exists()]
+        return [
+            f"{path.name} lies after the step this run begins at; it is now called {_kept('set-aside', path).name}"
+            for path in later
+        ]
+
     def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
-        """A finished run that goes on: its result becomes that of the step it ended at."""
-        notes = []
-        for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
-            if old.exists():
-                if new.exists():
-                    _remove(old)
-                else:
-                    old.rename(new)
-                notes.append(f"{old.name} was the result at step {step}: it is now called {new.name}")
-        return notes
+        """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
+        return [
+            f"{old.name} was the result at step {step}: it is now called {_kept('finished', old, new.name).name}"
+            for old, new in zip(self.results(stages), self.results(stages, step), strict=True)
+            if old.exists()
+        ]
 
     def remove_step(self, stages: Iterable[str], step: int) -> None:
         """What belongs to a checkpoint that is not kept any more."""
         for path in self.results(stages, step):
             _remove(path)
+
+
+def _kept(why: str, path: Path, name: str | None = None) -> Path:
+    """Renamed to `<why>-<name>`; a second one of that name becomes `<why>-2-<name>`."""
+    name, number = name or path.name, 1
+    target = path.with_name(f"{why}-{name}")
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{why}-{number}-{name}")
+    return path.rename(target)
 
 
 def _remove(path: Path) -> None:

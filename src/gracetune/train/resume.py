@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.optim import Optimizer
 
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import Start, begin, resolve
@@ -10,20 +13,23 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.spec import Expert
+from gracetune.optim.build import named_state
 from gracetune.train.job import Job
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import PositionPiece, shared_pieces
+from gracetune.train.pieces import ConfigPiece, OptimizerPiece, PositionPiece, shared_pieces
 
 
 def find_start(
     asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
-    *, allow_other_run: bool,
+    *, allow_other_run: bool, dry_run: bool,
 ) -> Start:  # fmt: skip
-    """Where the run begins; its folder is taken. Refuses before anything in the folder is touched."""
+    """Where the run begins; unless it is a dry one, its folder is taken. Refuses before anything in it is touched."""
     path, _ = resolve(asked, store)
     if path is None:
         folder.refuse_finished(stages)
-    return begin(asked, store, identity, allow_other_run=allow_other_run)
+    return begin(asked, store, identity, allow_other_run=allow_other_run, take=not dry_run)
 
 
 def saved_epoch(start: Start) -> int:
@@ -38,20 +44,48 @@ def refuse_other_data(start: Start, index: DataIndex, *, allowed: bool) -> None:
         Loader(index, batch_size=1).load_state_dict(state, allow_other_data=allowed)
 
 
-def restore(job: Job, config: RunConfig, start: Start, folder: RunFolder, allow_other_data: bool) -> tuple[str, ...]:
-    """Returns what the user should know."""
-    runtime = job.runtime
+def refuse_other_optimizer(
+    start: Start, config: RunConfig, optimizer: Optimizer, folder: RunFolder, stages: Sequence[str]
+) -> None:
+    """Before anything is staged or loaded for nothing: an optimizer cannot go on with the state of another kind."""
     if start.checkpoint is None:
-        if runtime.is_main:
-            folder.make(config)
-        return start.notes
-    pieces = shared_pieces(job, config, allow_other_data=allow_other_data)
-    notes = start.checkpoint.load(
-        pieces, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
-    )
-    told = [line for piece in pieces if isinstance(piece, PositionPiece) for line in piece.notes]
-    if runtime.is_main:
+        return
+    if start.checkpoint.saved(OptimizerPiece.name).json["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
+        return
+    theirs = start.checkpoint.saved(ConfigPiece.name).json["config"]["optimizer"]["name"]
+    hint = f"--set optimizer.name={theirs}"
+    weights = [path for path in (*folder.results(stages, start.step), *folder.results(stages)) if path.is_file()]
+    if weights:
+        hint += f"; or another run from its weights: --set output_dir=FOLDER --set adapter.init_from='{weights[0]}'"
+    found = f"{config.optimizer.name}, and a checkpoint with the state of {theirs}"
+    raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
+
+
+def nothing_left(start: Start, config: RunConfig, folder: RunFolder, experts: Sequence[Expert]) -> tuple[Path, ...]:
+    """The files of a run that has come to its end before, so that nothing is loaded for it; none where work is left."""
+    steps = config.training.max_steps
+    if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
+        return ()
+    whole = config.adapter.kind == "full_finetune"
+    files = tuple(folder.model() / one.component if whole else folder.adapter(one.name) for one in experts)
+    return files if all(path.exists() for path in files) else ()
+
+
+def restore(
+    job: Job, config: RunConfig, start: Start, folder: RunFolder, *, allow_other_data: bool, dry_run: bool
+) -> tuple[str, ...]:
+    """Returns what the user should know. A dry run leaves the folder as it is."""
+    runtime = job.runtime
+    told: list[str] = []
+    if start.checkpoint is not None:
+        pieces = shared_pieces(job, config, allow_other_data=allow_other_data)
+        told += start.checkpoint.load(
+            pieces, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
+        )
+        told += [line for piece in pieces if isinstance(piece, PositionPiece) for line in piece.notes]
+    if runtime.is_main and not dry_run:
         folder.make(config)
-        if job.position.step < job.length.steps:
-            told += folder.move_finished(job.trainee.trained, job.position.step)
-    return (*start.notes, *notes, *told)
+        told += folder.set_aside(job.trainee.trained, job.position.step)
+        if job.position.step < max(job.length.steps, start.newest):
+            told += folder.move_finished(job.trainee.trained, max(start.newest, job.position.step))
+    return (*start.notes, *told)

@@ -29,19 +29,28 @@ from gracetune.train.finish import failure_told, finish
 from gracetune.train.guards import MemoryGuard, NanGuard, host_room, watch
 from gracetune.train.held_out import HeldOut
 from gracetune.train.identity import identity_of, metadata_of
-from gracetune.train.logs import Logging, open_telemetry
+from gracetune.train.logs import Logging, check_trackers, open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit, shapes_of
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.prompts import prompts_of
 from gracetune.train.renewal import renew
-from gracetune.train.resume import find_start, refuse_other_data, restore, saved_epoch
+from gracetune.train.resume import (
+    find_start,
+    nothing_left,
+    refuse_other_data,
+    refuse_other_optimizer,
+    restore,
+    saved_epoch,
+)
 from gracetune.train.runtime import open_runtime
 from gracetune.train.saving import Saving
 from gracetune.train.trainee import load_trainee
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
+
+LONGER = "nothing was left to do; a larger training.max_steps (--max-steps N) makes the run longer"
 
 
 @dataclass(frozen=True)
@@ -67,7 +76,8 @@ class Result:
     steps: int
     files: tuple[Path, ...]
     planned: Planned
-    dry: DryBatch
+    dry: DryBatch | None
+    """None where nothing was left to do."""
     hours: float
     """What was left when the run began, by the first batch's time."""
     notes: tuple[str, ...] = ()
@@ -96,7 +106,8 @@ def train(
         spec, source = encoders.spec, encoders.source
         facts = facts_of(config, spec, source)
         trained = trained_experts(config.model.experts, facts)
-        check_optimizer(config, trained, runtime.device)
+        optimizer = check_optimizer(config, trained, runtime.device)
+        check_trackers(config, main=runtime.is_main)
         planned = make_plan(config, machine, spec, source, facts)
         view.planned(planned, machine)
         refuse_misfit(planned, allowed=options.allow_misfit)
@@ -108,8 +119,14 @@ def train(
         )
         identity = identity_of(config, source, facts)
         asked = options.resume or keep.resume
-        start = find_start(asked, store, folder, identity, trained, allow_other_run=options.allow_other_run)
+        start = find_start(
+            asked, store, folder, identity, trained, allow_other_run=options.allow_other_run, dry_run=options.dry_run
+        )
         view.say(start.reason)
+        there = nothing_left(start, config, folder, [expert for expert in facts.experts if expert.name in trained])
+        if there:
+            return Result(Stop("finished", LONGER), start.step, start.step, there, planned, None, 0.0)
+        refuse_other_optimizer(start, config, optimizer, folder, trained)
 
         memory = open_memory(config, machine, runtime, environment, view, stack)
         if memory is not None:
@@ -131,7 +148,7 @@ def train(
             store.check_room(checkpoint_bytes(trainee))
         live = live_encoders(cached.index, encoders, cached.keys, stack)
         job = assemble(config, trainee, cached, live, runtime, memory, view, stack)
-        notes = restore(job, config, start, folder, options.allow_other_data)
+        notes = restore(job, config, start, folder, allow_other_data=options.allow_other_data, dry_run=options.dry_run)
         renewal = renew(job, config, cached, encoders, where, view, stack)
         for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
             view.say(line)

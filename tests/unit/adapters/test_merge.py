@@ -138,9 +138,30 @@ class TestFolder:
         with pytest.raises(ConfigError, match="F8_E4M3"):
             merge_into(one_layer(), folder, tmp_path / "out")
 
+    def test_what_the_precision_cannot_hold_is_refused_and_nothing_written(self, tmp_path: Path) -> None:
+        folder = tmp_path / "base"
+        folder.mkdir()
+        save_file({"first.weight": torch.zeros(32, 32), "half.weight": torch.full((32, 32), 60000.0).half()},
+                  folder / f"{STEM}.safetensors")  # fmt: skip
+        layer = one_layer().layers["blocks.0.attn1.to_q"]
+        large = replace(layer, alpha=6000.0)
+        with pytest.raises(ConfigError, match=r"half\.weight[\s\S]*float16"):
+            merge_into(AdapterState("wan", "", {"first": layer, "half": large}), folder, tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["base"]
+
     def test_no_weights_there(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="give the folder of the denoiser"):
             merge_into(one_layer(), tmp_path, tmp_path / "out")
+
+    @pytest.mark.parametrize("shape", [(4, 3, 2), (4, 6), (24,)])
+    def test_as_many_numbers_in_another_shape(self, tmp_path: Path, shape: tuple[int, ...]) -> None:
+        """Inputs and kernel the other way round would be merged without an error, and wrongly."""
+        folder = tmp_path / "base"
+        folder.mkdir()
+        save_file({"layer.weight": torch.zeros(shape)}, folder / f"{STEM}.safetensors")
+        layer = Layer("full_delta", {"diff": torch.ones(4, 2, 3)}, 1.0, None)
+        with pytest.raises(ConfigError, match="merge into the model it was trained on"):
+            merge_into(AdapterState("wan", "", {"layer": layer}), folder, tmp_path / "out")
 
     @pytest.mark.parametrize("state", [one_layer("no.such.layer"), one_layer(rows=33)])
     def test_another_models_adapter(self, tiny_model: TinyModel, tmp_path: Path, state: AdapterState) -> None:
@@ -158,6 +179,14 @@ class TestModule:
         merge_module(Weighted(second, 0.5), one_by_one.model)
         torch.testing.assert_close(together(), one_by_one())
         assert len(names) == 20
+
+    def test_the_strength_is_the_biass_too(self) -> None:
+        model = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 3)})
+        weight, bias = (one.detach().clone() for one in model["layer"].parameters())
+        layer = Layer("full_delta", {"diff": torch.ones(3, 2), "diff_b": torch.ones(3)}, 1.0, None)
+        merge_module(Weighted(AdapterState("wan", "", {"layer": layer}), 0.5), model)
+        torch.testing.assert_close(model["layer"].weight.detach(), weight + 0.5)
+        torch.testing.assert_close(model["layer"].bias.detach(), bias + 0.5)
 
     def test_there_and_back(self, tiny_model: TinyModel) -> None:
         state, denoiser = adapter(tiny_model, "wan", "loha"), load(tiny_model, "wan")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from gracetune.adapters import files, metadata
+from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.svd import state_to_lora
 from unit.adapters.formats import making
@@ -100,6 +102,13 @@ def test_the_other_file_of_a_pair() -> None:
     assert metadata.other_stage(high) == low
     assert metadata.other_stage(low) == high
     assert metadata.other_stage(Path("x.safetensors")) is None
+
+
+def test_what_a_dora_was_measured_by_is_said_of_its_own_file_only() -> None:
+    state = replace(making.state("wan", SHAPES, "lora"), metadata={"gracetune.dora": "base", "modelspec.title": "x"})
+    found = metadata.header(state, *FORMATS["comfyui"].write(state, torch.float32))
+    assert "gracetune.dora" not in found
+    assert found["modelspec.title"] == "x"
 
 
 def test_a_lora_made_of_a_lokr_is_called_one(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.shapes import flat_shape, misfit
+from gracetune.adapters.state import Layer
 from gracetune.adapters.verify import verify
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.models.published import build_published
@@ -31,6 +32,19 @@ def test_every_kind_fits_the_layers_it_was_made_for_and_no_others(family, algori
             deeper = (shape[0], 2 * shape[1], *shape[2:])
             by_row = algorithm == "diag_oft" or (algorithm == "ia3" and "on_input" not in options)
             assert misfit(layer, deeper) is not None or by_row
+
+
+def test_a_bias_of_another_size() -> None:
+    layer = Layer("full_delta", {"diff": torch.ones(4, 3), "diff_b": torch.ones(5)}, 1.0, None)
+    assert misfit(layer, (4, 3)) == "a bias of 5 for 4 outputs"
+
+
+@pytest.mark.parametrize("algorithm", making.ALGORITHMS)
+def test_a_weight_that_is_no_matrix(algorithm) -> None:
+    """Of a model somebody has quantised or flattened."""
+    layer = making.layer(algorithm, (4, 4), 2, 1.0, torch.Generator(), frozenset({"on_input", "dora"}))
+    for shape, called in (((4,), "a weight of 4"), ((), "a weight of one number")):
+        assert (misfit(layer, shape) or "").startswith(called)
 
 
 def test_everything_that_does_not_fit_is_listed(tiny_model) -> None:

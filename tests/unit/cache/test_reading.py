@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from gracetune.cache.errors import CorruptEntryError
 from gracetune.cache.keys import Key, Origin
-from gracetune.cache.reading import jobs
+from gracetune.cache.manifest import Table, merge
+from gracetune.cache.reading import STRETCH, jobs, stretches
 from gracetune.cache.shards import RUN
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
@@ -52,6 +53,42 @@ def test_part_of_a_run_is_checked_entry_by_entry(store: DiskStore) -> None:
     plan = store.locate([*NUMBER][::2])
     found = jobs(plan, np.cumsum(plan.sizes) - plan.sizes)
     assert all(one.checksum is None for one in found)
+
+
+@given(st.integers(0, 2000), st.integers(1, 72))
+def test_threads_take_neighbours_and_none_is_left_without(store: DiskStore, count: int, threads: int) -> None:
+    plan = store.locate([*NUMBER][:1])
+    (one,) = jobs(plan, np.zeros(1, np.int64))
+    some = [one._replace(first=number) for number in range(count)]
+    taken = stretches(some, threads)
+    assert [job for stretch in taken for job in stretch] == some
+    assert len(taken) >= min(threads, count)
+    assert {len(stretch) for stretch in [*taken][:-1]} <= {STRETCH} or count < 4 * threads * STRETCH
+
+
+@given(st.lists(st.sampled_from([*NUMBER]), unique=True), st.data())
+def test_a_plan_knows_its_keys_in_order(store: DiskStore, keys: list[Key], data: st.DataObject) -> None:
+    plan = store.locate(keys)
+    assert [plan.keys[row] for row in plan.by_key.tolist()] == sorted(keys)
+    assert [*zip(plan.shards, plan.starts.tolist(), strict=True)] == sorted(
+        zip(plan.shards, plan.starts.tolist(), strict=True), key=lambda at: (plan.files.index(at[0]), at[1])
+    )
+    part = plan.part(np.array(data.draw(st.lists(st.booleans(), min_size=len(plan), max_size=len(plan))), np.bool_))
+    assert [part.keys[row] for row in part.by_key.tolist()] == sorted(part.keys)
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=8), max_size=4))
+def test_keys_that_share_a_half_are_kept_apart(tables: list[list[tuple[int, int]]]) -> None:
+    def table(keys: list[tuple[int, int]]) -> Table:
+        rows = np.array(sorted(keys), np.uint64).reshape(-1, 2)
+        zeros = np.zeros(len(keys), np.uint32)
+        return Table(rows[:, 0].copy(), rows[:, 1].copy(), zeros, zeros, rows[:, 0], rows[:, 1])
+
+    merged = merge([table(keys) for keys in tables])
+    assert [*zip(merged.high.tolist(), merged.low.tolist(), strict=True)] == sorted(
+        key for keys in tables for key in keys
+    )
+    assert merged.checksum.tolist() == merged.low.tolist(), "the other columns go with their key"
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.errors import CorruptEntryError, MissingEntryError
+from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, Origin
 from gracetune.cache.loading import LoadReport, load_into, pack_index, select, unpack_index
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheType, Where, choose_residence
+from gracetune.cache.slabs import CacheType, MemorySlab, Where, choose_residence
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
 from gracetune.cache.writer import Flush
@@ -115,6 +116,34 @@ def test_a_budget_is_never_passed(disk: DiskStore, budget: int) -> None:
     assert chosen.union(found.left) == set(KEYS)
     coldest_taken = min((visits[key] for key in chosen), default=Visits(99.0))
     assert all(visits[key] <= coldest_taken for key in found.left)
+
+
+def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) -> None:
+    """A machine whose tenth, which nobody may touch, is more than this one has."""
+    here = this_machine()
+    host = here.host.model_copy(update={"cpu_mem_total": 1 << 60, "cgroup": None})
+    large = here.model_copy(update={"host": host})
+    visits = {key: Visits(1.0) for key in KEYS}
+    with load_resident(
+        [disk], visits, name="latents", role="latent_cache", kind="memory", where=Where(large), budget=1 << 40
+    ) as store:
+        assert (store.report.entries, store.report.on_disk) == (0, COUNT)
+        assert "main memory has 0 B to spare" in "\n".join(store.report.lines())
+        assert_right(store, 0)
+
+
+def test_memory_that_could_be_cut_off_under_a_reader_is_refused() -> None:
+    with io.FileIO(os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+") as file:
+        file.truncate(4096)
+        with pytest.raises(CacheError, match="could be cut off while it is read"):
+            MemorySlab.join(file, None)
+
+
+def test_of_equally_hot_ones_the_less_probable_stay_on_disk(disk: DiskStore) -> None:
+    visits = {key: Visits(1.0, probability=1.0 + number % 2) for number, key in enumerate(KEYS)}
+    probable = [key for key in KEYS if visits[key].probability == 2.0]
+    found = select([disk], visits, sum(disk.layout(key).size for key in probable))
+    assert {key for _, plan in found.chosen for key in plan.keys} == {*probable}
 
 
 def test_damage_found_while_loading_is_named_and_never_a_wrong_tensor(disk: DiskStore) -> None:
@@ -217,6 +246,13 @@ def test_visits_follow_repeats_flips_and_dropout() -> None:
     assert sorted(latents.values()) == [Visits(1.0, 2.0)] + 4 * [Visits(2.0)]
     texts = text_visits(index, TEXT)
     assert sorted(one.per_epoch for one in texts.values()) == [0.25, 0.75, 1.0, 4.0, 4.0]
+
+
+def test_what_only_validation_reads_is_the_coldest() -> None:
+    both = made_up({"counts": [2], "cache_latents": "disk"}, {"counts": [3], "cache_latents": "disk"})
+    index = replace(both, datasets=both.datasets[:1], held_out=both.datasets[1:])
+    for visits in (latent_visits(index, LATENT), text_visits(index, TEXT)):
+        assert sorted(one.per_epoch for one in visits.values()) == [0.0, 0.0, 0.0, 1.0, 1.0]
 
 
 RANK = """

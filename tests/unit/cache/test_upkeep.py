@@ -10,6 +10,7 @@ import pytest
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError
 from gracetune.cache.locks import is_at, lock, temporary_name
 from gracetune.cache.session import open_store
+from gracetune.cache.shards import pack
 from gracetune.cache.store import DiskStore
 from gracetune.cache.upkeep import (
     ShardSize,
@@ -65,6 +66,24 @@ def test_large_shards_are_left_alone(tmp_path: Path) -> None:
         done = compact(store, ShardSize(entries=80))
         assert (done.shards_before, done.shards_after) == (4, 3)
         assert before < names(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_copy_is_dropped_only_where_the_one_that_stays_is_good(tmp_path: Path, damaged: bool) -> None:
+    with filled(tmp_path, range(20)) as store:
+        (large,) = store.locate([key(3)]).places
+        for number in (3, 50):
+            store.add_shard([pack(key(number), origin(number), entry(number))])
+        if damaged:
+            with (store.shards_folder / large.shard).open("r+b") as file:
+                file.seek(large.start)
+                byte = file.read(1)[0]
+                file.seek(large.start)
+                file.write(bytes([byte ^ 1]))
+        done = compact(store, ShardSize(entries=80))
+        assert (done.shards_before, done.shards_after) == (3, 2)
+        assert done.copies_dropped == (0 if damaged else 1)
+        assert numbers_in(store, range(51)) == [*range(20), 50]
 
 
 def test_only_one_process_merges_at_a_time(tmp_path: Path) -> None:

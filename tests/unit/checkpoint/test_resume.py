@@ -50,6 +50,18 @@ class TestBeginning:
             write(again, 4)
         assert names(tmp_path) == ["checkpoint-3", "checkpoint-4", "set-aside-checkpoint-4"]
 
+    def test_only_looking_changes_nothing(self, tmp_path: Path) -> None:
+        folder = tmp_path / "run"
+        with filled(folder, 3, 4) as store:
+            write(store, 5)
+        before = sorted(folder.rglob("*"))
+        with CheckpointStore(folder, 1) as store:
+            assert begin("none", store, IDENTITY, take=False).newest == 5
+            assert begin(str(folder / "checkpoint-3"), store, IDENTITY, take=False).step == 3
+            with pytest.raises(OtherRunError):
+                begin("none", store, {**IDENTITY, "model": "another"}, take=False)
+        assert sorted(folder.rglob("*")) == before
+
     def test_beginning_anew_sets_older_checkpoints_aside_every_time(self, tmp_path: Path) -> None:
         for _ in range(2):
             with CheckpointStore(tmp_path, 1) as store:

@@ -62,6 +62,23 @@ def test_what_changed_is_said(
     assert differences(before, of(tmp_path, folder, **values)) == (told,)
 
 
+def test_other_masks_and_other_references_are_other_files(tmp_path: Path, folder: Path) -> None:
+    masks = write(tmp_path / "masks", {"001.png": image(96, 64, seed=1)})
+    sources = write(tmp_path / "sources", {f"{n:03}.png": image(seed=n) for n in range(4)})
+
+    def found() -> Fingerprint:
+        target = {"path": str(folder), "mask": {"path": str(masks)}, "conditioning": ["d1"]}
+        pair = {"path": str(sources), "dataset_type": "conditioning"}
+        return fingerprint([index_of(tmp_path, target, pair).datasets[0]])
+
+    before = found()
+    write(masks, {"001.png": image(96, 64, seed=2)})
+    other_mask = found()
+    assert differences(before, other_mask) == ("dataset d0: other files",)
+    write(sources, {"002.png": image(seed=9)})
+    assert differences(other_mask, found()) == ("dataset d0: other files",)
+
+
 class NextAugmentation(Augmentation):
     sharpen: bool = False
 

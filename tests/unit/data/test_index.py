@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,33 @@ class TestHowLongARandomChoiceLasts:
         found = [sample.augmentation for samples in visits(index, 3) for sample in samples]
         assert sorted(one.epoch for one in found) == [0, 1, 2, 3, 4, 5]
         assert len({(one.epoch % 2, one.flip_x) for one in found}) == 2
+
+
+class TestReferencesThatComeAgain:
+    @pytest.mark.parametrize("mode", ["static", "refresh_each_epoch", "disable_cache"])
+    def test_are_the_same_objects_and_what_a_new_index_would_make(self, tmp_path: Path, mode: str) -> None:
+        files: dict[str, bytes | str] = {f"{n}.png": image(400, 64, seed=n) for n in range(3)}
+        files |= {f"{n}.txt": f"one of {n}\ntwo of {n}" for n in range(3)}
+        values = {"captions": {"dropout": 0.3}, "crop": RANDOM, "repeats": 1, "path": str(write(tmp_path / "d", files))}
+        augmentation = {"flip_x": True, "transforms": [JITTER], "cache_mode": mode}
+        index = index_of(tmp_path, {**values, "augmentation": augmentation})
+        together = visits(index, 6)
+        assert {one.caption.dropped for epoch in together for one in epoch} == {True, False}
+        for epoch, found in enumerate(together):
+            loader = Loader(replace(index), batch_size=3)  # remembers nothing
+            loader.load_state_dict({**loader.state_dict(), "epoch": epoch, "consumed": 6 * epoch})
+            fresh = [loader.next_batch() for _ in range(2)]
+            assert sorted((one for batch in fresh if isinstance(batch, BatchRef) for one in batch.samples),
+                          key=lambda sample: sample.path) == found  # fmt: skip
+        every_one = [one for epoch in together for one in epoch]
+        assert len({id(one) for one in every_one}) == (36 if mode == "disable_cache" else len({*every_one}))
+        assert bool(index._made) == (mode != "disable_cache"), "what never comes again is not kept"
+
+    def test_only_so_many_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gracetune.data.index.MOST_MADE", 4)
+        index, other = made_up({"counts": [10]}), made_up({"counts": [10]})
+        assert visits(index, 2) == visits(other, 2)
+        assert 0 < len(index._made) <= 4
 
 
 class TestFlips:

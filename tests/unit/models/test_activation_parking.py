@@ -45,7 +45,7 @@ class CountingLane:
         self.events.append("join")
 
 
-def counted(least: int = 0) -> tuple[ActivationParking, CountingLane, list[int]]:
+def counted(least: int = 1) -> tuple[ActivationParking, CountingLane, list[int]]:
     lane, homes = CountingLane(), list[int]()
 
     def new_home(size: int) -> Tensor:

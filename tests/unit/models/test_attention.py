@@ -15,7 +15,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gracetune.config.run_config import Training
 from gracetune.errors import ConfigError
@@ -159,6 +159,30 @@ def test_a_model_runs_on_the_kernel_it_was_given(
     assert set(used_kernels[:calls]) == {allowed}
     assert set(used_kernels[calls:]) == {(True, True)}, "the other model keeps its own"
     assert _AttentionBackendRegistry.get_active_backend()[0] == AttentionBackendName.NATIVE
+
+
+@pytest.mark.parametrize(("family", "flavour", "component", "cls"), MODELS[:2])
+def test_cudnn_is_given_what_the_model_has_and_no_copies_of_it(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, family: str, flavour: str, component: str, cls: Any
+) -> None:
+    seen = []
+    original = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        only_cudnn = torch.backends.cuda.cudnn_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        seen.append((only_cudnn, query.is_contiguous()))
+        with sdpa_kernel(SDPBackend.MATH):  # there is no cuDNN here
+            return original(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", watched)
+    source = ModelSource("tiny", tiny_model(family, flavour))
+    model = load_component(source, component, cls, Placement(CPU, torch.float32, "_native_cudnn"))
+    answer(model, torch.float32)
+    assert set(seen) == {(True, False)}, "[B, tokens, heads, width], turned and not copied"
+    seen.clear()
+    apply_attention(model, "native")
+    answer(model, torch.float32)
+    assert {only_cudnn for only_cudnn, _ in seen} == {False}
 
 
 def test_a_unets_kernel_can_be_changed_and_released(

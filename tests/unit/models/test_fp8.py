@@ -74,9 +74,15 @@ class TestRounding:
         weight, by_output = by_rows(rows(64, 96, seed=2))
         bias = rows(64, seed=3)
         ours = product(values, weight.t(), scales, by_output.t().contiguous(), bias)
-        theirs = torch._scaled_mm(
-            values, weight.t(), scale_a=scales, scale_b=by_output.t().contiguous(), bias=bias, out_dtype=torch.bfloat16
-        )
+        try:
+            theirs = torch._scaled_mm(
+                values, weight.t(), scale_a=scales, scale_b=by_output.t().contiguous(), bias=bias,
+                out_dtype=torch.bfloat16,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if "only support" not in str(error):
+                raise
+            pytest.skip("torch 2.11 has no product with a scale for each row on a CPU")
         assert distance(ours, theirs) < 1e-3  # sums in another order may round to the neighbour
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 from torch import nn
 
 from gracetune.config.families import FAMILIES
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import Fused, KeyMap, Place, Rule
+from unit.models.original_names import sdxl_unet
 from unit.models.published import FLUX, QWEN, WAN, denoiser
 
 FLAVOURS = [
@@ -39,7 +42,13 @@ def adaptable(model: nn.Module) -> Iterator[str]:
             yield path
 
 
-def check_bijection(keys: KeyMap, paths: list[str]) -> None:
+@functools.cache
+def published_paths(family: str, flavour: str) -> tuple[str, ...]:
+    with torch.device("meta"):
+        return tuple(adaptable(denoiser(family, flavour)))
+
+
+def check_bijection(keys: KeyMap, paths: Sequence[str]) -> None:
     assert [path for path in paths if not keys.knows(path)] == []
     seen: dict[tuple[str, int], str] = {}
     for path in paths:
@@ -57,9 +66,56 @@ def check_bijection(keys: KeyMap, paths: list[str]) -> None:
 
 @pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
 def test_every_layer_of_the_published_models_has_one_name_in_each_layout(family: str, flavour: str) -> None:
-    with torch.device("meta"):
-        paths = list(adaptable(denoiser(family, flavour)))
-    check_bijection(KEY_MAPS[family], paths)
+    check_bijection(KEY_MAPS[family], published_paths(family, flavour))
+
+
+def original_names(family: str, flavour: str) -> dict[str, str]:
+    found = {path: KEY_MAPS[family].original(path) for path in published_paths(family, flavour)}
+    return {path: original.name for path, original in found.items() if original is not None}
+
+
+@pytest.mark.parametrize("flavour", WAN)
+def test_wans_original_names_are_those_diffusers_converts(flavour: str) -> None:
+    names = original_names("wan", flavour)
+    converted = convert_wan_transformer_to_diffusers({f"{name}.weight": path for path, name in names.items()})
+    assert converted == {f"{path}.weight": path for path in names}
+
+
+def test_sdxls_original_names_are_those_of_its_single_file() -> None:
+    """`sdxl_unet` is what diffusers' own reader of single files is tested with (test_single_file)."""
+    for path, name in original_names("sdxl", "base-1.0").items():
+        assert f"model.diffusion_model.{name}.weight" == sdxl_unet(f"{path}.weight")
+
+
+STABLE_AUDIO_OUTSIDE = {
+    **{f"{ours}.{layer}": f"to_{theirs}_embed.{layer}" for layer in (0, 2) for ours, theirs in (
+        ("timestep_proj", "timestep"), ("global_proj", "global"), ("cross_attention_proj", "cond"),
+    )},
+    "proj_in": "transformer.project_in", "proj_out": "transformer.project_out",
+    "preprocess_conv": "preprocess_conv", "postprocess_conv": "postprocess_conv",
+}  # fmt: skip
+STABLE_AUDIO_BLOCK = {
+    "attn1.to_q": ("self_attn.to_qkv", 0), "attn1.to_k": ("self_attn.to_qkv", 1), "attn1.to_v": ("self_attn.to_qkv", 2),
+    "attn1.to_out.0": ("self_attn.to_out", 0), "attn2.to_q": ("cross_attn.to_q", 0),
+    "attn2.to_k": ("cross_attn.to_kv", 0), "attn2.to_v": ("cross_attn.to_kv", 1),
+    "attn2.to_out.0": ("cross_attn.to_out", 0), "ff.net.0.proj": ("ff.ff.0.proj", 0), "ff.net.2": ("ff.ff.2", 0),
+}  # fmt: skip
+"""Name, and which part of it: as read in ComfyUI's `comfy/ldm/audio/dit.py`."""
+
+
+def test_stable_audios_original_names_are_those_of_comfyuis_model() -> None:
+    expected = {path: (name, 0) for path, name in STABLE_AUDIO_OUTSIDE.items()}
+    for block in range(24):
+        for path, (name, part) in STABLE_AUDIO_BLOCK.items():
+            expected[f"transformer_blocks.{block}.{path}"] = (f"transformer.layers.{block}.{name}", part)
+    found = {path: KEY_MAPS["stable_audio"].original(path) for path in published_paths("stable_audio", "open-1.0")}
+    assert {path: (one.name, one.part) for path, one in found.items() if one is not None} == expected
+
+
+@pytest.mark.parametrize("flavour", QWEN)
+def test_qwen_images_names_are_the_original_ones(flavour: str) -> None:
+    names = original_names("qwen_image", flavour)
+    assert names == {path: path for path in names}
 
 
 @pytest.mark.parametrize(("family", "flavour"), TINY)

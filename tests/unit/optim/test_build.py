@@ -18,6 +18,7 @@ from gracetune.optim.build import (
     named_state,
     optimizer_notes,
     parameter_names,
+    state_tensors,
 )
 from gracetune.optim.lion import Lion
 from gracetune.optim.naming import NamedState, StateMismatchError
@@ -233,6 +234,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+class Travelling(torch.optim.Optimizer):
+    """Keeps state where Prodigy does, which is not installed here."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        numerator = torch.tensor(3.0, dtype=torch.float64)
+        self.param_groups[0].update(distance=2.5, averaging=True, seen=(1, 2.0), numerator=numerator)
+
+
 class TestState:
     @pytest.mark.parametrize(("name", "changes"), CASES, ids=[f"{name}-{at}" for at, (name, _) in enumerate(CASES)])
     def test_a_resumed_run_is_the_uninterrupted_one_to_the_bit(self, name: str, changes: dict[str, Any]) -> None:
@@ -300,6 +312,20 @@ class TestState:
         held = {name for name, parameter in names.items() if again.state.get(parameter)}
         assert held == {name for name in names if name.startswith("low_noise/")}
 
+    def test_what_an_optimizer_keeps_in_its_groups_is_part_of_it(self) -> None:
+        """As Prodigy keeps the distance it has come, of every kind of number; what a config decides is not restored."""
+        parameters = {"weight": torch.nn.Parameter(torch.ones(2))}
+        first = Travelling([("weight", parameters["weight"])], lr=1.0)
+        parameters["weight"].grad = torch.ones(2)
+        first.step()
+        saved = named_state(first, parameters)
+        saved = NamedState(saved.tensors, json.loads(json.dumps(saved.json)))
+        again = Travelling([("weight", parameters["weight"])], lr=0.5)
+        load_named_state(again, parameters, saved)
+        group = again.param_groups[0]
+        assert (group["distance"], group["averaging"], group["seen"], group["lr"]) == (2.5, True, (1, 2.0), 0.5)
+        assert torch.equal(group["numerator"], torch.tensor(3.0, dtype=torch.float64))
+
     def test_a_changed_rate_counts_after_a_resume(self) -> None:
         groups = both()
         optimizer = build_optimizer(asked("adamw", lr=1e-3), groups)
@@ -309,3 +335,13 @@ class TestState:
         other = build_optimizer(asked("adamw", lr=1e-5), groups)
         load_named_state(other, parameter_names(groups), saved)
         assert other.param_groups[0]["lr"] == 1e-5
+
+
+@pytest.mark.parametrize("name", ["adamw", "automagic", "lion"])
+def test_what_an_optimizer_keeps_is_what_is_counted(name: str) -> None:
+    groups = both()
+    optimizer = build_optimizer(asked(name), groups)
+    give(groups, 0)
+    optimizer.step()
+    saved = named_state(optimizer, parameter_names(groups)).tensors
+    assert sum(one.numel() for one in state_tensors(optimizer)) == sum(one.numel() for one in saved.values()) > 0

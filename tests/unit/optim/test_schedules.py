@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gracetune.config import Environment, load
 from gracetune.config.run_config import Schedule
 from gracetune.errors import ConfigError
-from gracetune.optim.schedules import build_schedule, effective, learning_rate
+from gracetune.optim.schedules import build_schedule, effective, learning_rate, move_to
 
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "sine")
 FALLING = ("linear", "cosine", "polynomial", "cosine_with_restarts")
@@ -178,6 +178,23 @@ class TestBuilding:
         again.step()
         resumed.step()
         assert again.param_groups[0]["lr"] == whole[9]
+
+    @pytest.mark.parametrize("steps", [0, 2, 8])
+    def test_moves_to_a_number_of_steps(self, steps: int) -> None:
+        """Back or ahead: the very next optimizer step has the rate of that step, and so have those after it."""
+        asked = schedule("cosine", warmup_steps=3)
+        whole = followed(asked, 20, 1e-3)[0]
+        sgd = optimizer(1e-3)
+        scheduler = build_schedule(sgd, asked, optimizer_name="adamw", total=20).scheduler
+        for _ in range(5):
+            sgd.step()
+            scheduler.step()
+        move_to(scheduler, steps)
+        assert scheduler.last_epoch == steps
+        for step in range(steps, steps + 3):
+            assert sgd.param_groups[0]["lr"] == whole[step]
+            sgd.step()
+            scheduler.step()
 
 
 def test_a_simpletuner_config_is_told_how_our_sine_differs(tmp_path: Path) -> None:

@@ -265,6 +265,12 @@ class TestHub:
             telemetry.emit(step(1))
         assert told == ["late failed and is left out from here on: OSError: gone"]
 
+    def test_an_error_of_ours_is_told_in_its_own_words(self) -> None:
+        told: list[str] = []
+        error = TelemetryError("the webhook", found="no answer", expected="an answer", hint="check the network")
+        Telemetry([Failing("it", 0, error)], report=told.append).emit(step(1))
+        assert told == ["it failed and is left out from here on: no answer; check the network"]
+
     def test_threads_may_emit(self, tmp_path: Path) -> None:
         with Telemetry([JsonlSink(tmp_path / "events.jsonl")]) as telemetry:
             work = [

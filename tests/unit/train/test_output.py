@@ -19,7 +19,7 @@ from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import Placement
-from gracetune.train.output import base_weight, check_format, for_format
+from gracetune.train.output import RunFolder, base_weight, check_format, for_format
 from gracetune.train.trainee import Trainee
 from unit.adapters.formats import comfyui_reader
 from unit.adapters.formats.test_comfyui import in_original_layout
@@ -76,3 +76,29 @@ def test_a_runs_own_dora_gives_comfyui_the_weights_that_were_trained(path: Any, 
     )  # fmt: skip
     (note,) = check_format(trainee, config)
     assert "ComfyUI alone" in note
+
+
+def test_what_a_run_would_write_over_is_kept_under_another_name(tmp_path: Path) -> None:
+    folder, stages = RunFolder(tmp_path, "a [b]"), ("high_noise", "low_noise")
+
+    def there() -> dict[str, str]:
+        return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+    for stage in stages:
+        for step in (None, 2, 4):
+            folder.adapter(stage, step).write_text(f"{stage} {step}")
+    (tmp_path / "a [b]_000000004_other.safetensors").write_text("of someone else")
+    assert len(folder.set_aside(stages, after=2)) == 2
+    notes = folder.move_finished(stages, 4)
+    assert notes[0].endswith("it is now called finished-a [b]_000000004_high_noise.safetensors")
+    folder.remove_step(stages, 4)
+    kept = {
+        "a [b]_000000004_other.safetensors": "of someone else",
+        **{f"a [b]_000000002_{stage}.safetensors": f"{stage} 2" for stage in stages},
+        **{f"set-aside-a [b]_000000004_{stage}.safetensors": f"{stage} 4" for stage in stages},
+        **{f"finished-a [b]_000000004_{stage}.safetensors": f"{stage} None" for stage in stages},
+    }
+    assert there() == kept
+    folder.adapter("high_noise").write_text("again")
+    folder.move_finished(stages, 4)
+    assert there() == {**kept, "finished-2-a [b]_000000004_high_noise.safetensors": "again"}

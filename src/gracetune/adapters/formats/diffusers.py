@@ -110,19 +110,22 @@ def _number(value: float) -> int | float:
 
 
 def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
-    """Alpha by path and rank, as the header or PEFT's config beside the file gives it; None where neither is there."""
+    """Alpha by path and rank, as the header or PEFT's config beside the file gives it; None where neither does.
+
+    Where one of them is there and cannot be read, a scale of 1 would be a guess: the layers are refused.
+    """
     text = metadata.get(HEADER_ENTRY) or metadata.get(PEFT_CONFIG)
     if text is None:
         return None
     try:
         found = json.loads(text)
-    except ValueError:
-        return None
+    except (ValueError, RecursionError):  # the second: brackets nested by the thousand
+        found = None
     if not isinstance(found, dict):
-        return None
+        return _unreadable
     config = {name.removeprefix(f"{component}."): value for name, value in found.items()}
     alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
-    if not isinstance(alpha, int | float):
+    if alpha is None:
         return None
     values = patterns if isinstance(patterns, dict) else {}
     given = {text: _compiled(text) for text in values}
@@ -141,6 +144,10 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
         return float(value) * (math.sqrt(rank) if rank_stabilised else 1.0)
 
     return scale
+
+
+def _unreadable(path: str, rank: int) -> float:
+    raise LayerError(f"no alpha: {HEADER_ENTRY} in the header, or adapter_config.json beside it, is no JSON object")
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:

@@ -45,6 +45,7 @@ class Convention:
 def assemble(tensors: Mapping[str, Tensor], alpha: float | None, convention: Convention) -> Layer:
     """A layer from its tensors, by LoRA's names of them. Raises `LayerError`."""
     algorithm = _algorithm(tensors)
+    _check_numbers(tensors)
     _check_dimensions(tensors)
     if algorithm == "lokr":
         return _lokr(tensors, alpha, convention)
@@ -79,6 +80,13 @@ def _algorithm(tensors: Mapping[str, Tensor]) -> Algorithm:
     if names == {"diff_b"}:
         raise LayerError("diff_b without diff")
     raise LayerError(f"tensors of more than one kind of adapter: {_listed(names)}")
+
+
+def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
+    """Whole numbers are a quantised file's, and nothing here says what they have to be multiplied by."""
+    for name, tensor in tensors.items():
+        if name != "on_input" and not tensor.is_floating_point():
+            raise LayerError(f"{name} holds {tensor.dtype}: the weights of an adapter are bf16, fp16 or fp32")
 
 
 def _check_dimensions(tensors: Mapping[str, Tensor]) -> None:

@@ -14,19 +14,24 @@ from gracetune.telemetry.sinks.scalars import scalars
 _OUR_STEP = "step"
 
 
+def import_wandb() -> Any:
+    """The package; TelemetryError where it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise TelemetryError(
+            "logging.trackers: wandb",
+            found=f"it cannot be imported: {error}",
+            expected="the package wandb",
+            hint='pip install wandb, or --set logging.trackers=["tensorboard"]',
+        ) from None
+
+
 class WandbSink:
     name = "wandb"
 
     def __init__(self, project: str, run_folder: Path) -> None:
-        try:
-            self._wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise TelemetryError(
-                "logging.trackers: wandb",
-                found=f"it cannot be imported: {error}",
-                expected="the package wandb",
-                hint='pip install wandb, or --set logging.trackers=["tensorboard"]',
-            ) from None
+        self._wandb = import_wandb()
         self._project, self._run_folder = project, run_folder
         self._run: Any = None
 

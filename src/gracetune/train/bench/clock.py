@@ -19,6 +19,8 @@ from gracetune.memory.planning.plan import FP8_CAPABILITY
 from gracetune.train.bench.flops import Gemm
 from gracetune.train.bench.job import WARM_UP
 
+_FEWEST: Final = 3
+_WARM_S: Final = 5.0
 _ROUNDS: Final = 12
 _PRODUCTS: Final = 10
 _FP8_MOST: Final = 448.0
@@ -45,8 +47,13 @@ class Pace:
         return max(0.0, self.first_s - self.ms / 1000)
 
 
-def measure(step: Callable[[], Tensor], device: torch.device, samples: int) -> Pace:
-    """`step` gives its loss, which is read only at the end. A loss that is no number makes the times worth nothing."""
+def measure(
+    step: Callable[[], Tensor], device: torch.device, samples: int, *, within_s: float | None = None
+) -> Pace:  # fmt: skip
+    """`step` gives its loss, which is read only at the end. A loss that is no number makes the times worth nothing.
+
+    `within_s`: fewer samples where so many would take longer, three at least.
+    """
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
@@ -55,9 +62,9 @@ def measure(step: Callable[[], Tensor], device: torch.device, samples: int) -> P
     step()
     synchronize(device)
     first = time.perf_counter() - began
-    for _ in range(WARM_UP):
-        loss = step()
-    synchronize(device)
+    loss, second = _warmed_up(step, device)
+    if within_s is not None:
+        samples = min(samples, max(_FEWEST, int(within_s / second)))
     marks = [_mark(device)]
     for _ in range(samples):
         loss = step()
@@ -69,6 +76,16 @@ def measure(step: Callable[[], Tensor], device: torch.device, samples: int) -> P
         raise GracetuneError(f"the loss of the last step is {last}: what was timed is no training")
     times = tuple(_between(one, two) for one, two in pairwise(marks))
     return Pace(times, first, peak, last)
+
+
+def _warmed_up(step: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
+    """The last loss, and the seconds of a step. Steps that take long (video) have nothing left to warm after one."""
+    began, steps = time.perf_counter(), 0
+    while steps < WARM_UP and time.perf_counter() - began <= _WARM_S:
+        loss = step()
+        synchronize(device)
+        steps += 1
+    return loss, (time.perf_counter() - began) / steps
 
 
 def synchronize(device: torch.device) -> None:

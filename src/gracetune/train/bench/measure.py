@@ -32,6 +32,8 @@ from gracetune.train.runtime import Runtime, open_runtime
 from gracetune.units import MIB, format_bytes
 
 BASELINE_SAMPLES: Final = 10
+BASELINE_S: Final = 30.0
+"""A clip's baseline takes a quarter of a minute a step: then fewer samples have to do."""
 _LEFT: Final = 256 * MIB
 """Bytes that may still be held when a part is done: workspaces of libraries."""
 _LIBRARIES: Final = ("diffusers", "transformers", "peft", "lycoris-lora", "accelerate")
@@ -194,7 +196,7 @@ class Bench:
             loop = PlainLoop(job, config, model, targets, self.device)
             if loop.trained != trained:
                 raise GracetuneError(f"not the same adapter: {trained:,} and {loop.trained:,} trained parameters")
-            return measure(loop.step, self.device, BASELINE_SAMPLES)
+            return measure(loop.step, self.device, BASELINE_SAMPLES, within_s=BASELINE_S)
 
         key = ("baseline", job.bench, job.scale, job.adapter, job.batch, job.shape)
         pace: Pace = self._once(key, timed)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 from gracetune.config.spelling import nearest
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.train.bench.clock import free
 from gracetune.train.bench.job import FEWEST_SAMPLES, StepJob
 from gracetune.train.bench.measure import Bench
 from gracetune.train.bench.row import Bar, StepRow
@@ -48,13 +50,26 @@ def chosen(only: Sequence[str]) -> dict[str, Task]:
 def measured(
     bench: Bench, only: Sequence[str] = (), *, steps: int = FEWEST_SAMPLES, smoke: bool = False
 ) -> Iterator[StepRow]:
-    """Each as soon as it is done, so that whoever writes it down loses nothing when the machine is taken away."""
+    """Each as soon as it is done, so that whoever writes it down loses nothing when the machine is taken away.
+
+    A row that cannot be measured (no memory, a kernel torch does not have) costs none of the others: it is an error
+    when they are done.
+    """
     done: dict[str, StepRow] = {}
+    failed: dict[str, str] = {}
     for name, task in chosen(only).items():
         bench.say(f"-- {name}")
-        row = bench.row(replace(task.job, steps=steps, smoke=smoke), name)
-        done[name] = judged(row, task.bar, done)
-        yield done[name]
+        try:
+            row = bench.row(replace(task.job, steps=steps, smoke=smoke), name)
+        except (GracetuneError, RuntimeError) as error:  # torch's own errors are RuntimeErrors
+            bench.say(traceback.format_exc())
+            failed[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
+        else:
+            done[name] = judged(row, task.bar, done)
+            yield done[name]
+        free(bench.device)
+    if failed:
+        raise GracetuneError("not measured: " + "; ".join(f"{name}: {why}" for name, why in failed.items()))
 
 
 def judged(row: StepRow, bar: Bar, others: Mapping[str, StepRow]) -> StepRow:

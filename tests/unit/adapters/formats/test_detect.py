@@ -31,6 +31,11 @@ def test_our_own_files(family, algorithm, format, with_header, tiny_model) -> No
     assert found.evidence
 
 
+def test_lycoris_own_dora_is_what_its_header_says() -> None:
+    state = making.state("wan", {"blocks.0.attn1.to_q": (8, 8)}, "locon", options=("dora",))
+    assert detect(*FORMATS["lycoris"].write(state, torch.float32)).algorithms == ("locon",)
+
+
 def test_flux_and_qwen_image_share_names() -> None:
     """Blocks of the same width under the same names; told apart by the header, the depth, or the user."""
     tensors = {

@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from gracetune.adapters import delta
@@ -56,6 +59,8 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
         ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "not the shape"),
         ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.ones(2)}, "one number"),
         (lora() | {"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.ones(2, 8)}, "twice"),
+        ({key: value.to(torch.int8) for key, value in lora().items()}, "lora_A.weight holds torch.int8"),
+        ({f"{STEM}.diff": torch.ones(8, 8, dtype=torch.bool)}, "diff holds torch.bool"),
     ],
 )
 def test_broken_layers(tensors: dict[str, Tensor], says: str) -> None:
@@ -105,6 +110,45 @@ def test_an_alpha_is_the_number_that_was_written(alpha: float) -> None:
         tensors, header = FORMATS[format].write(state, torch.float16)
         found = FORMATS[format].read(tensors, header, "wan").checked().states[""]
         assert found.layers["blocks.0.attn1.to_q"].alpha == alpha
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_layers_of_unlike_rank_and_alpha(format: str) -> None:
+    """One of them with a scale of 1, and names of which one is the end of another: each keeps its own."""
+    made = {
+        path: making.state("flux", {path: (8, 8)}, "lora", rank=rank, alpha=alpha).layers[path]
+        for path, rank, alpha in (
+            ("single_transformer_blocks.0.proj_out", 2, 2.0),
+            ("transformer_blocks.0.attn.to_out.0", 2, 3.0),
+            ("proj_out", 4, 1.0),
+        )
+    }
+    tensors, header = FORMATS[format].write(AdapterState("flux", "", made), torch.float32)
+    found = FORMATS[format].read(tensors, header, "flux").checked().states[""].layers
+    assert {path: (one.rank, one.alpha) for path, one in found.items()} == {
+        path: (one.rank, one.alpha) for path, one in made.items()
+    }
+    if format == "diffusers":  # PEFT looks ranks up in its config before it has seen a tensor
+        config = json.loads(header["lora_adapter_metadata"])
+        patterns = config["transformer.rank_pattern"]
+        ranks = {path: patterns.get(get_pattern_key(patterns, path), config["transformer.r"]) for path in made}
+        assert ranks == {path: one.rank for path, one in made.items()}
+        wanted = LoraConfig(target_modules=config["transformer.target_modules"])
+        paths = [*made, "single_transformer_blocks.1.proj_out"]
+        assert [path for path in paths if check_target_module_exists(wanted, path)] == [*made]
+
+
+def test_a_bias_follows_its_rows_into_the_original_order() -> None:
+    """Flux' final norm has shift and scale the other way round there; its bias would otherwise be that of the other."""
+    state = making.state("flux", {"norm_out.linear": (8, 4)}, "full_delta", options=("bias",))
+    tensors, header = FORMATS["kohya"].write(state, torch.float32)
+    layer = state.layers["norm_out.linear"]
+    for name in ("diff", "diff_b"):
+        own = layer.tensors[name]
+        written = tensors[f"lora_unet_final_layer_adaLN_modulation_1.{name}"]
+        assert torch.equal(written, torch.cat((own[4:], own[:4])))
+    again = FORMATS["kohya"].read(tensors, header, "flux").checked().states[""].layers["norm_out.linear"]
+    assert all(torch.equal(again.tensors[name], own) for name, own in layer.tensors.items())
 
 
 @pytest.mark.parametrize("alpha", [9999999999.0, math.inf])
@@ -229,6 +273,7 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
         ({"lora_alpha": 10**400}, "an alpha of 1000"),
         ({"lora_alpha": math.inf}, "an alpha of inf"),
         ({"lora_alpha": math.nan}, "alpha is nan"),
+        ({"lora_alpha": "8"}, "an alpha of 8 in the header: no number"),
         ({"lora_alpha": 1, "alpha_pattern": {"(": 2}}, "cannot be followed"),
         ({"lora_alpha": 1, "alpha_pattern": {"([a-z0-9_.]+)+!": 2}}, "cannot be followed"),
         ({"lora_alpha": 1, "alpha_pattern": {".*.*.*.*.*!": 2}}, "cannot be followed"),
@@ -243,6 +288,25 @@ def test_a_header_that_says_no_number(config: dict[str, object], says: str) -> N
     tensors = {key: torch.tensor(1.0) for key in tensors}
     with pytest.raises(BrokenLayerError, match="not the shape"):
         FORMATS["diffusers"].read(tensors, header, "wan").checked()
+
+
+@pytest.mark.parametrize("entry", ["lora_adapter_metadata", "gracetune.adapter_config"])
+@pytest.mark.parametrize("text", ["{nope", "[1]", "null", "[" * 100_000, '{"lora_alpha": 8' + "0" * 5_000 + "}"])
+def test_a_header_that_cannot_be_read_is_no_scale_of_1(text: str, entry: str) -> None:
+    tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    with pytest.raises(BrokenLayerError, match="no alpha: lora_adapter_metadata"):
+        FORMATS["diffusers"].read(tensors, {entry: text}, "wan").checked()
+    told = {**tensors, "transformer.blocks.0.attn1.to_q.alpha": torch.tensor(2.0)}
+    layer = FORMATS["diffusers"].read(told, {entry: text}, "wan").checked().states[""].layers["blocks.0.attn1.to_q"]
+    assert layer.scale == 0.5
+
+
+def test_a_header_of_another_part_says_nothing_of_this_one() -> None:
+    """As diffusers reads it: without an alpha for the transformer its scale is 1."""
+    tensors = {f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    header = {"lora_adapter_metadata": json.dumps({"text_encoder.lora_alpha": 2})}
+    state = FORMATS["diffusers"].read(tensors, header, "wan").checked().states[""]
+    assert state.layers["blocks.0.attn1.to_q"].scale == 1.0
 
 
 @pytest.mark.parametrize("format", ["comfyui", "kohya", "lycoris", "diffusers"])

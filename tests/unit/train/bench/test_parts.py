@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +123,24 @@ def test_it_trains_the_adapter_and_nothing_else(wan: RandomModel, tmp_path: Path
 def test_clips_are_clips(wan: RandomModel, tmp_path: Path) -> None:
     with running(replace(JOB, frames=81, batch=2), wan, tmp_path) as run:
         assert bool(run.step().isfinite())
+
+
+def test_steps_that_take_long_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("gracetune.train.bench.clock.time.perf_counter", lambda: clock[0])
+
+    def taking(seconds: float) -> Callable[[], torch.Tensor]:
+        def step() -> torch.Tensor:
+            clock[0] += seconds
+            return torch.ones(())
+
+        return step
+
+    began = clock[0]
+    assert measure(taking(15.0), CPU, 10, within_s=30).samples_ms == (15_000.0,) * 3
+    assert clock[0] - began == 5 * 15, "the first, one to warm up, three"
+    assert len(measure(taking(1.0), CPU, 10, within_s=30).samples_ms) == 10
+    assert len(measure(taking(15.0), CPU, 10).samples_ms) == 10
 
 
 def test_a_loss_that_is_no_number_is_not_timed() -> None:

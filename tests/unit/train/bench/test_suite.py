@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any, cast
 
 import pytest
+import torch
 
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, GracetuneError
+from gracetune.train.bench.measure import Bench
 from gracetune.train.bench.row import ROW_KEYS, Bar, StepRow
-from gracetune.train.bench.suite import WAN14B, chosen, judged
+from gracetune.train.bench.suite import WAN14B, chosen, judged, measured
 
 ROW = StepRow(
     bench="wan14b", adapter="lora", precision="bf16", batch=1, resolution=1024, frames=1, checkpointing="auto",
@@ -57,3 +60,28 @@ def test_rows_are_chosen_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         chosen(["lokrr"])
     assert caught.value.problems[0].hint == "--only lokr"
+
+
+class Failing:
+    """A bench one of whose rows does not fit."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def row(self, job: Any, name: str) -> StepRow:
+        if name == "lora-45gib":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        return replace(ROW, name=name)
+
+
+def test_a_row_that_fails_costs_no_other_row_and_is_an_error_in_the_end() -> None:
+    bench = Failing()
+    rows = measured(cast(Bench, bench), ["lora", "lora-45gib", "lokr"])
+    assert [next(rows).name, next(rows).name] == ["lora", "lokr"]
+    with pytest.raises(GracetuneError, match=r"^not measured: lora-45gib: CUDA out of memory\.$"):
+        next(rows)
+    assert any("Traceback" in text for text in bench.said)

@@ -1,0 +1,43 @@
+"""What `gracetune train` shows, in the terminals people have."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.train_view import bars
+from gracetune.telemetry.progress import Standing
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
+    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, uvm_stage=1)
+    written = io.StringIO()
+    console = Console(file=written, width=width, force_terminal=True, color_system=None)
+    shown = bars(console)
+    shown.add_task("training", total=20000, completed=1234, more=standing.line().partition(" · ")[2])
+    console.print(shown.get_renderable())
+    line = written.getvalue().rstrip("\n")
+    assert "\n" not in line
+    assert "training" in line
+    assert "1234/20000 loss 0.1234" in line
+    assert ("ETA 7h 55m" in line) == (width >= 80)
+
+
+def test_what_nobody_can_act_on_is_not_shown() -> None:
+    with warnings.catch_warnings(record=True) as told, libraries_quiet():
+        torch.nn.utils.weight_norm(torch.nn.Linear(2, 2))
+        warnings.warn("another one", FutureWarning, stacklevel=1)
+    assert [str(one.message) for one in told] == ["another one"]
+
+
+def test_a_warning_of_python_is_told_without_the_code_it_came_from(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    with libraries_quiet(told.append):
+        warnings.warn("first\n  second", UserWarning, stacklevel=1)
+    assert (told, capsys.readouterr().err) == (["first second"], "")

@@ -1,0 +1,44 @@
+"""scripts/gpu_session.sh without a GPU: its usage every day, a step in its smoke form where there is time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def session(*given: str, seconds: float = 60, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / "gpu_session.sh"), *given],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env={**os.environ, "PYTHON": sys.executable, **variables},
+    )
+
+
+@pytest.mark.parametrize("given", [(), ("tests",), ("nothing", "OUT"), ("tests steps", "OUT")])
+def test_a_step_it_does_not_have_is_answered_with_those_it_has(given: tuple[str, ...], tmp_path: Path) -> None:
+    done = session(*(str(tmp_path / "out") if one == "OUT" else one for one in given))
+    assert done.returncode == 2
+    assert "tests, steps, others, video, parts or learning" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_a_step_writes_its_rows_and_no_folder_of_the_machine(tmp_path: Path) -> None:
+    done = session("others", str(tmp_path), seconds=280, SMOKE="1", COMMIT="abc", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "exit 0" in done.stdout
+    text = (tmp_path / "steps-others-h200.json").read_text()
+    assert str(tmp_path) not in text
+    assert str(ROOT) not in text
+    assert [row["name"] for row in json.loads(text)["rows"]] == ["lokr", "lora-fp8"]
+    assert (tmp_path / "others.log").stat().st_size > 0

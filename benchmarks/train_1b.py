@@ -151,7 +151,7 @@ def write_model(folder: Path, size: Size, device: torch.device) -> Path:
     kept = {name: narrow[name] for name in ("in_channels", "out_channels", "text_dim")}
     torch.manual_seed(0)
     with torch.device(device):
-        wide = WanTransformer3DModel(
+        wide: Any = WanTransformer3DModel(
             num_layers=size.layers, num_attention_heads=size.heads, attention_head_dim=128, ffn_dim=size.ffn, **kept
         )
     wide.to(torch.bfloat16).save_pretrained(str(part))
@@ -233,7 +233,7 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
     attention = "flash" if device.type == "cuda" else "sdpa"
     torch.use_deterministic_algorithms(True)
     # That fills memory nobody has written yet, to show programs that read it; here it would only be time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         whole, parted = (
             run_config(folder, size, model, pictures, name, size.steps, attention=attention, log_every=1)
@@ -244,7 +244,7 @@ def _resumed(folder: Path, size: Size, model: Path, pictures: Path, device: torc
         resumed = _run(parted).result
     finally:
         torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     one, two = ([(each.step, each.loss, each.grad_norm) for each in _events(run, StepDone)] for run in (whole, parted))
     different = sum(a != b for a, b in zip(one, two, strict=True))
     off = mean(abs(a[1] - b[1]) / abs(a[1]) for a, b in zip(one, two, strict=True))
@@ -296,6 +296,7 @@ class Pace:
 
 def _timed_run(config: RunConfig, device: torch.device) -> Pace:
     ran = _run(config)
+    assert ran.result.dry is not None, "a run that had nothing left to do"
     steps = [event.step_ms for event in _events(config, StepDone)]
     trained = _events(config, MemorySampled)[-1].used_bytes["device" if device.type == "cuda" else "host"]
     return Pace(

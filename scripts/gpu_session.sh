@@ -8,6 +8,7 @@
 #   video     row video                                                                          8 min
 #   parts     bench cache, memory, optim; train_1b's pace                                        5-6 min
 #   learning  train_1b's resumed run beside the curves of numerics.py (no times are read here)   6 min
+#   blocks    other ways of computing a block's adapters: what to build next                     6 min
 # SMOKE=1 runs the same commands on tiny models, on a CPU too: does everything start, end and write its file?
 # Every result is a file in OUT as soon as it has a row, beside OUT/STEP.log. What runs too long is ended by SIGKILL:
 # a SIGTERM would also end torch's compile workers, and the next compile would wait for them for ever.
@@ -16,11 +17,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | steps | others | video | parts | learning) ;;
+    tests | steps | others | video | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, parts or learning" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -61,11 +62,12 @@ os._exit(code if isinstance(code, int) else int(code is not None))'
 bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"; }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
-suite=(suite) small_train=() small_curves=(--seeds 3) only_collect=()
+suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() only_collect=()
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
     small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
     small_curves=(--seeds 2 --steps 60)
+    small_blocks=(--smoke --samples 3)
     only_collect=(--collect-only)
 fi
 
@@ -96,6 +98,7 @@ case $step in
             --output build/session/numerics-h200.json
         wait
         ;;
+    blocks) script 535 block_variants.py --output build/session/block-variants-h200.json "${small_blocks[@]}" ;;
 esac
 
 "$python" - "$out" "${COMMIT:-}" <<'PY' | tee -a "$out/$step.log"

@@ -18,8 +18,8 @@ pytestmark = [
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    turned = (one.permute(0, 2, 1, 3) for one in (query, key, value))
-    return scaled_dot_product_attention(*turned).permute(0, 2, 1, 3)
+    q, k, v = (one.permute(0, 2, 1, 3) for one in (query, key, value))
+    return scaled_dot_product_attention(q, k, v).permute(0, 2, 1, 3)
 
 
 @pytest.mark.parametrize("captions", [512, 1024], ids=["cross", "self"])

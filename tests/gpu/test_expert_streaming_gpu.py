@@ -26,7 +26,8 @@ class Block(nn.Module):
         self.down = nn.Linear(WIDTH, 16, bias=False, device=CUDA, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.base(x)) * self.down(x).mean(-1, keepdim=True)
+        added: Tensor = torch.tanh(self.base(x)) * self.down(x).mean(-1, keepdim=True)
+        return x + added
 
 
 class Expert(nn.Module):

@@ -29,7 +29,7 @@ class Denoiser(nn.Module):
         )
         with torch.no_grad():
             for layer in self.layers:
-                layer.weight.normal_(std=WIDTH**-0.5, generator=generator)  # type: ignore[union-attr,operator]
+                layer.weight.normal_(std=WIDTH**-0.5, generator=generator)  # type: ignore[operator]
         self.requires_grad_(False)
         self.adapter = nn.Linear(WIDTH, 8, device=CUDA)
 
@@ -57,7 +57,7 @@ def free_bytes() -> int:
 def take_turns(host: ExpertHost) -> None:
     """Every weight the same, every answer the same, whoever was away in between."""
     inputs = torch.randn(4, WIDTH, device=CUDA, dtype=torch.bfloat16)
-    adapters = {name: [p.data_ptr() for p in host.module(name).adapter.parameters()] for name in host.names}  # type: ignore[union-attr,operator]
+    adapters = {name: [p.data_ptr() for p in host.module(name).adapter.parameters()] for name in host.names}  # type: ignore[union-attr]
     weights, answers = {}, {}
     for name in host.names:
         answers[name] = host.activate(name)(inputs)
@@ -72,7 +72,7 @@ def take_turns(host: ExpertHost) -> None:
         assert_as_before(model, weights[name])
     for name in host.names:
         assert_as_before(host.module(name), weights[name])
-        assert [p.data_ptr() for p in host.module(name).adapter.parameters()] == adapters[name]  # type: ignore[union-attr,operator]
+        assert [p.data_ptr() for p in host.module(name).adapter.parameters()] == adapters[name]  # type: ignore[union-attr]
 
 
 def test_pinned_parking_is_exact() -> None:
@@ -110,7 +110,7 @@ def test_pinned_parking_gives_the_memory_back_and_takes_one_block() -> None:
 
 def read_ms(module: Denoiser) -> float:
     """All weights once, by the GPU: over the link that takes many times as long as from its own memory."""
-    return timed_ms(lambda: [layer.weight.view(torch.int32).sum() for layer in module.layers], 0)  # type: ignore[union-attr,operator]
+    return timed_ms(lambda: [layer.weight.view(torch.int32).sum() for layer in module.layers], 0)  # type: ignore[operator]
 
 
 def test_managed_parking_sends_the_pages_away_and_their_room_counts_as_room(heap: ManagedHeap) -> None:
@@ -216,7 +216,7 @@ def test_what_is_chosen_for_attention_runs_and_trains() -> None:
     for asked in ("flash", "cudnn", "efficient", "math"):
         if asked in facts.lacking:
             continue
-        backend = choose_attention(asked, facts).backend  # type: ignore[arg-type]
+        backend = choose_attention(asked, facts).backend
         assert backend is not None
         with sdpa_kernel(_KERNELS[backend]):
             torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()

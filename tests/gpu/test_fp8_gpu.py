@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ pytestmark = [
 LAYOUTS: tuple[Fp8Layouts, ...] = ("both", "one")
 
 
-def both_ways(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+def both_ways(layer: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     x = x.detach().clone().requires_grad_()
     answer = layer(x)
     answer.backward(gradient)

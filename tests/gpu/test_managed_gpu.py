@@ -57,6 +57,8 @@ def test_managed_memory_takes_part_in_autograd(heap: ManagedHeap) -> None:
     inputs = torch.randn(64, 256, device=CUDA)
     for tensor in (weight, plain):
         (inputs @ tensor).square().sum().backward()
+    assert weight.grad is not None
+    assert plain.grad is not None
     assert torch.equal(weight.grad, plain.grad)
     del weight
 
@@ -98,6 +100,7 @@ def test_overflow_serves_backward_and_small_requests(uvm: Uvm) -> None:
         assert after_backward >= filled + 16 * MIB, "the gradient was made in another thread, with the GPU full"
         assert arena.usage().active > after_backward, "small requests look for blocks of their own"
         assert [tensor[0].item() for tensor in small[::97]] == [float(index) for index in range(0, 6000, 97)]
+        assert weight.grad is not None
         assert torch.equal(weight.grad, expected)
     del small, weight, expected, filler
     arena.close()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from gracetune.data.draws import draw
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
+from gracetune.optim.averages import averaged
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp
 from gracetune.optim.schedules import move_to
@@ -122,14 +123,7 @@ class Job:
     @contextmanager
     def as_delivered(self) -> Iterator[None]:
         """Inside, the model has the weights a user gets: the averages, where the run keeps some."""
-        optimizer: Any = self.optimizer
-        averages = hasattr(optimizer, "eval") and hasattr(optimizer, "train")  # schedule-free optimizers have both
-        with ExitStack() as stack:
-            if averages:
-                optimizer.eval()
-                stack.callback(optimizer.train)
-            if self.ema is not None:
-                stack.enter_context(self.ema.swapped())
+        with averaged(self.optimizer), nullcontext() if self.ema is None else self.ema.swapped():
             yield
 
     def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted:

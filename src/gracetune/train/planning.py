@@ -136,13 +136,19 @@ def choose(
         why += "; the blocks' inputs wait in host memory until their backward pass: they do not fit beside the rest"
     lines = (
         f"attention: {attention.reason}",
-        f"gradient checkpointing {'on' if recompute else 'off'}: {why}",
+        f"gradient checkpointing {_repeating(recompute, budget)}: {why}",
         f"torch.compile {_compiling(shapes) if compiled else 'off'}",
     )
     return Choices(
         recompute, budget, compiled, attention.backend, fp8_layouts=planned.fp8_layouts,
         park_inputs=parks, shapes="one" if shapes == 1 else "several",
     ), lines  # fmt: skip
+
+
+def _repeating(recompute: bool, budget: float | None) -> str:
+    if recompute:
+        return "on"
+    return "off" if budget is None or budget == 1 else f"in part ({budget:.0%} of the activations kept)"
 
 
 def _compiling(shapes: int | None) -> str:

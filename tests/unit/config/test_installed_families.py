@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -25,7 +26,7 @@ def installed(*points: tuple[str, str]) -> InstalledFamilies:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A family's folder with one module that is whole and one that cannot be imported."""
     name = "a_family_of_ones_own"
     folder = tmp_path / name
@@ -34,7 +35,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "keys.py").write_text("KEYS = ('a', 'b')\n")
     (folder / "spec.py").write_text("from gracetune.models.spec import NothingOfThatName\n")
     monkeypatch.syspath_prepend(tmp_path)
-    return name
+    yield name
+    for imported in [one for one in sys.modules if one.split(".")[0] == name]:
+        del sys.modules[imported]  # the next test has it elsewhere
 
 
 def test_names_come_after_ours_each_once() -> None:

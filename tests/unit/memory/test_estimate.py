@@ -162,7 +162,7 @@ class TestActivations:
 
     def test_without_a_compiler_there_is_no_half(self) -> None:
         assert demand_of(run_config(), compiled=False).settings.policies == ("off", "full")
-        assert demand_of(run_config(), compiled=True).settings.policies == ("off", "half", "full")
+        assert demand_of(run_config(), compiled=True).settings.policies == ("off", "half", "quarter", "tenth", "full")
 
     def test_a_dataset_with_its_own_batch_size_is_named(self) -> None:
         datasets = [{"id": "a", "path": "/nowhere"}, {"id": "b", "path": "/nowhere", "batch_size": 3}]

@@ -75,7 +75,7 @@ class TestJson:
         assert set(found["lines"][0]) == {"name", "role", "bytes", "tier", "phases", "reason"}
         assert [phase["phase"] for phase in found["phases"]] == ["encode text", "encode latents", "train", "sample"]
         assert set(found["changes"][0]) == {"key", "from", "to", "saves", "reason", "automatic"}
-        assert set(found["training_peak_gib"]) == {"off", "half", "full"}
+        assert set(found["training_peak_gib"]) == {"off", "half", "quarter", "tenth", "full"}
 
     def test_a_bare_machine_is_as_good_as_a_report(self, config: Path, report: Path, tmp_path: Path) -> None:
         bare = tmp_path / "machine.json"

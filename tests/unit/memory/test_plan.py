@@ -140,13 +140,18 @@ class TestLadder:
         assert tier_of(found, "low-noise expert") == "device"
 
     @pytest.mark.parametrize(
-        ("gigabytes", "value", "budget"), [(90, "off", 1.0), (60, "auto", 0.5), (40, "full", None)]
+        ("gigabytes", "value", "budget"),
+        [(90, "off", 1.0), (60, "auto", 0.5), (46, "auto", 0.25), (40, "auto", 0.1), (36, "full", None)],
     )
     def test_auto_repeats_as_little_as_it_must(self, gigabytes: float, value: str, budget: float | None) -> None:
         found = plan(demand(), small_gpu(gigabytes))
         assert found.verdict == "fits"
         assert (found.checkpointing.value, found.checkpointing.activation_memory_budget) == (value, budget)
         assert all(entry.automatic for entry in found.changes)
+        told = {"half": "about 7 %", "quarter": "between 7 %", "tenth": "between 7 %", "full": "1.4x slower"}
+        steps = [entry for entry in found.changes if entry.key == "training.gradient_checkpointing"]
+        assert all(told[entry.after.removeprefix("auto: ")] in entry.why for entry in steps)
+        assert bool(steps) == (value != "off")
 
     def test_off_is_the_users_word_and_changing_it_is_a_change(self) -> None:
         found = plan(demand(training={"gradient_checkpointing": "off"}), small_gpu(60))

@@ -21,7 +21,7 @@ MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
 KNOWN = {name: load_recording(MACHINES / name) for name in ("gh200-numa", "gh200-cdmm", "x86-h200", "gb10", "cpu-only")}
 SIZE = st.integers(0, 80 * GIB)
 RANK = {"does not fit": 0, "fits with these changes": 1, "fits": 2}
-ORDER: tuple[Policy, ...] = ("off", "half", "full")
+ORDER: tuple[Policy, ...] = ("off", "half", "quarter", "tenth", "full")
 
 
 @st.composite

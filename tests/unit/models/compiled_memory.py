@@ -74,6 +74,22 @@ def use_opaque_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
 
 
+def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own operator: a budget goes to what takes longest to compute, and of this one torch knows how long."""
+    from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+
+    def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
+        return FLASH(query, key, value, 0.0, False, False)[0]
+
+    def tokens_first(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
+        return heads_first(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
+
+    for module in (transformer_flux, transformer_qwenimage, transformer_wan):
+        monkeypatch.setattr(module, "dispatch_attention_fn", tokens_first)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
+
+
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 _VIEWS = {
     torch.ops.aten.permute.default,
     torch.ops.aten.view.default,
@@ -86,8 +102,16 @@ _VIEWS = {
 def kept_by_compiler(
     build: Callable[[], nn.Module], call: Callable[[nn.Module], Any], *, batch: int, budget: float = 1.0
 ) -> int:
-    """Bytes kept for the backward pass: what the graph saves, and those of its inputs that carry a batch."""
+    return split_by_compiler(build, call, batch=batch, budget=budget)[0]
+
+
+def split_by_compiler(
+    build: Callable[[], nn.Module], call: Callable[[nn.Module], Any], *, batch: int, budget: float = 1.0
+) -> tuple[int, Any]:
+    """Bytes kept for the backward pass (what the graph saves, and those of its inputs that carry a batch), and that
+    pass as a graph."""
     kept: dict[str, torch.Tensor] = {}
+    passes: list[Any] = []
 
     def partition(joint: Any, joint_inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         joint_graph_passes(joint)
@@ -96,6 +120,7 @@ def kept_by_compiler(
         )
         outputs = next(node for node in forward.graph.nodes if node.op == "output").args[0]
         kept.update(_activations(outputs[num_fwd_outputs:], batch))
+        passes.append(backward.graph)
         return forward, backward
 
     with FakeTensorMode(allow_non_fake_inputs=True), functorch_config.patch(activation_memory_budget=budget):
@@ -110,7 +135,7 @@ def kept_by_compiler(
             decompositions=select_decomp_table(),
         )
         compiled(*weights, *arguments)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values())
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept.values()), passes[0]
 
 
 def _as_function(

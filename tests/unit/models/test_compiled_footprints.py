@@ -16,11 +16,11 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from gracetune.config.run_config import Adapter
-from gracetune.memory.planning.activations import HALF, Method, activations
+from gracetune.memory.planning.activations import BUDGETS, Method, Policy, activations
 from gracetune.memory.planning.footprint import Block
 from gracetune.memory.planning.trainable import select
 from gracetune.models.registry import FOOTPRINTS
-from unit.models.compiled_memory import kept_by_compiler
+from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
 from unit.models.meta_memory import BF16, LoraLinear, adapt
 
 BATCH = 2
@@ -103,7 +103,7 @@ def adapted(case: Case) -> nn.Module:
     return block
 
 
-def predicted(case: Case) -> int:
+def predicted(case: Case, policy: Policy = "off") -> int:
     """One block with LoRA on every matrix, alone in its model."""
     from dataclasses import replace
 
@@ -112,7 +112,8 @@ def predicted(case: Case) -> int:
     image = int(case.tokens / block.tokens)
     tokens = {"image": image, "text": case.text, "joint": case.tokens + case.text, "vision": 0}
     method = Method(compiled=True, adapter_path="plain")
-    return BATCH * activations(footprint, tokens, select(footprint, Adapter(kind="lora")), method)[0].kept
+    found = activations(footprint, tokens, select(footprint, Adapter(kind="lora")), method)
+    return BATCH * next(one.kept for one in found if one.policy == policy)
 
 
 @pytest.mark.usefixtures("opaque_attention")
@@ -129,8 +130,24 @@ class TestCompiledBlocks:
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH)
         assert predicted(case) == pytest.approx(kept, rel=0.01)
 
-    @pytest.mark.full
-    @pytest.mark.parametrize("case", [WAN, OTHERS["flux single"]])
-    def test_half_the_budget_keeps_half(self, case: Case) -> None:
-        kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=0.5)
-        assert predicted(case) * HALF == pytest.approx(kept, rel=0.08)
+
+@pytest.mark.full
+class TestBudgets:
+    @pytest.fixture(autouse=True)
+    def _flash(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        use_flash_attention(monkeypatch)
+
+    @pytest.mark.parametrize("policy", ["half", "quarter", "tenth"])
+    @pytest.mark.parametrize("case", [WAN, OTHERS["flux single"], OTHERS["sdxl"]])
+    def test_a_part_is_kept(self, case: Case, policy: Policy) -> None:
+        budget = float(BUDGETS[policy])
+        kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=budget)
+        assert 0.75 * predicted(case, policy) < kept < 1.08 * predicted(case, policy)
+
+    @pytest.mark.parametrize(("policy", "repeated"), [("tenth", [512]), ("nothing", [512, 4096])])
+    def test_what_takes_longest_is_not_repeated(self, policy: Any, repeated: list[int]) -> None:
+        """A tenth keeps what image tokens see of each other; what they see of the caption is computed again."""
+        budget = float(BUDGETS.get(policy, 0))
+        _, backward = split_by_compiler(lambda: adapted(WAN), lambda _block: WAN.call(), batch=BATCH, budget=budget)
+        keys = [node.args[1].meta["val"].shape[2] for node in backward.nodes if node.target is FLASH]
+        assert sorted(keys) == repeated

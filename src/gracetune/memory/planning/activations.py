@@ -12,7 +12,7 @@ do it again on the meta device). What an adapter adds depends on how it is compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -21,9 +21,13 @@ from gracetune.memory.planning.adapter_paths import Computation, computation, re
 from gracetune.memory.planning.footprint import Block, Footprint, Kept, Stream, Tokens
 from gracetune.memory.planning.trainable import Selection, Target
 
-Policy = Literal["off", "half", "full"]
-"""`off` keeps everything; `half` is torch.compile's activation budget of 0.5; `full` repeats every block's forward."""
-HALF = Fraction(1, 2)
+Policy = Literal["off", "half", "quarter", "tenth", "full"]
+"""`off` keeps everything, `full` the blocks' inputs, and repeats every block's forward. Between them torch.compile
+keeps what takes longest to compute for its size: a tenth is the inputs and the image tokens' attention."""
+BUDGETS: Mapping[Policy, Fraction] = {
+    "off": Fraction(1), "half": Fraction(1, 2), "quarter": Fraction(1, 4), "tenth": Fraction(1, 10)
+}  # fmt: skip
+"""The compiler's activation_memory_budget; `full` is not its doing."""
 STAYING = 2
 """Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
 
@@ -40,7 +44,7 @@ class Method:
     @property
     def policies(self) -> tuple[Policy, ...]:
         """From the fastest to the smallest. The budget is the compiler's, so it needs one."""
-        return ("off", "half", "full") if self.compiled else ("off", "full")
+        return (*BUDGETS, "full") if self.compiled else ("off", "full")
 
 
 @dataclass(frozen=True)
@@ -89,13 +93,19 @@ def _under(policy: Policy, costs: list[_Cost], working: int, method: Method) -> 
     gradient = max(cost.gradient for cost in costs)
     if policy == "off":
         return Activations(policy, everything, working, rebuilt + gradient)
-    if policy == "half":
-        return Activations(policy, max(enters, int(everything * HALF)), working, int(rebuilt * HALF) + gradient)
+    # From `half`, whose peaks were measured and show nothing of what is repeated, in a line to `full`.
+    way = 1 - 2 * BUDGETS.get(policy, Fraction(0))
+    kept = _between(max(enters, everything // 2), enters, way)
+    rebuilt = _between(rebuilt // 2, max(cost.rebuilt for cost in costs), way)
     repeated = max(cost.kept for cost in costs)
     # Beside those that stay, one is on its way there and one on its way back.
     staying = (STAYING + 2) * max(cost.enters for cost in costs)
-    rebuilt = max(cost.rebuilt for cost in costs) + gradient
-    return Activations(policy, enters, working + repeated, rebuilt, parkable=max(0, enters - staying))
+    parkable = max(0, enters - staying) if policy == "full" else 0
+    return Activations(policy, kept, working + int(way * repeated), rebuilt + gradient, parkable)
+
+
+def _between(first: int, last: int, way: Fraction) -> int:
+    return int(first + way * (last - first))
 
 
 def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:

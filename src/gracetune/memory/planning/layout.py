@@ -129,8 +129,9 @@ def largest_workload(demand: Demand, choice: Choice) -> Workload:
 def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
     load = largest_workload(demand, choice)
     batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
-    kept = {"off": "all kept", "half": "half kept, half repeated", "full": "blocks' inputs kept"}
-    why = f"batch {batch}, {kept[choice.policy]}; {load.label}"
+    whole = {"off": "all kept", "full": "blocks' inputs kept"}
+    kept = whole.get(choice.policy, f"a {choice.policy} kept, the rest repeated")
+    why = f"batch {batch}, {kept}; {load.label}"
     parked = batch * entry.parkable if choice.park_inputs else 0
     yield Need("activations", "activations", batch * entry.kept - parked, ("train",), why)
     if parked:

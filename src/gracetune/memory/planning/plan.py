@@ -12,7 +12,7 @@ from typing import Literal
 
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena_size import Room, arena_size
-from gracetune.memory.planning.activations import Policy
+from gracetune.memory.planning.activations import BUDGETS, Policy
 from gracetune.memory.planning.demand import Demand, Phase
 from gracetune.memory.planning.layout import Choice, Layout, Line, largest_workload, lay
 from gracetune.memory.planning.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
@@ -20,7 +20,10 @@ from gracetune.units import format_bytes
 
 Verdict = Literal["fits", "fits with these changes", "does not fit", "unknown"]
 CheckpointingValue = Literal["off", "auto", "full"]
-CONFIG_VALUE: dict[Policy, CheckpointingValue] = {"off": "off", "half": "auto", "full": "full"}
+CONFIG_VALUE: dict[Policy, CheckpointingValue] = {
+    "off": "off", "half": "auto", "quarter": "auto", "tenth": "auto", "full": "full"
+}  # fmt: skip
+COSTS: dict[Policy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
 INPUTS = "placement: block inputs"
 """Of the change that parks inputs of repeated blocks."""
 FP8_CAPABILITY = (9, 0)
@@ -46,7 +49,7 @@ class Checkpointing:
 
     value: CheckpointingValue
     activation_memory_budget: float | None
-    """For torch.compile: 0.5 keeps half of the activations; None where it does not apply."""
+    """For torch.compile: the part of the activations it may keep; None where it does not apply."""
     why: str
 
 
@@ -282,7 +285,7 @@ def _described(
     if before.policy != after.policy:
         automatic = settings.checkpointing == "auto"
         first, then = ("auto: off", f"auto: {after.policy}") if automatic else ("off", CONFIG_VALUE[after.policy])
-        cost = "about 7 % slower" if after.policy == "half" else "forward passes run twice: 1.4x slower"
+        cost = COSTS.get(after.policy, "more of each forward pass runs twice: between 7 % and 1.4x slower")
         yield Change("training.gradient_checkpointing", first, then, saved, cost, automatic)
     if before.park_inputs != after.park_inputs:
         where = tiers[tiers.parking].label
@@ -334,7 +337,8 @@ def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choic
     batch = min(load.batch, chosen.batch_cap)
     sizes = ", ".join(f"{entry.policy} {format_bytes(entry.total(batch))}" for entry in load.activations)
     value = CONFIG_VALUE[chosen.policy]
-    budget = {"off": 1.0, "half": 0.5}.get(chosen.policy) if "half" in demand.settings.policies else None
+    part = BUDGETS.get(chosen.policy) if "half" in demand.settings.policies else None
+    budget = None if part is None else float(part)
     if demand.settings.checkpointing != "auto" and demand.settings.checkpointing == value:
         why = f"as the config says ({sizes})"
     elif chosen.policy == "off":

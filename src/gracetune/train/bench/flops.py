@@ -49,11 +49,11 @@ class StepFlops:
     def model(self) -> int:
         return self.forward + self.backward
 
-    def hardware(self, policy: Policy) -> int | None:
-        """With what is computed again; None where only the compiler knows how much that is."""
-        if policy == "half":
-            return None
-        return self.model + (self.forward if policy == "full" else 0)
+    def hardware(self, policy: Policy, share: float | None) -> int | None:
+        """With what is computed again; `share` is that of the forward pass the compiler repeats, None if unknown."""
+        if policy in ("off", "full"):
+            return self.model + (self.forward if policy == "full" else 0)
+        return None if share is None else self.model + int(share * self.forward)
 
 
 def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops:

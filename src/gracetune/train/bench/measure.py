@@ -19,15 +19,15 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, MachineError
 from gracetune.hardware import Machine
-from gracetune.memory.planning.activations import Policy
 from gracetune.train.bench.clock import Pace, ceilings, free, measure
 from gracetune.train.bench.flops import StepFlops, count
 from gracetune.train.bench.job import FEWEST_SAMPLES, Scale, StepJob, checked, config_of
 from gracetune.train.bench.numerics import Numerics, gradient_check
 from gracetune.train.bench.plain import PlainLoop
 from gracetune.train.bench.random_model import RandomModel, make_model
+from gracetune.train.bench.repeated import counting
 from gracetune.train.bench.row import StepRow, gib
-from gracetune.train.bench.trainer import decide, trainer
+from gracetune.train.bench.trainer import Decided, decide, trainer
 from gracetune.train.runtime import Runtime, open_runtime
 from gracetune.units import MIB, format_bytes
 
@@ -93,7 +93,8 @@ class Bench:
             targets, reasons = attached.selection.paths, (*decided.reasons, *run.trainee.decisions)
             trained = sum(parameter.numel() for parameter in run.trainee.parameters().values())
             self.say(f"{trained / 1e6:.1f} M trained parameters; first step")
-            ours = measure(run.step, self.device, job.steps)
+            with counting() as repeated:
+                ours = measure(run.step, self.device, job.steps)
             self.say(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
             del run, attached
         self._let_go("the trainer")
@@ -102,18 +103,18 @@ class Bench:
         plain = self._baseline(job, config, model, targets, trained) if job.baseline else None
         numerics = self._numerics(job)
         return self._made_row(
-            job, name, ours, plain, flops, speeds, decided.policy, decided.estimated_peak, numerics, reasons, trained
+            job, name, ours, plain, flops, speeds, decided, repeated.share, numerics, reasons, trained
         )
 
     def _made_row(
         self, job: StepJob, name: str, ours: Pace, plain: Pace | None, flops: StepFlops, speeds: dict[str, float],
-        policy: Policy, estimated: int | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
+        decided: Decided, share: float | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
     ) -> StepRow:  # fmt: skip
         """Longer than our functions are: one line for each column."""
         seconds = ours.ms / 1000
         ceiling = speeds.get(job.precision, speeds["bf16"])
         rate = flops.model / seconds / 1e12
-        hardware = flops.hardware(policy)
+        hardware = flops.hardware(decided.policy, share)
         return StepRow(
             bench=job.bench,
             adapter=job.adapter,
@@ -127,7 +128,7 @@ class Bench:
             tflops=_figures(rate),
             gemm_ceiling_tflops=_figures(ceiling),
             peak_gib=gib(ours.peak_bytes),
-            estimated_peak_gib=gib(estimated),
+            estimated_peak_gib=gib(decided.estimated_peak),
             compile_s=round(ours.once_s, 2),
             baseline_ms=None if plain is None else round(plain.ms, 3),
             ratio=None if plain is None else round(plain.ms / ours.ms, 3),
@@ -140,7 +141,7 @@ class Bench:
             name=name,
             optimizer=job.optimizer,
             memory_limit_gib=gib(job.memory_limit),
-            policy=policy,
+            policy=decided.policy,
             model_flops=flops.model,
             hardware_flops=hardware,
             model_utilisation=_figures(rate / ceiling),

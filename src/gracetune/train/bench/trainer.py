@@ -17,7 +17,7 @@ from gracetune.cache.batches import Live
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
-from gracetune.memory.planning.activations import Policy
+from gracetune.memory.planning.activations import BUDGETS, Policy
 from gracetune.memory.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, open_host
 from gracetune.train.bench.job import StepJob
@@ -45,7 +45,7 @@ class Decided:
         if self.choices.checkpointing:
             return "full"
         budget = self.choices.memory_budget
-        return "half" if budget is not None and budget < 1 else "off"
+        return "off" if budget is None else next(policy for policy, part in BUDGETS.items() if float(part) == budget)
 
     @property
     def estimated_peak(self) -> int | None:

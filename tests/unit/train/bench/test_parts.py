@@ -85,9 +85,10 @@ def test_products_are_those_one_can_count_by_hand(wan: RandomModel) -> None:
     first = 2 * image * 3 * width * width
     out = 2 * image * width * 4 * 16  # the last projection carries the gradient in
     assert found.backward == layers * (frozen + 2 * attention) - first + out
-    assert found.hardware("off") == found.model
-    assert found.hardware("full") == found.model + found.forward
-    assert found.hardware("half") is None
+    assert found.hardware("off", None) == found.model
+    assert found.hardware("full", None) == found.model + found.forward
+    assert found.hardware("half", None) is None
+    assert found.hardware("tenth", 0.5) == found.model + found.forward // 2
 
 
 _WAN_LAYERS = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gracetune.config.native import write
@@ -42,14 +44,28 @@ def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    shared = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1"}
+    shared = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "MASTER_ADDR": "127.0.0.1",
+        "PYTHONFAULTHANDLER": "1",
+    }
     script = [str(Path(__file__).with_name("two_processes.py")), str(jobs)]
     processes = [
         start(script, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port), **shared) for rank in range(count)
     ]
+    # At the same time: one that waits for room in its pipe would keep the others waiting for it.
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(_ended, processes))
+
+
+def _ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """One that hangs is told to say where."""
     try:
-        outputs = [process.communicate(timeout=280) for process in processes]
+        out, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        out, errors = process.communicate()
     finally:
-        for process in processes:
-            process.kill()
-    return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+        process.kill()
+    return process.returncode, out, errors

@@ -8,6 +8,7 @@ replicas on a CPU without a word, and what is asked for in its configuration fil
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -198,6 +199,9 @@ class Runtime:
 
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
+            # gloo's threads let go of their last work a moment after it is done, and take Python's lock for that. A
+            # group that is gone by then aborts the process.
+            time.sleep(0.05)
             dist.destroy_process_group()
             _forget_state()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import torch
 import torch.distributed as dist
@@ -86,5 +87,7 @@ def run(rank: int, rendezvous: str) -> None:
     try:
         for name in ("automagic", "adamw", "lion"):
             check(name)
+        dist.barrier()
     finally:
+        time.sleep(0.05)  # as `Runtime.close` does: gloo's threads let go of their last work a moment after it is done
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch._functorch.aot_autograd import aot_function
 
-from gracetune.train.bench.repeated import Repeated, counting
+from gracetune.train.bench.repeated import Repeated
 
 SIDE = 8
 
@@ -36,14 +36,3 @@ def test_what_a_budget_makes_it_repeat(budget: float, share: float) -> None:
     with functorch_config.patch(activation_memory_budget=budget):
         aot_function(chain, fw_compiler=keep, bw_compiler=keep, partition_fn=cut)(*inputs())
     assert repeated.share == share
-
-
-@pytest.mark.full
-def test_the_compiler_asks_for_it() -> None:
-    torch._dynamo.reset()
-    given = inputs()
-    with counting() as repeated, functorch_config.patch(activation_memory_budget=0.0):
-        found = torch.compile(chain)(*given)
-        found.backward()
-    assert repeated.share == 1
-    torch.testing.assert_close(found, chain(*given))

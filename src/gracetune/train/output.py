@@ -105,19 +105,21 @@ class RunFolder:
         """Weights of later steps than the run begins at: it will write its own under these names."""
         of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
         steps = sorted({int(found[1]) for path in self.path.iterdir() if (found := of_a_step.match(path.name))})
-        later = [path for step in steps if step > after for path in self.results(stages, step) if path.exists()]
-        return [
-            f"{path.name} lies after the step this run begins at; it is now called {_kept('set-aside', path).name}"
-            for path in later
-        ]
+        notes = []
+        for path in (path for step in steps if step > after for path in self.results(stages, step)):
+            if path.exists():
+                kept = _kept("set-aside", path)
+                notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
+        return notes
 
     def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
         """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
-        return [
-            f"{old.name} was the result at step {step}: it is now called {_kept('finished', old, new.name).name}"
-            for old, new in zip(self.results(stages), self.results(stages, step), strict=True)
-            if old.exists()
-        ]
+        notes = []
+        for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
+            if old.exists():
+                kept = _kept("finished", old, new.name)
+                notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
+        return notes
 
     def remove_step(self, stages: Iterable[str], step: int) -> None:
         """What belongs to a checkpoint that is not kept any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -36,3 +38,28 @@ def test_what_a_budget_makes_it_repeat(budget: float, share: float) -> None:
     with functorch_config.patch(activation_memory_budget=budget):
         aot_function(chain, fw_compiler=keep, bw_compiler=keep, partition_fn=cut)(*inputs())
     assert repeated.share == share
+
+
+COMPILED = """
+import torch
+from torch._functorch import config
+from gracetune.train.bench.repeated import counting
+
+def chain(x, first, second):
+    return (x.mm(first).sigmoid().mm(second).sigmoid()).sum()
+
+given = [torch.randn(8, 8).requires_grad_(number > 0) for number in range(3)]
+with counting() as repeated, config.patch(activation_memory_budget=0.0):
+    found = torch.compile(chain)(*given)
+    found.backward()
+torch.testing.assert_close(found, chain(*given))
+print(repeated.share)
+"""
+
+
+@pytest.mark.full
+def test_the_compiler_asks_for_it() -> None:
+    """In a process of its own: setuptools, which inductor imports, refuses one that has imported distutils before."""
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) == 1

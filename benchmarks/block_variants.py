@@ -42,6 +42,7 @@ from gracetune.hardware import probe
 from gracetune.memory.trial import Row
 from gracetune.models.fp8 import Fp8Linear
 from gracetune.models.registry import spec_of
+from gracetune.models.wan.load import with_fewer_passes
 from gracetune.train.bench.clock import free, measure
 from gracetune.train.bench.random_model import drawing
 
@@ -80,6 +81,7 @@ class Chain(nn.Module):
             if not (set(name.split(".")) & {*KEPT_EXACT, "scale_shift_table"}):
                 parameter.data = parameter.data.to(dtype)
         drawing(0)(self, dict(self.named_parameters()))
+        with_fewer_passes(self)
 
     def forward(self, x: Tensor, text: Tensor, time: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
         for block in self.blocks:
@@ -221,7 +223,8 @@ class WidenedLora(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.inputs)
-        result: Tensor = _Widened.apply(rows, self.down.to(x.dtype), self.wide, self.bias, self.scale, *self.ups)  # type: ignore[no-untyped-call]
+        ups = [self.ups[one] for one in range(len(self.ranks))]  # torch 2.11 cannot compile `*self.ups`
+        result: Tensor = _Widened.apply(rows, self.down.to(x.dtype), self.wide, self.bias, self.scale, *ups)  # type: ignore[no-untyped-call]
         return result.reshape(*x.shape[:-1], sum(self.outputs))
 
 

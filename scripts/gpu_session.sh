@@ -6,7 +6,8 @@
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
-#   parts     bench cache, memory, optim; train_1b's pace                                        5-6 min
+#   pace      train_1b's pace beside a plain loop                                                2 min
+#   parts     bench cache, memory, optim                                                         4 min
 #   learning  train_1b's resumed run beside the curves of numerics.py (no times are read here)   6 min
 #   blocks    other ways of computing a block's adapters: what to build next                     6 min
 # SMOKE=1 runs the same commands on tiny models, on a CPU too: does everything start, end and write its file?
@@ -17,11 +18,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | steps | others | video | parts | learning | blocks) ;;
+    tests | steps | others | video | pace | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, pace, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -84,11 +85,11 @@ case $step in
         ;;
     others) bench 535 "${suite[@]}" --only lokr --only lora-fp8 --output build/session/steps-others-h200.json ;;
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
+    pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)
         bench 220 cache --output build/session/cache-h200.json
         bench 90 memory --output build/session/memory-h200.json
         bench 50 optim --output build/session/optim-h200.json
-        script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}"
         ;;
     learning)
         script 500 train_1b.py --only resume --output build/session/train-1b-h200.json "${small_train[@]}" &

@@ -225,16 +225,20 @@ def _bound(processor: Any, kernel: SDPBackend | None) -> Any:
 
     A subclass made on the spot, because diffusers looks at a processor's class and at the arguments its call takes.
     """
-    original = getattr(type(processor), "_unbound", type(processor))
-    if kernel is not None:
-        call = original.__call__
-
-        @functools.wraps(call)
-        def under_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with sdpa_kernel(kernel):
-                return call(self, *args, **kwargs)
-
-        processor.__class__ = type(original.__name__, (original,), {"__call__": under_kernel, "_unbound": original})
-    else:
-        processor.__class__ = original
+    original: Any = getattr(type(processor), "_unbound", type(processor))
+    processor.__class__ = original if kernel is None else _under(original, kernel)
     return processor
+
+
+@functools.cache
+def _under(original: Any, kernel: SDPBackend) -> Any:
+    """One class for all processors of a kind: a graph is for the classes it met, and of a class for each block there
+    would be a graph for each block, until torch has too many of them and runs the rest uncompiled."""
+    call = original.__call__
+
+    @functools.wraps(call)
+    def under_kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(kernel):
+            return call(self, *args, **kwargs)
+
+    return type(original.__name__, (original,), {"__call__": under_kernel, "_unbound": original})

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.kernels import HAS_TRITON
 from gracetune.memory.planning.plan import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
@@ -33,6 +34,7 @@ SIDE: Final = 16
 """Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
 _PROBED: Final = 256
 """A side as real layers have it: that a library refuses the smallest there could be says nothing."""
+_WIDE: Final = 8192
 _SMALLEST: Final = 2.0**-100
 """Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
 
@@ -98,6 +100,20 @@ def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, most / MOST
 
 
+def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`by_rows` of x, times `columns` where they are given.
+
+    A compiler makes it part of the kernel before it, which for wide rows would compute all of that once for the scale
+    and once more for the values: those have a kernel of their own.
+    """
+    if x.device.type == "cuda" and HAS_TRITON and x.shape[1] > _WIDE:
+        from gracetune.models.fp8_rows import rounded_rows  # only a GPU has triton
+
+        wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)
+        return wide
+    return by_rows(x if columns is None else x.float() * columns)
+
+
 def product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None) -> Tensor:
     """left [n, k] right [k, m], by rows and by columns in memory, with scales [n, 1] and [1, m]; in bf16."""
     if left.device.type == "cuda":
@@ -127,7 +143,7 @@ class _Frozen(torch.autograd.Function):
         ctx.has_both = turned is not None
         ctx.dtype = x.dtype
         ctx.save_for_backward(values if turned is None else turned, scales, ones)
-        rounded, own = by_rows(x)
+        rounded, own = _rounded(x, None)
         return product(rounded, values.t(), own, scales, bias)
 
     @staticmethod
@@ -136,7 +152,7 @@ class _Frozen(torch.autograd.Function):
             return None, None, None, None, None, None
         held, scales, ones = ctx.saved_tensors
         by_columns = held.t() if ctx.has_both else held.t().contiguous().t()
-        rounded, own = by_rows(gradient.float() * scales)
+        rounded, own = _rounded(gradient, scales)
         return product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
 
 

@@ -41,11 +41,19 @@ Draw = Callable[[nn.Module, Mapping[str, Tensor]], None]
 # -- building ---------------------------------------------------------------------------------------------------------
 
 
-def build_component(source: ModelSource, component: str, cls: type[Any]) -> nn.Module:
+Adjust = Callable[[nn.Module], None]
+"""Lets a model compute the same by other steps."""
+
+
+def build_component(
+    source: ModelSource, component: str, cls: type[Any], *, adjust: Adjust | None = None
+) -> nn.Module:  # fmt: skip
     """The part on the meta device: names and shapes, and no memory at all. Not to be filled: `load_component` does."""
     config = part_config(source, component, cls)
     with torch.device("meta"), _refusing(source, component, cls):
         model: nn.Module = cls.from_config(config)
+    if adjust is not None:
+        adjust(model)
     return model.requires_grad_(False).eval()
 
 
@@ -95,6 +103,7 @@ def load_component(
     *,
     progress: Progress | None = None,
     draw: Draw | None = None,
+    adjust: Adjust | None = None,
 ) -> nn.Module:
     """A diffusers model, frozen and in eval mode, its weights read straight to `placement.device`.
 
@@ -106,7 +115,7 @@ def load_component(
     On the meta device nothing is read: for whoever only asks an encoder for its id.
     """
     if placement.device.type == "meta":
-        return build_component(source, component, cls)
+        return build_component(source, component, cls, adjust=adjust)
     config = part_config(source, component, cls)
     with _parameters_on_meta(placement.dtype), _refusing(source, component, cls):
         model: Any = cls.from_config(config)
@@ -126,6 +135,8 @@ def load_component(
         _fill(model, cls, weights, destinations, placement.device, put, progress)
     _finish(model, placement.device)
     model.register_to_config(_name_or_path=str(source.part(component)))
+    if adjust is not None:
+        adjust(model)
     if placement.attention is not None:
         apply_attention(model, placement.attention)
     loaded: nn.Module = model.requires_grad_(False).eval()

@@ -187,5 +187,7 @@ class ModelSpec:
     untrained: Sequence[str] = ()
     """Patterns of target layers that never get a gradient, left out of the default targets."""
     attention: AttentionCalls = AttentionCalls()
+    adjust: Callable[[nn.Module], None] | None = None
+    """What `load_denoiser` and `build_denoiser` do to the library's own model, so that it computes the same faster."""
     from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"
     """Or why its samples need text encoders."""

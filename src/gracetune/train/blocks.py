@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import torch
 from torch import nn
+from torch._functorch import partitioners
 
+from gracetune.adapters.fast import onto
 from gracetune.models.activation_parking import ActivationParking
 
 Shapes = Literal["one", "several"]
@@ -75,7 +78,32 @@ def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
     options: dict[str, Any] = {"backend": compiler, "dynamic": True if shapes == "several" else None}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:  # younger than the oldest torch we run on
         options["recompile_limit"] = GRAPHS
+    else:  # one number for the process: blocks beyond it would run uncompiled, and nobody would say so
+        torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
     block.compile(**options)
+
+
+@contextmanager
+def costly_work_known() -> Iterator[None]:
+    """While the compiler decides what to repeat, its list of what takes long has all of it.
+
+    torch's own lacks cuDNN's attention, and cannot have ours. What is not in it counts as free, whatever its
+    multiplications: a budget would repeat just that.
+    """
+    original = partitioners.get_default_op_list
+
+    def complete() -> partitioners.OpTypes:
+        known = original()
+        known.compute_intensive_ops.update(
+            [torch.ops.aten._scaled_dot_product_cudnn_attention, *onto.OPERATIONS]
+        )  # fmt: skip
+        return known
+
+    partitioners.get_default_op_list = complete
+    try:
+        yield
+    finally:
+        partitioners.get_default_op_list = original
 
 
 class Budgeted:
@@ -104,7 +132,7 @@ class Budgeted:
         try:
             if self._budget is None:
                 return self._compile(graph, inputs)
-            with torch._functorch.config.patch(activation_memory_budget=self._budget):
+            with torch._functorch.config.patch(activation_memory_budget=self._budget), costly_work_known():
                 return self._compile(graph, inputs)
         finally:
             self._stats.graphs += 1

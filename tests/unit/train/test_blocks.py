@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune.adapters.attach import Attached, attach
 from gracetune.config.run_config import Adapter
 from gracetune.models.activation_parking import ActivationParking, HostClock
+from gracetune.models.attention import _bound
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
@@ -36,10 +38,14 @@ BUCKETS = ((4, 4), (4, 6), (6, 4), (6, 6), (8, 4), (8, 8))
 class Wan:
     """A tiny Wan with a LoRA on some layers, in fp32 so that equal means equal."""
 
-    def __init__(self, folder: Path, targets: tuple[str, ...] = ("blocks.*.attn1.to_q",), **options: Any) -> None:
+    def __init__(
+        self, folder: Path, targets: tuple[str, ...] = ("blocks.*.attn1.to_q",), attention: str | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         source = ModelSource("tiny", folder)
         self.facts: ModelFacts = SPEC.inspect(source)
-        self.denoiser: Any = SPEC.load_denoiser(source, self.facts.experts[0], Placement(CPU, torch.float32))
+        placement = Placement(CPU, torch.float32, attention)
+        self.denoiser: Any = SPEC.load_denoiser(source, self.facts.experts[0], placement)
         self.attached: Attached = attach(
             self.denoiser, Adapter(kind="lora", rank=2, targets=targets), family="wan", stage="high_noise",
             default_targets=(), seed=0,
@@ -110,6 +116,21 @@ class _Denoiser(nn.Module):
         for block in self.blocks:
             x = block(x, table)
         return x.sum()
+
+
+def test_a_kernel_set_around_attention_costs_no_graphs(wan_folder: Path) -> None:
+    """cuDNN's is set as the math kernel is here: every block then has a class of processors to be the same."""
+    through_torch = Wan(wan_folder, attention="_native_math")
+    for module in through_torch.denoiser.modules():
+        if hasattr(module, "processor"):
+            module.processor = _bound(module.processor, SDPBackend.MATH)
+    prepared = prepare_blocks(
+        through_torch.denoiser, SPEC.repeated_blocks, checkpointing=False, compiled=True, backend="eager"
+    )
+    with torch.no_grad():
+        through_torch.loss()
+    assert prepared.blocks > 1
+    assert prepared.stats.graphs == 1
 
 
 class TestMechanism:

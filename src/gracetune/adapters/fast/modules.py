@@ -9,7 +9,7 @@ a tensor of the CPU, which costs no copy and no waiting).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import registered
 from gracetune.memory.planning.adapter_paths import Computation
+from gracetune.models.common.sharing import SharesInput
 
 
 @runtime_checkable
@@ -72,7 +73,9 @@ class AdaptedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.active:
             return cast(Tensor, self.base_layer(x))
-        x = x.to(products.compute_dtype(x))  # once, for the base layer and the adapter
+        return self.answer(x.to(products.compute_dtype(x)))  # once, for the base layer and the adapter
+
+    def answer(self, x: Tensor) -> Tensor:
         result: Tensor = self.base_layer(x)
         return self.adapted(x, result)
 
@@ -87,29 +90,68 @@ class AdaptedLinear(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.how.form}, scale={self.scale}, strength={float(self.strength)}, dropout={self.dropout}"
 
+    @property
+    def undisturbed(self) -> bool:
+        """At full strength, and of the whole input."""
+        return self.whole and not (self.dropout and self.training)
 
-class LoraLinear(AdaptedLinear):
+    def adds_to(self, x: Tensor) -> bool:
+        """Whether the base layer's product may be added to what the adapter gives for this input."""
+        base = self.base_layer
+        return type(base) is nn.Linear and self.undisturbed and products.can_be_added_to(x, base)
+
+
+class LowRankLinear(SharesInput, AdaptedLinear):
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """Down and up."""
+        raise NotImplementedError
+
+    def answer(self, x: Tensor) -> Tensor:
+        if self.adds_to(x):
+            return products.low_rank_linears(x, [self._low_rank()])[0]
+        return super().answer(x)
+
+    def _low_rank(self) -> products.LowRank:
+        return products.LowRank(*self.factors(), self.scale, self.base_layer.weight, self.base_layer.bias)
+
+    def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        given = x.to(products.compute_dtype(x))
+        alike = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.undisturbed]
+        if len(alike) < len(layers) or not products.in_halves_on_a_gpu(given):
+            return tuple(layer(x) for layer in layers)
+        if all(one.adds_to(given) for one in alike):
+            return products.low_rank_linears(given, [one._low_rank() for one in alike])
+        added = products.low_rank_linears(given, [products.LowRank(*one.factors(), one.scale) for one in alike])
+        return tuple(one.base_layer(given) + more for one, more in zip(alike, added, strict=True))
+
+    def added(self, x: Tensor) -> Tensor:
+        return products.low_rank(x, *self.factors(), self.factor)
+
+
+class LoraLinear(LowRankLinear):
     lora_A_weight: nn.Parameter  # noqa: N815 - the file's name
     lora_B_weight: nn.Parameter  # noqa: N815
 
-    def added(self, x: Tensor) -> Tensor:
-        return products.low_rank(x, self.lora_A_weight, self.lora_B_weight, self.factor)
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.lora_A_weight, self.lora_B_weight
 
 
-class LoconLinear(AdaptedLinear):
+class LoconLinear(LowRankLinear):
     lora_down_weight: nn.Parameter
     lora_up_weight: nn.Parameter
 
-    def added(self, x: Tensor) -> Tensor:
-        return products.low_rank(x, self.lora_down_weight, self.lora_up_weight, self.factor)
+    def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
+        return self.lora_down_weight, self.lora_up_weight
 
 
-class DoraLinear(LoraLinear):
+class DoraLinear(AdaptedLinear):
     """m (W + D) / |W + D| by rows; the length is a constant for the gradient, as in the paper and in peft.
 
     A strength between 0 and 1 is a way from the base layer's output to the adapted one's.
     """
 
+    lora_A_weight: nn.Parameter  # noqa: N815
+    lora_B_weight: nn.Parameter  # noqa: N815
     dora_scale: nn.Parameter
     row_squares: Tensor
 
@@ -154,13 +196,25 @@ class LokrLinear(AdaptedLinear):
     lokr_w2_a: nn.Parameter
     lokr_w2_b: nn.Parameter
 
+    @property
+    def first(self) -> Tensor:
+        return self.lokr_w1 if self.lokr_w1 is not None else products.product(self.lokr_w1_a, self.lokr_w1_b)
+
+    @property
+    def second(self) -> Tensor:
+        return self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
+
+    def answer(self, x: Tensor) -> Tensor:
+        if self.how.form == "kronecker" and self.adds_to(x):
+            first = self.first
+            if products.mixes_in_one_pass(first):
+                return products.kronecker_linear(x, self.base_layer, first, self.second, self.scale)
+        return super().answer(x)
+
     def added(self, x: Tensor) -> Tensor:
-        factor = self.factor
-        first = self.lokr_w1 if self.lokr_w1 is not None else products.product(self.lokr_w1_a, self.lokr_w1_b)
         if self.how.form == "kronecker by rank":
-            return products.kronecker_by_rank(x, first, self.lokr_w2_a, self.lokr_w2_b, factor)
-        second = self.lokr_w2 if self.lokr_w2 is not None else products.product(self.lokr_w2_a, self.lokr_w2_b)
-        return products.kronecker(x, first, second, factor, self.how)
+            return products.kronecker_by_rank(x, self.first, self.lokr_w2_a, self.lokr_w2_b, self.factor)
+        return products.kronecker(x, self.first, self.second, self.factor, self.how)
 
 
 class LohaLinear(AdaptedLinear):

@@ -13,15 +13,19 @@ So a compiler that looks for common work in both passes finds none to keep.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Final, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gracetune.adapters.delta import EPSILON
+from gracetune.adapters.fast.onto import is_thin, mixed_and_product, products
+from gracetune.kernels import HAS_TRITON
 from gracetune.memory.planning.adapter_paths import Computation
 
 
@@ -39,6 +43,8 @@ def as_given(x: Tensor) -> AbstractContextManager[object]:
 
 
 Scale = float | Tensor
+_MIXED_IN_ONE_PASS: Final = 64
+"""The largest side LoKr's W1 may have for our own kernel."""
 
 
 def _scaled(factor: Tensor, scale: Scale) -> Tensor:
@@ -47,7 +53,106 @@ def _scaled(factor: Tensor, scale: Scale) -> Tensor:
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: Scale) -> Tensor:
     """scale up (down x), with down [r, in] and up [out, r]."""
+    if isinstance(scale, float) and in_halves_on_a_gpu(x):
+        return low_rank_linears(x, [LowRank(down, up, scale)])[0]
     return F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale).to(x.dtype))
+
+
+def in_halves_on_a_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def can_be_added_to(x: Tensor, base: nn.Linear) -> bool:
+    """Whether the base layer's product can be added to the adapter's: frozen, and in the computation's precision."""
+    weight = base.weight
+    return in_halves_on_a_gpu(x) and weight.dtype == x.dtype and not weight.requires_grad
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Of one layer: its factors, and the frozen weight and bias whose answer is wanted with what the adapter adds."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+
+def low_rank_linears(x: Tensor, layers: Sequence[LowRank]) -> tuple[Tensor, ...]:
+    """The answers of layers with the same input, which is read once for all of their adapters."""
+    rows = x.reshape(-1, x.shape[-1])
+    tensors = [(one.weight, one.bias, one.down, one.up) for one in layers]
+    results = _LowRankLinears.apply(  # type: ignore[no-untyped-call]
+        rows, tuple(one.scale for one in layers), *(tensor for kind in zip(*tensors, strict=True) for tensor in kind)
+    )
+    return tuple(one.reshape(*x.shape[:-1], one.shape[-1]) for one in results)
+
+
+class _LowRankLinears(torch.autograd.Function):
+    """Gradients of the factors leave their products in fp32: sums over all tokens lose nothing to rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """`tensors`: all weights, all biases, all down factors, all up factors."""
+        weights, biases, downs, ups = _by_kind(tensors, len(scales))
+        down = _joined([one.to(x.dtype) for one in downs], dim=0)
+        ups = [_scaled(one, scale).to(x.dtype) for one, scale in zip(ups, scales, strict=True)]
+        ctx.scales, ctx.ranks = scales, [one.shape[1] for one in ups]
+        ctx.based = weights[0] is not None
+        with as_given(x):
+            narrow = x.mm(down.t())
+            ctx.save_for_backward(x, narrow, down, *ups, *(weights if ctx.based else ()))
+            return tuple(
+                _from_rank(part, up.t(), bias, x, None if weight is None else weight.t())
+                for part, up, bias, weight in zip(narrow.split(ctx.ranks, 1), ups, biases, weights, strict=True)
+            )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, narrow, down, *others = ctx.saved_tensors
+        count = len(ctx.scales)
+        ups, weights = others[:count], others[count:]
+        with as_given(x):
+            back = _joined([one.mm(up) for one, up in zip(gradients, ups, strict=True)], dim=1)
+            dx = None
+            if ctx.needs_input_grad[0]:
+                dx = products(back, down, None, gradients, weights) if ctx.based else _thin_product(back, down)
+            d_downs = _unrounded(back.t(), x).split(ctx.ranks, 0)
+            d_ups = [
+                _scaled(_unrounded(one.t(), part), scale)
+                for one, part, scale in zip(gradients, narrow.split(ctx.ranks, 1), ctx.scales, strict=True)
+            ]
+        return dx, None, *(None for _ in range(2 * count)), *d_downs, *d_ups
+
+
+def _by_kind(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    return [list(tensors[first : first + count]) for first in range(0, len(tensors), count)]
+
+
+def _joined(tensors: list[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
+
+
+def _from_rank(narrow: Tensor, up: Tensor, bias: Tensor | None, x: Tensor, weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return _thin_product(narrow, up)
+    return products(narrow, up, None if bias is None else bias.to(x.dtype), [x], [weight])
+
+
+def _thin_product(left: Tensor, right: Tensor) -> Tensor:
+    if is_thin(left):
+        from gracetune.adapters.fast.thin import thin  # only a GPU has triton
+
+        return cast(Tensor, thin(left, right))
+    return left.mm(right)
+
+
+def _unrounded(left: Tensor, right: Tensor) -> Tensor:
+    """A product of halves as the matrix units add it up, in fp32."""
+    if left.device.type != "cuda":  # torch has this for GPUs only
+        return left.float().mm(right.float())
+    return torch.mm(left, right, out_dtype=torch.float32)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -90,7 +195,50 @@ def kronecker_by_rank(x: Tensor, w1: Tensor, up: Tensor, down: Tensor, scale: Sc
 
 def _mixed(small: Tensor, rows: Tensor) -> Tensor:
     """small [p, q] on each of rows [n, q, k]: one batched product that reads `small` again and again."""
+    if rows.device.type == "cuda" and mixes_in_one_pass(small):
+        from gracetune.adapters.fast.mixing import mixed  # only a GPU has triton
+
+        return cast(Tensor, mixed(small, rows))
     return torch.bmm(small.expand(rows.shape[0], *small.shape), rows)
+
+
+def mixes_in_one_pass(w1: Tensor) -> bool:
+    return HAS_TRITON and max(w1.shape) <= _MIXED_IN_ONE_PASS
+
+
+def kronecker_linear(x: Tensor, base: nn.Linear, w1: Tensor, w2: Tensor, scale: float) -> Tensor:
+    """The base layer's answer with scale (w1 (x) w2) x added to it."""
+    rows = x.reshape(-1, x.shape[-1])
+    result: Tensor = _KroneckerLinear.apply(rows, base.weight, base.bias, w1, w2, scale)  # type: ignore[no-untyped-call]
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+class _KroneckerLinear(torch.autograd.Function):
+    """As `_Kronecker`, W2 first; gradients of the factors in fp32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, w1: Tensor, w2: Tensor, scale: float
+    ) -> Tensor:  # fmt: skip
+        small, large = _scaled(w1, scale).to(x.dtype), w2.to(x.dtype)
+        ctx.scale = scale
+        ctx.save_for_backward(x, weight, small, large)
+        plain = None if bias is None else bias.to(x.dtype)
+        with as_given(x):
+            rows = F.linear(x.reshape(-1, small.shape[1], large.shape[1]), large)
+            return mixed_and_product(small, rows, plain, x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight, small, large = ctx.saved_tensors
+        (a, c), (b, d) = small.shape, large.shape
+        given, back = gradient.reshape(-1, a, b), small.t()
+        with as_given(x):
+            wide = given.matmul(large)  # [n, a, d]
+            dx = mixed_and_product(back, wide, None, gradient, weight) if ctx.needs_input_grad[0] else None
+            dw1 = torch.bmm(wide, x.reshape(-1, c, d).transpose(1, 2)).sum(0, dtype=torch.float32)
+            dw2 = _unrounded(_mixed(back, given).reshape(-1, b).t(), x.reshape(-1, d))
+        return dx, None, None, _scaled(dw1, ctx.scale), dw2, None
 
 
 class _Kronecker(torch.autograd.Function):

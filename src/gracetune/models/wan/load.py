@@ -18,17 +18,25 @@ from gracetune.models.layout import read_index
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.models.wan.attention import turn_by_pairs
+from gracetune.models.wan.block import use_fused_blocks
 from gracetune.models.wan.facts import FROM_IMAGE, FROM_TEXT, inspect, is_part
 
 PIPELINES: Mapping[str, Any] = {FROM_TEXT: WanPipeline, FROM_IMAGE: WanImageToVideoPipeline}
 
 
+def with_fewer_passes(denoiser: nn.Module) -> None:
+    """What the denoiser computes stays the same; how often it reads and writes its activations does not."""
+    turn_by_pairs(denoiser)
+    use_fused_blocks(denoiser)
+
+
 def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
-    return load_component(source, expert.component, WanTransformer3DModel, placement)
+    return load_component(source, expert.component, WanTransformer3DModel, placement, adjust=with_fewer_passes)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, WanTransformer3DModel)
+    return build_component(source, expert.component, WanTransformer3DModel, adjust=with_fewer_passes)
 
 
 def load_vae(source: ModelSource, placement: Placement) -> Any:

@@ -8,7 +8,7 @@ from gracetune.models.spec import FromEmbeddings, ModelSpec
 from gracetune.models.wan.facts import inspect
 from gracetune.models.wan.keys import KEYS
 from gracetune.models.wan.latents import load_latent_encoder
-from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline
+from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.wan.predict import predict
 from gracetune.models.wan.sample import sample
 from gracetune.models.wan.text import load_text_encoder
@@ -31,6 +31,7 @@ SPEC = ModelSpec(
     inspect=inspect,
     load_denoiser=load_denoiser,
     build_denoiser=build_denoiser,
+    adjust=with_fewer_passes,
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,

@@ -28,6 +28,7 @@ from gracetune.train.bench.random_model import RandomModel, make_model
 from gracetune.train.bench.repeated import counting
 from gracetune.train.bench.row import StepRow, gib
 from gracetune.train.bench.trainer import Decided, decide, trainer
+from gracetune.train.blocks import Preparation
 from gracetune.train.runtime import Runtime, open_runtime
 from gracetune.units import MIB, format_bytes
 
@@ -36,6 +37,8 @@ BASELINE_S: Final = 30.0
 """A clip's baseline takes a quarter of a minute a step: then fewer samples have to do."""
 _LEFT: Final = 256 * MIB
 """Bytes that may still be held when a part is done: workspaces of libraries."""
+_GRAPHS: Final = 4
+"""Of few blocks: two kinds, and the first of each kind may have its own."""
 _LIBRARIES: Final = ("diffusers", "transformers", "peft", "lycoris-lora", "accelerate")
 
 Say = Callable[[str], None]
@@ -96,6 +99,8 @@ class Bench:
             with counting() as repeated:
                 ours = measure(run.step, self.device, job.steps)
             self.say(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
+            for prepared in run.trainee.prepared.values():
+                refuse_many_graphs(prepared)
             del run, attached
         self._let_go("the trainer")
         flops = self._flops(job, model, targets)
@@ -237,6 +242,12 @@ def opened(machine: Machine, stamp: Stamp, say: Say = lambda text: None) -> Iter
         runtime = stack.enter_context(open_runtime("bf16", Environment({})))
         runtime.seed(0)
         yield Bench(machine, runtime, stamp, folder, say)
+
+
+def refuse_many_graphs(prepared: Preparation) -> None:
+    """Blocks are compiled because one graph serves them all; where it does not, the step is not the one meant."""
+    if prepared.stats.graphs > max(_GRAPHS, prepared.blocks // 4):
+        raise GracetuneError(f"{prepared.stats.graphs} graphs for {prepared.blocks} blocks of one shape")
 
 
 def _baseline_words(job: StepJob) -> str:

@@ -65,7 +65,7 @@ def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> 
 
     def drawn(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
         cls = type(spec.build_denoiser(source, expert))
-        return load_component(source, expert.component, cls, placement, draw=drawing(seed))
+        return load_component(source, expert.component, cls, placement, draw=drawing(seed), adjust=spec.adjust)
 
     return RandomModel(preset, source, replace(spec, load_denoiser=drawn), facts)
 

@@ -1,0 +1,181 @@
+"""Wan's queries and keys on a GPU: normed over the whole row and turned by pairs, in one pass over memory each way.
+
+    n = x rstd weight,  rstd = 1 / sqrt(mean(x^2) + eps);  y: each pair (a, b) of n as (a c - b s, b c + a s)
+    dn: each pair (a, b) of dy as (a c + b s, b c - a s);  dh = dn weight, h = x rstd;  dx = rstd (dh - h mean(dh h))
+
+All of it in fp32 and rounded once. A program has one row (token) and holds it in registers between the row's sum and
+its result, tile by tile: a width like 5120 is no power of two, and a tile has to be one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+_LEAST_TILE: Final = 256
+"""Where only smaller ones divide the width, larger ones with a mask are faster."""
+_MOST_TILE: Final = 2048
+_BY_WARP: Final = 256
+"""How much of a tile one warp has: 8 elements for each thread, which in bf16 are one access of 16 bytes."""
+_MOST_WARPS: Final = 8
+
+
+@triton.jit
+@no_type_check
+def _tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
+    """With what the cache should do with it: keep what all rows read, not what one does."""
+    if WIDTH % TILE == 0:
+        values = tl.load(row + at, eviction_policy=POLICY)
+    else:
+        values = tl.load(row + at, mask=at < WIDTH, other=0.0, eviction_policy=POLICY)
+    return values
+
+
+@triton.jit
+@no_type_check
+def _write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    if WIDTH % TILE == 0:
+        tl.store(row + at, values.to(row.dtype.element_ty))
+    else:
+        tl.store(row + at, values.to(row.dtype.element_ty), mask=at < WIDTH)
+
+
+@triton.jit
+@no_type_check
+def _angles(cos, sin, at, HEAD: tl.constexpr, TILE: tl.constexpr):
+    """For each pair of a tile. The tables have each angle twice; all of them are read because that is contiguous."""
+    within = at % HEAD
+    even, _odd = tl.split(tl.reshape(tl.load(cos + within), [TILE // 2, 2]))
+    _even, odd = tl.split(tl.reshape(tl.load(sin + within), [TILE // 2, 2]))
+    return even, odd
+
+
+@triton.jit
+@no_type_check
+def _turn(values, c, s, TILE: tl.constexpr):
+    a, b = tl.split(tl.reshape(values, [TILE // 2, 2]))
+    return tl.reshape(tl.join(a * c - b * s, b * c + a * s), [TILE])
+
+
+@triton.jit
+@no_type_check
+def _norm_and_turn(
+    x, weight, cos, sin, out, rstd, tokens, eps,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0)
+    token = (row % tokens).to(tl.int64)  # the batch shares the angles
+    first = row.to(tl.int64) * WIDTH
+    column = tl.arange(0, TILE)
+    held = ()
+    squares = tl.zeros([TILE], tl.float32)
+    for tile in tl.static_range(TILES):
+        given = _tile(x + first, tile * TILE + column, WIDTH, TILE, "evict_first")
+        held = held + (given,)  # noqa: RUF005 - triton has no unpacking
+        squares += given.to(tl.float32) * given.to(tl.float32)
+    c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
+    scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
+    tl.store(rstd + row, scale)
+    for tile in tl.static_range(TILES):
+        at = tile * TILE + column
+        if TILE % HEAD != 0:  # otherwise each tile has the first one's
+            c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
+        factors = _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        normed = held[tile].to(tl.float32) * scale * factors
+        _write_tile(out + first, at, _turn(normed, c, s, TILE), WIDTH, TILE)
+
+
+@triton.jit
+@no_type_check
+def _norm_and_turn_backward(
+    dy, x, weight, cos, sin, rstd, dx, tokens,
+    WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0)
+    token = (row % tokens).to(tl.int64)
+    first = row.to(tl.int64) * WIDTH
+    column = tl.arange(0, TILE)
+    scale = tl.load(rstd + row)
+    c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
+    held = ()
+    gradients = ()
+    along = tl.zeros([TILE], tl.float32)
+    for tile in tl.static_range(TILES):
+        at = tile * TILE + column
+        if TILE % HEAD != 0:
+            c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
+        given = _tile(x + first, at, WIDTH, TILE, "evict_first")
+        turned = _tile(dy + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
+        factors = _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        gradient = _turn(turned, c, -s, TILE) * factors
+        along += gradient * (given.to(tl.float32) * scale)
+        held = held + (given,)  # noqa: RUF005
+        gradients = gradients + (gradient,)  # noqa: RUF005
+    share = tl.sum(along, 0) / WIDTH
+    for tile in tl.static_range(TILES):
+        result = scale * (gradients[tile] - (held[tile].to(tl.float32) * scale) * share)
+        _write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE)
+
+
+def _sizes(width: int, head: int) -> tuple[dict[str, int], int]:
+    """Of the kernels' tiles, and how many warps work on a row."""
+    tile = min(width & -width, _MOST_TILE)
+    if tile < _LEAST_TILE:
+        tile = min(triton.next_power_of_2(width), _MOST_TILE)
+    sizes = {"WIDTH": width, "HEAD": head, "TILE": tile, "TILES": triton.cdiv(width, tile)}
+    return sizes, min(max(tile // _BY_WARP, 1), _MOST_WARPS)
+
+
+@triton_op("gracetune::normed_turned", mutates_args={})
+def _forward(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """y, and rstd of each row in fp32."""
+    batch, tokens, width = x.shape
+    x, weight, cos, sin = x.contiguous(), weight.contiguous(), cos.contiguous(), sin.contiguous()
+    out, rstd = x.new_empty(batch, tokens, width), x.new_empty(batch * tokens, dtype=torch.float32)
+    sizes, warps = _sizes(width, cos.shape[-1])
+    kernel: Any = wrap_triton(_norm_and_turn)
+    kernel[(batch * tokens,)](x, weight, cos, sin, out, rstd, tokens, eps, **sizes, num_warps=warps)
+    return out, rstd
+
+
+@triton_op("gracetune::normed_turned_backward", mutates_args={})
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> Tensor:
+    batch, tokens, width = x.shape
+    dy, x = dy.contiguous(), x.contiguous()
+    weight, cos, sin = weight.contiguous(), cos.contiguous(), sin.contiguous()
+    dx = x.new_empty(batch, tokens, width)
+    sizes, warps = _sizes(width, cos.shape[-1])
+    kernel: Any = wrap_triton(_norm_and_turn_backward)
+    kernel[(batch * tokens,)](dy, x, weight, cos, sin, rstd, dx, tokens, **sizes, num_warps=warps)
+    return dx
+
+
+class _NormedTurned(torch.autograd.Function):
+    """Keeps x and one number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        results: tuple[Tensor, Tensor] = _forward(x, weight, eps, cos, sin)
+        out, rstd = results
+        ctx.save_for_backward(x, weight, cos, sin, rstd)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return _backward(gradient, *ctx.saved_tensors), None, None, None, None
+
+
+def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [batch, tokens, width] normed by rows with a weight [width], and turned by cos and sin [1, tokens, 1, head].
+
+    The width is that of a number of whole heads. Only x gets a gradient: the weight is frozen.
+    """
+    result: Tensor = _NormedTurned.apply(x, weight, eps, cos, sin)  # type: ignore[no-untyped-call]
+    return result

@@ -34,7 +34,6 @@ SIDE: Final = 16
 """Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
 _PROBED: Final = 256
 """A side as real layers have it: that a library refuses the smallest there could be says nothing."""
-_WIDE: Final = 8192
 _SMALLEST: Final = 2.0**-100
 """Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
 
@@ -103,10 +102,10 @@ def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     """`by_rows` of x, times `columns` where they are given.
 
-    A compiler makes it part of the kernel before it, which for wide rows would compute all of that once for the scale
-    and once more for the values: those have a kernel of their own.
+    A compiler makes it part of the kernel before it, and computes all of that once for the scale and once more for the
+    values; ours reads a row once.
     """
-    if x.device.type == "cuda" and HAS_TRITON and x.shape[1] > _WIDE:
+    if x.device.type == "cuda" and HAS_TRITON:
         from gracetune.models.fp8_rows import rounded_rows  # only a GPU has triton
 
         wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)

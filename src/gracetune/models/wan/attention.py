@@ -30,30 +30,35 @@ class PairwiseAttention(WanAttnProcessor):
         attention_mask: Tensor | None = None, rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         """Under diffusers' own names for the arguments: it looks at them."""
-        if rotary_emb is None or attn.fused_projections:  # nothing to turn: between image and text
+        if attn.fused_projections or attn.add_k_proj is not None:  # nobody trains the first; a picture's keys are few
             given = (attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-            unturned: Tensor = super().__call__(*given)
-            return unturned
-        query, key, value = answers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-        query = _normed_turned(query, attn.norm_q, attn.heads, *rotary_emb)
-        key = _normed_turned(key, attn.norm_k, attn.heads, *rotary_emb)
+            libraries: Tensor = super().__call__(*given)
+            return libraries
+        if encoder_hidden_states is None:
+            query, key, value = answers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
+        else:
+            query = attn.to_q(hidden_states)
+            key, value = answers(encoder_hidden_states, (attn.to_k, attn.to_v))
+        query = _normed_turned(query, attn.norm_q, attn.heads, rotary_emb)
+        key = _normed_turned(key, attn.norm_k, attn.heads, rotary_emb)
         answer = dispatch_attention_fn(
             query, key, value.unflatten(2, (attn.heads, -1)), attn_mask=attention_mask, backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+            parallel_config=self._parallel_config if encoder_hidden_states is None else None,
         )  # fmt: skip
         result: Tensor = attn.to_out[1](attn.to_out[0](answer.flatten(2, 3).type_as(query)))
         return result
 
 
-def _normed_turned(x: Tensor, norm: nn.RMSNorm, heads: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """By heads."""
+def _normed_turned(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
+    """By heads; between image and text nothing is turned."""
     if x.device.type == "cuda" and HAS_TRITON and not norm.weight.requires_grad:
         from gracetune.models.wan.turning import normed_turned  # only a GPU has triton
 
         assert norm.eps is not None, "Wan's norms have one"
-        by_heads = normed_turned(x, norm.weight, norm.eps, cos, sin).unflatten(2, (heads, -1))
+        by_heads = normed_turned(x, norm.weight, norm.eps, *(angles or (None, None))).unflatten(2, (heads, -1))
     else:
-        by_heads = turned(norm(x).unflatten(2, (heads, -1)), cos, sin)
+        by_heads = norm(x).unflatten(2, (heads, -1))
+        by_heads = by_heads if angles is None else turned(by_heads, *angles)
     return cast(Tensor, by_heads)
 
 

@@ -31,10 +31,10 @@ class FusedBlock(WanTransformerBlock):
             (self.scale_shift_table + temb.float()).transpose(0, 1).contiguous().unbind(0)
         )
         norm2: Any = self.norm2  # a layer norm: otherwise they would not fit
-        n = normed(hidden_states, 1 + scale, shift, self.norm1.eps)
+        h, n = normed(hidden_states, 1 + scale, shift, self.norm1.eps)
         attended = self.attn1(n, None, None, rotary_emb)
         weight, bias = norm2.weight.float()[None], norm2.bias.float()[None]
-        h, n = added_and_normed(hidden_states, attended, gate, weight, bias, norm2.eps)
+        h, n = added_and_normed(h, attended, gate, weight, bias, norm2.eps)
         attended = self.attn2(n, encoder_hidden_states, None, None)
         h, n = added_and_normed(h, attended, None, 1 + c_scale, c_shift, self.norm3.eps)
         return gated(h, self.ffn(n), c_gate)

@@ -183,19 +183,19 @@ class _AddedNormed(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """Keeps x, two numbers for each row, and the scale."""
+    """Keeps x, two numbers for each row, and the scale. Gives x too: the kernel then adds both of its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _forward(x, None, None, scale, shift, eps)
         _h, n, mean, rstd = results
         ctx.save_for_backward(x, mean, rstd, scale)
-        return n
+        return x.view_as(x), n
 
     @staticmethod
-    def backward(ctx: Any, dn: Tensor) -> Any:
+    def backward(ctx: Any, dh: Tensor, dn: Tensor) -> Any:
         x, mean, rstd, scale = ctx.saved_tensors
-        results: tuple[Tensor, Tensor] = _backward(dn, None, x, mean, rstd, None, scale)
+        results: tuple[Tensor, Tensor] = _backward(dn, dh, x, mean, rstd, None, scale)
         return results[0], None, None, None
 
 
@@ -211,9 +211,9 @@ def added_and_normed(
     return result
 
 
-def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """The layer norm of x [batch, tokens, width] times scale plus shift, as above."""
-    result: Tensor = _Normed.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
+def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x [batch, tokens, width] itself, to be used from here on, and its layer norm times scale plus shift, as above."""
+    result: tuple[Tensor, Tensor] = _Normed.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -79,16 +79,19 @@ def _norm_and_turn(
         given = _tile(x + first, tile * TILE + column, WIDTH, TILE, "evict_first")
         held = held + (given,)  # noqa: RUF005 - triton has no unpacking
         squares += given.to(tl.float32) * given.to(tl.float32)
-    c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
+    if HEAD > 0:
+        c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
     scale = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     tl.store(rstd + row, scale)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        if TILE % HEAD != 0:  # otherwise each tile has the first one's
-            c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
         factors = _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = held[tile].to(tl.float32) * scale * factors
-        _write_tile(out + first, at, _turn(normed, c, s, TILE), WIDTH, TILE)
+        if HEAD > 0:
+            if TILE % HEAD != 0:  # otherwise each tile has the first one's
+                c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
+            normed = _turn(normed, c, s, TILE)
+        _write_tile(out + first, at, normed, WIDTH, TILE)
 
 
 @triton.jit
@@ -103,18 +106,20 @@ def _norm_and_turn_backward(
     first = row.to(tl.int64) * WIDTH
     column = tl.arange(0, TILE)
     scale = tl.load(rstd + row)
-    c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
+    if HEAD > 0:
+        c, s = _angles(cos + token * HEAD, sin + token * HEAD, column, HEAD, TILE)
     held = ()
     gradients = ()
     along = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        if TILE % HEAD != 0:
-            c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
         given = _tile(x + first, at, WIDTH, TILE, "evict_first")
-        turned = _tile(dy + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
-        factors = _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
-        gradient = _turn(turned, c, -s, TILE) * factors
+        gradient = _tile(dy + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
+        if HEAD > 0:
+            if TILE % HEAD != 0:
+                c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
+            gradient = _turn(gradient, c, -s, TILE)
+        gradient *= _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         along += gradient * (given.to(tl.float32) * scale)
         held = held + (given,)  # noqa: RUF005
         gradients = gradients + (gradient,)  # noqa: RUF005
@@ -134,34 +139,46 @@ def _sizes(width: int, head: int) -> tuple[dict[str, int], int]:
 
 
 @triton_op("gracetune::normed_turned", mutates_args={})
-def _forward(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(
+    x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """y, and rstd of each row in fp32."""
     batch, tokens, width = x.shape
-    x, weight, cos, sin = x.contiguous(), weight.contiguous(), cos.contiguous(), sin.contiguous()
+    x, weight = x.contiguous(), weight.contiguous()
     out, rstd = x.new_empty(batch, tokens, width), x.new_empty(batch * tokens, dtype=torch.float32)
-    sizes, warps = _sizes(width, cos.shape[-1])
+    angles, head = _angle_tables(cos, sin, weight)
+    sizes, warps = _sizes(width, head)
     kernel: Any = wrap_triton(_norm_and_turn)
-    kernel[(batch * tokens,)](x, weight, cos, sin, out, rstd, tokens, eps, **sizes, num_warps=warps)
+    kernel[(batch * tokens,)](x, weight, *angles, out, rstd, tokens, eps, **sizes, num_warps=warps)
     return out, rstd
 
 
 @triton_op("gracetune::normed_turned_backward", mutates_args={})
-def _backward(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, rstd: Tensor) -> Tensor:
+def _backward(
+    dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor | None, sin: Tensor | None, rstd: Tensor
+) -> Tensor:  # fmt: skip
     batch, tokens, width = x.shape
-    dy, x = dy.contiguous(), x.contiguous()
-    weight, cos, sin = weight.contiguous(), cos.contiguous(), sin.contiguous()
+    dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dx = x.new_empty(batch, tokens, width)
-    sizes, warps = _sizes(width, cos.shape[-1])
+    angles, head = _angle_tables(cos, sin, weight)
+    sizes, warps = _sizes(width, head)
     kernel: Any = wrap_triton(_norm_and_turn_backward)
-    kernel[(batch * tokens,)](dy, x, weight, cos, sin, rstd, dx, tokens, **sizes, num_warps=warps)
+    kernel[(batch * tokens,)](dy, x, weight, *angles, rstd, dx, tokens, **sizes, num_warps=warps)
     return dx
+
+
+def _angle_tables(cos: Tensor | None, sin: Tensor | None, unread: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
+    """And how many channels they are for: 0 where nothing is turned; something has to be given all the same."""
+    if cos is None or sin is None:
+        return (unread, unread), 0
+    return (cos.contiguous(), sin.contiguous()), cos.shape[-1]
 
 
 class _NormedTurned(torch.autograd.Function):
     """Keeps x and one number for each row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         results: tuple[Tensor, Tensor] = _forward(x, weight, eps, cos, sin)
         out, rstd = results
         ctx.save_for_backward(x, weight, cos, sin, rstd)
@@ -172,10 +189,11 @@ class _NormedTurned(torch.autograd.Function):
         return _backward(gradient, *ctx.saved_tensors), None, None, None, None
 
 
-def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """x [batch, tokens, width] normed by rows with a weight [width], and turned by cos and sin [1, tokens, 1, head].
 
-    The width is that of a number of whole heads. Only x gets a gradient: the weight is frozen.
+    The width is that of a number of whole heads. Only x gets a gradient: the weight is frozen. Without angles it is the
+    norm alone.
     """
     result: Tensor = _NormedTurned.apply(x, weight, eps, cos, sin)  # type: ignore[no-untyped-call]
     return result

@@ -28,7 +28,7 @@ class PlainLoop:
         self, job: StepJob, config: RunConfig, model: RandomModel, targets: Sequence[str], device: torch.device
     ) -> None:
         self._model, self._device = model, device
-        denoiser: Any = model.spec.load_denoiser(model.source, model.expert, Placement(device, torch.bfloat16))
+        denoiser: Any = model.plain_denoiser(Placement(device, torch.bfloat16))
         denoiser.train()
         self._network: nn.Module | None = None
         if job.adapter in ("lora", "dora"):

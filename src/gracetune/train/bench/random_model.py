@@ -8,7 +8,7 @@ by the same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class RandomModel:
     spec: ModelSpec
     """The family's, but for one function: its denoisers are drawn instead of read."""
     facts: ModelFacts
+    plain_denoiser: Callable[[Placement], nn.Module]
+    """The library's own class, with nothing of ours in it."""
 
     @property
     def expert(self) -> Expert:
@@ -67,7 +69,12 @@ def make_model(preset: Preset, folder: Path, scale: Scale, *, seed: int = 0) -> 
         cls = type(spec.build_denoiser(source, expert))
         return load_component(source, expert.component, cls, placement, draw=drawing(seed), adjust=spec.adjust)
 
-    return RandomModel(preset, source, replace(spec, load_denoiser=drawn), facts)
+    def as_published(placement: Placement) -> nn.Module:
+        expert = facts.experts[0]
+        cls = type(spec.build_denoiser(source, expert))
+        return load_component(source, expert.component, cls, placement, draw=drawing(seed))
+
+    return RandomModel(preset, source, replace(spec, load_denoiser=drawn), facts, as_published)
 
 
 def drawing(seed: int) -> Draw:

@@ -22,8 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
-from gracetune.kernels import HAS_TRITON
 from gracetune.memory.planning.plan import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
@@ -105,7 +105,7 @@ def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     A compiler makes it part of the kernel before it, and computes all of that once for the scale and once more for the
     values; ours reads a row once.
     """
-    if x.device.type == "cuda" and HAS_TRITON:
+    if kernels.pay(x):
         from gracetune.models.fp8_rows import rounded_rows  # only a GPU has triton
 
         wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)

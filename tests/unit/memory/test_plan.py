@@ -141,7 +141,7 @@ class TestLadder:
 
     @pytest.mark.parametrize(
         ("gigabytes", "value", "budget"),
-        [(90, "off", 1.0), (60, "auto", 0.5), (46, "auto", 0.25), (40, "auto", 0.1), (36, "full", None)],
+        [(90, "off", 1.0), (60, "auto", 0.45), (46, "auto", 0.25), (40, "auto", 0.1), (36, "full", None)],
     )
     def test_auto_repeats_as_little_as_it_must(self, gigabytes: float, value: str, budget: float | None) -> None:
         found = plan(demand(), small_gpu(gigabytes))

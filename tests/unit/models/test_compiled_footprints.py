@@ -9,17 +9,24 @@ from typing import Any
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.transformers import transformer_wan
 from diffusers.models.transformers.stable_audio_transformer import StableAudioDiTBlock
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
+from gracetune.adapters.fast import products
+from gracetune.adapters.fast.modules import LoraLinear as FastLora
 from gracetune.config.run_config import Adapter
 from gracetune.memory.planning.activations import BUDGETS, Method, Policy, activations
+from gracetune.memory.planning.adapter_paths import Computation
 from gracetune.memory.planning.footprint import Block
 from gracetune.memory.planning.trainable import select
 from gracetune.models.registry import FOOTPRINTS
+from gracetune.models.wan import attention as wan_attention
+from gracetune.models.wan.attention import turn_by_pairs
+from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
 from unit.models.meta_memory import BF16, LoraLinear, adapt
 
@@ -129,6 +136,46 @@ class TestCompiledBlocks:
         case = OTHERS[name]
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH)
         assert predicted(case) == pytest.approx(kept, rel=0.01)
+
+
+def with_fewer_passes(case: Case) -> nn.Module:
+    """Wan with our own layers, which on a GPU add the frozen product to the adapter's."""
+    torch.set_default_dtype(BF16)
+    try:
+        block = case.build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    holder = nn.ModuleDict({"block": block.requires_grad_(False)})
+    how = Computation("low rank", "")
+
+    def wrapped(linear: nn.Linear) -> nn.Module:
+        factors = {
+            "lora_A.weight": torch.empty(16, linear.in_features),
+            "lora_B.weight": torch.empty(linear.out_features, 16),
+        }
+        return FastLora(linear, factors, how, scale=1.0, dropout=0.0)
+
+    adapt(holder, {linear.name for linear in block_of(case).linears}, wrapped)
+    turn_by_pairs(holder)
+    return block.train()
+
+
+@pytest.mark.full
+class TestProductsOnto:
+    """An operation the compiler cannot look into would be free to repeat, if nobody told it otherwise."""
+
+    @pytest.mark.parametrize(("policy", "most"), [("off", 6), ("half", 10), ("quarter", 12), ("tenth", 13)])
+    def test_a_budget_repeats_what_it_must(self, monkeypatch: pytest.MonkeyPatch, policy: Policy, most: int) -> None:
+        use_flash_attention(monkeypatch)
+        monkeypatch.setattr(wan_attention, "dispatch_attention_fn", transformer_wan.dispatch_attention_fn)
+        monkeypatch.setattr(products, "pays_in_halves", lambda x: x.dtype == BF16)
+        with costly_work_known():
+            kept, backward = split_by_compiler(
+                lambda: with_fewer_passes(WAN), lambda _block: WAN.call(), batch=BATCH, budget=float(BUDGETS[policy])
+            )
+        assert 0.6 * predicted(WAN, policy) < kept < 1.08 * predicted(WAN, policy)
+        own = [node for node in backward.nodes if node.target is torch.ops.gracetune.products.default]
+        assert 6 <= len(own) <= most, "six for the inputs' gradients; thirteen are all there are"
 
 
 @pytest.mark.full

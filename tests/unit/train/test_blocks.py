@@ -25,7 +25,7 @@ from gracetune.models.spec import ModelFacts, Placement
 from gracetune.train.bench.job import PRESETS, StepJob, config_of
 from gracetune.train.bench.random_data import random_data
 from gracetune.train.bench.random_model import make_model
-from gracetune.train.blocks import Preparation, prepare_blocks
+from gracetune.train.blocks import Preparation, costly_work_known, prepare_blocks
 from gracetune.train.planning import shapes_of
 
 TinyModel = Callable[[str, str], Path]
@@ -131,6 +131,16 @@ def test_a_kernel_set_around_attention_costs_no_graphs(wan_folder: Path) -> None
         through_torch.loss()
     assert prepared.blocks > 1
     assert prepared.stats.graphs == 1
+
+
+def test_the_compilers_list_of_costly_work_is_complete_and_then_its_own_again() -> None:
+    from torch._functorch import partitioners
+
+    attention = torch.ops.aten._scaled_dot_product_cudnn_attention
+    with costly_work_known():
+        known = partitioners.get_default_op_list().compute_intensive_ops
+        assert {attention, torch.ops.gracetune.products, torch.ops.aten.mm} <= set(known)
+    assert torch.ops.gracetune.products not in partitioners.get_default_op_list().compute_intensive_ops
 
 
 class TestMechanism:

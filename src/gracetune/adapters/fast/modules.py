@@ -117,7 +117,7 @@ class LowRankLinear(SharesInput, AdaptedLinear):
     def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
         given = x.to(products.compute_dtype(x))
         alike = [one for one in layers if isinstance(one, LowRankLinear) and one.active and one.undisturbed]
-        if len(alike) < len(layers) or not products.in_halves_on_a_gpu(given):
+        if len(alike) < len(layers) or not products.pays_in_halves(given):
             return tuple(layer(x) for layer in layers)
         if all(one.adds_to(given) for one in alike):
             return products.low_rank_linears(given, [one._low_rank() for one in alike])

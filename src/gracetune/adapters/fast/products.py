@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gracetune import kernels
 from gracetune.adapters.delta import EPSILON
 from gracetune.adapters.fast.onto import is_thin, mixed_and_product, products
-from gracetune.kernels import HAS_TRITON
 from gracetune.memory.planning.adapter_paths import Computation
 
 
@@ -53,19 +53,20 @@ def _scaled(factor: Tensor, scale: Scale) -> Tensor:
 
 def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: Scale) -> Tensor:
     """scale up (down x), with down [r, in] and up [out, r]."""
-    if isinstance(scale, float) and in_halves_on_a_gpu(x):
+    if isinstance(scale, float) and pays_in_halves(x):
         return low_rank_linears(x, [LowRank(down, up, scale)])[0]
     return F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale).to(x.dtype))
 
 
-def in_halves_on_a_gpu(x: Tensor) -> bool:
-    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+def pays_in_halves(x: Tensor) -> bool:
+    """Whether our own kernels are for this input."""
+    return x.dtype in kernels.HALVES and kernels.pay(x)
 
 
 def can_be_added_to(x: Tensor, base: nn.Linear) -> bool:
     """Whether the base layer's product can be added to the adapter's: frozen, and in the computation's precision."""
     weight = base.weight
-    return in_halves_on_a_gpu(x) and weight.dtype == x.dtype and not weight.requires_grad
+    return pays_in_halves(x) and weight.dtype == x.dtype and not weight.requires_grad
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,7 @@ def kronecker_by_rank(x: Tensor, w1: Tensor, up: Tensor, down: Tensor, scale: Sc
 
 def _mixed(small: Tensor, rows: Tensor) -> Tensor:
     """small [p, q] on each of rows [n, q, k]: one batched product that reads `small` again and again."""
-    if rows.device.type == "cuda" and mixes_in_one_pass(small):
+    if kernels.pay(rows) and mixes_in_one_pass(small):
         from gracetune.adapters.fast.mixing import mixed  # only a GPU has triton
 
         return cast(Tensor, mixed(small, rows))
@@ -203,7 +204,7 @@ def _mixed(small: Tensor, rows: Tensor) -> Tensor:
 
 
 def mixes_in_one_pass(w1: Tensor) -> bool:
-    return HAS_TRITON and max(w1.shape) <= _MIXED_IN_ONE_PASS
+    return max(w1.shape) <= _MIXED_IN_ONE_PASS
 
 
 def kronecker_linear(x: Tensor, base: nn.Linear, w1: Tensor, w2: Tensor, scale: float) -> Tensor:

@@ -14,7 +14,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from gracetune.kernels import HAS_TRITON
+from gracetune import kernels
 from gracetune.models.common.sharing import answers
 
 
@@ -51,7 +51,7 @@ class PairwiseAttention(WanAttnProcessor):
 
 def _normed_turned(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     """By heads; between image and text nothing is turned."""
-    if x.device.type == "cuda" and HAS_TRITON and not norm.weight.requires_grad:
+    if kernels.pay(x) and not norm.weight.requires_grad:
         from gracetune.models.wan.turning import normed_turned  # only a GPU has triton
 
         assert norm.eps is not None, "Wan's norms have one"

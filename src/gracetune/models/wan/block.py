@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
-from gracetune.kernels import HAS_TRITON
+from gracetune import kernels
 
 
 def use_fused_blocks(denoiser: nn.Module) -> None:
@@ -41,9 +40,9 @@ class FusedBlock(WanTransformerBlock):
 
     def _fits(self, hidden_states: Tensor, temb: Tensor) -> bool:
         """Whether the kernels can do it: they give no gradients to the modulation and the norms' weights."""
-        if not (HAS_TRITON and hidden_states.device.type == "cuda" and temb.ndim == 3):
+        if not kernels.pay(hidden_states) or hidden_states.dtype not in kernels.HALVES:
             return False
-        if hidden_states.dtype not in (torch.bfloat16, torch.float16) or type(self.norm2) is not FP32LayerNorm:
+        if temb.ndim != 3 or type(self.norm2) is not FP32LayerNorm:
             return False
         fixed = (temb, self.scale_shift_table, self.norm2.weight, self.norm2.bias)
         return not any(tensor.requires_grad for tensor in fixed)

@@ -20,7 +20,7 @@ HOW = Computation("low rank", "")
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "in_halves_on_a_gpu", lambda x: x.dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "pays_in_halves", lambda x: x.dtype == torch.bfloat16)
 
 
 def base(seed: int, outputs: int = WIDTH) -> nn.Linear:
@@ -91,7 +91,7 @@ def test_three_layers_with_one_input_are_what_they_are_alone(as_on_a_gpu: None) 
 def test_gradients_of_the_factors_are_not_rounded(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = lora(0), noise(4000, WIDTH).bfloat16()
     fast = error(run([layer], x, lambda given: [layer(given)]), exactly([layer], x))
-    monkeypatch.setattr(products, "in_halves_on_a_gpu", lambda x: False)
+    monkeypatch.setattr(products, "pays_in_halves", lambda x: False)
     plain = error(run([layer], x, lambda given: [layer(given)]), exactly([layer], x))
     assert fast[2] < 0.9 * plain[2]
     assert fast[3] < 0.9 * plain[3]
@@ -145,7 +145,6 @@ def mixed_on_the_cpu(small: Tensor, rows: Tensor, bias: Tensor | None, c: Tensor
 def test_a_kronecker_product(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, outputs: int) -> None:
     """All of it but the kernel, which needs a GPU."""
     monkeypatch.setattr(products, "mixed_and_product", mixed_on_the_cpu)
-    monkeypatch.setattr(products, "HAS_TRITON", True)
     factors = {"lokr_w1": noise(4, 4, seed=1), "lokr_w2": noise(outputs // 4, WIDTH // 4, seed=2)}
     layer = LokrLinear(base(0, outputs), factors, Computation("kronecker", ""), scale=0.5, dropout=0.0)
     x = noise(2, ROWS, WIDTH).bfloat16()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.models.wan import block as module
+from gracetune import kernels
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
 
 WIDTH, HEADS, TOKENS = 48, 2, 12
@@ -83,7 +83,8 @@ def fits(
 
 
 def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    monkeypatch.setattr(kernels, "_LARGE", 2 * TOKENS * WIDTH)
     block = fused(made().requires_grad_(False))
     assert fits(block)
     assert fits(block, dtype=torch.float16)
@@ -96,7 +97,10 @@ def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         trained.requires_grad_()
         assert not fits(block)
         trained.requires_grad_(False)
-    monkeypatch.setattr(module, "HAS_TRITON", False)
+    monkeypatch.setattr(kernels, "_LARGE", 2 * TOKENS * WIDTH + 1)
+    assert not fits(block), "a launch costs more than it saves"
+    monkeypatch.setattr(kernels, "_LARGE", 0)
+    monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert not fits(block)
 
 

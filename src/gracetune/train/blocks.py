@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -28,9 +27,6 @@ GRAPHS: Final = 64
 """Of one kind of block: beyond this torch runs it uncompiled. Training, evaluation and each way of taking an adapter
 (without, with, at a strength) have their own; torch's limit of 8 is soon reached."""
 Compile = Callable[[Any, Any], Any]
-_SMALL_ONES_TOGETHER: Final = {"combo_kernels": True}
-"""Kernels that have nothing to do with each other and take a microsecond each, as the casts of adapters, in one launch.
-"""
 
 
 @dataclass
@@ -121,10 +117,6 @@ class Budgeted:
     def __init__(self, backend: str, budget: float | None, stats: CompileStats) -> None:
         self._name, self._budget, self._stats = backend, budget, stats
         self._compile: Compile = torch._dynamo.lookup_backend(backend)
-        if backend == "inductor":
-            from torch._inductor.compile_fx import compile_fx  # takes seconds, which a command without it need not wait
-
-            self._compile = partial(compile_fx, config_patches=_SMALL_ONES_TOGETHER)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Budgeted) and self._settings == other._settings

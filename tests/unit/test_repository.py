@@ -73,7 +73,7 @@ class TestLayers:
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         package = tmp_path / "src" / "gracetune"
         package.mkdir(parents=True)
-        for file in ("__init__.py", "durable.py", "errors.py", "units.py"):
+        for file in ("__init__.py", "durable.py", "errors.py", "kernels.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
         for folder in ("telemetry", "config", "hardware", "train", "cli"):
             (package / folder).mkdir()

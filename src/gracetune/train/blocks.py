@@ -87,7 +87,7 @@ def costly_work_known() -> Iterator[None]:
     """While the compiler decides what to repeat, its list of what takes long has all of it.
 
     torch's own lacks cuDNN's attention, and cannot have ours. What is not in it counts as free, whatever its
-    multiplications: a budget would repeat just that.
+    multiplications: a budget would repeat just that. (Graphs that torch finds in its cache on disk are cut already.)
     """
     from torch._functorch import partitioners
 

@@ -148,7 +148,7 @@ def choose(
 def _repeating(recompute: bool, budget: float | None) -> str:
     if recompute:
         return "on"
-    return "off" if budget is None or budget == 1 else f"in part ({budget:.0%} of the activations kept)"
+    return "off" if budget is None or budget == 1 else f"in part (torch.compile's activation budget {budget:g})"
 
 
 def _compiling(shapes: int | None) -> str:

@@ -1,10 +1,11 @@
 """Linear layers with an adapter inside: base(x) and, in the same precision, what the adapter adds.
 
 A module of this kind takes the place of the layer it adapts, which goes on as its `base_layer`. The base layer may hold
-its weight in any form: nothing here reads it, except DoRA, which asks for the length of its rows. Everything a forward
-pass decides on is a plain attribute, so a compiler sees one straight line. It makes three of them at most, whatever
-strengths there are: the base layer alone (0), the adapter as it is (1), and one that is told the strength (a number in
-a tensor of the CPU, which costs no copy and no waiting).
+its weight in any form. DoRA asks for the length of its rows; and of a plain layer, in a graph compiled for a GPU, the
+weight itself is taken, so that its product can be added to the adapter's (`adds_to`): hooks on the base layer are not
+called then. Everything a forward pass decides on is a plain attribute, so a compiler sees one straight line. It makes
+three of them at most, whatever strengths there are: the base layer alone (0), the adapter as it is (1), and one that is
+told the strength (a number in a tensor of the CPU, which costs no copy and no waiting).
 """
 
 from __future__ import annotations

@@ -190,12 +190,13 @@ def kronecker_by_rank(x: Tensor, w1: Tensor, up: Tensor, down: Tensor, scale: Sc
     """The same with w2 = up down, up [b, r] and down [r, d]."""
     rows = x.reshape(-1, w1.shape[1], down.shape[1])
     narrow = F.linear(rows, down.to(x.dtype))  # [n, c, r]
-    mixed = _mixed(_scaled(w1, scale).to(x.dtype), narrow)  # [n, a, r]
+    small = _scaled(w1, scale).to(x.dtype)
+    mixed = torch.bmm(small.expand(narrow.shape[0], *small.shape), narrow)  # [n, a, r]
     return F.linear(mixed, up.to(x.dtype)).reshape(*x.shape[:-1], w1.shape[0] * up.shape[0])
 
 
 def _mixed(small: Tensor, rows: Tensor) -> Tensor:
-    """small [p, q] on each of rows [n, q, k]: one batched product that reads `small` again and again."""
+    """small [p, q] on each of rows [n, q, k], where gradients are somebody else's: our kernel has none."""
     if kernels.pay(rows) and mixes_in_one_pass(small):
         from gracetune.adapters.fast.mixing import mixed  # only a GPU has triton
 
@@ -215,7 +216,7 @@ def kronecker_linear(x: Tensor, base: nn.Linear, w1: Tensor, w2: Tensor, scale: 
 
 
 class _KroneckerLinear(torch.autograd.Function):
-    """As `_Kronecker`, W2 first; gradients of the factors in fp32."""
+    """As `_Kronecker`, W2 first; the gradient of W2 leaves its product in fp32, that of W1 is summed in it."""
 
     @staticmethod
     def forward(

@@ -30,7 +30,7 @@ PARTS: Mapping[Policy, Fraction] = {
 """Of everything, so much is kept; `full` is not the compiler's doing."""
 BUDGETS: Mapping[Policy, Fraction] = {**PARTS, "half": Fraction(9, 20)}
 """The compiler's activation_memory_budget for that. Told a half it keeps 57 % of a Wan block on an H200, and repeats no
-product; told 0.45 it keeps 42 %: it chooses among few, large tensors."""
+product; told 0.45 it keeps 42 %: it chooses among few, large tensors. Other families have not been asked."""
 STAYING = 2
 """Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
 

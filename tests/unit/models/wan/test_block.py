@@ -84,7 +84,7 @@ def fits(
 
 def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
-    monkeypatch.setattr(kernels, "_LARGE", 2 * TOKENS * WIDTH)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     block = fused(made().requires_grad_(False))
     assert fits(block)
     assert fits(block, dtype=torch.float16)
@@ -97,11 +97,11 @@ def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
         trained.requires_grad_()
         assert not fits(block)
         trained.requires_grad_(False)
-    monkeypatch.setattr(kernels, "_LARGE", 2 * TOKENS * WIDTH + 1)
-    assert not fits(block), "a launch costs more than it saves"
-    monkeypatch.setattr(kernels, "_LARGE", 0)
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert not fits(block)
+    monkeypatch.setattr(kernels, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    assert not fits(block), "a launch from Python costs more than it saves"
 
 
 def plain_norming() -> ModuleType:

@@ -74,7 +74,7 @@ fi
 
 case $step in
     tests)
-        new=(encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
+        new=(kernels_gpu fast_adapters_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
         new=("${new[@]/#/tests/gpu/test_}") new=("${new[@]/%/.py}")
         mapfile -t old < <(printf '%s\n' tests/gpu/test_*.py | grep -v -x -F -f <(printf '%s\n' "${new[@]}"))
         limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 \

@@ -99,14 +99,14 @@ def block_of(case: Case) -> Block:
     return FOOTPRINTS[case.family][0].blocks[case.block]
 
 
-def adapted(case: Case) -> nn.Module:
+def adapted(case: Case, wrap: Callable[[nn.Linear], nn.Module] = LoraLinear) -> nn.Module:
     torch.set_default_dtype(BF16)
     try:
         block = case.build()
     finally:
         torch.set_default_dtype(torch.float32)
     holder = nn.ModuleDict({"block": block.requires_grad_(False)})
-    adapt(holder, {linear.name for linear in block_of(case).linears}, LoraLinear)
+    adapt(holder, {linear.name for linear in block_of(case).linears}, wrap)
     return block
 
 
@@ -140,24 +140,15 @@ class TestCompiledBlocks:
 
 def with_fewer_passes(case: Case) -> nn.Module:
     """Wan with our own layers, which on a GPU add the frozen product to the adapter's."""
-    torch.set_default_dtype(BF16)
-    try:
-        block = case.build()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    holder = nn.ModuleDict({"block": block.requires_grad_(False)})
-    how = Computation("low rank", "")
 
     def wrapped(linear: nn.Linear) -> nn.Module:
-        factors = {
-            "lora_A.weight": torch.empty(16, linear.in_features),
-            "lora_B.weight": torch.empty(linear.out_features, 16),
-        }
-        return FastLora(linear, factors, how, scale=1.0, dropout=0.0)
+        down, up = torch.empty(16, linear.in_features), torch.empty(linear.out_features, 16)
+        factors = {"lora_A.weight": down, "lora_B.weight": up}
+        return FastLora(linear, factors, Computation("low rank", ""), scale=1.0, dropout=0.0)
 
-    adapt(holder, {linear.name for linear in block_of(case).linears}, wrapped)
-    turn_by_pairs(holder)
-    return block.train()
+    block = adapted(case, wrapped).train()
+    turn_by_pairs(block)
+    return block
 
 
 @pytest.mark.full

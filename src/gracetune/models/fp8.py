@@ -34,7 +34,7 @@ SIDE: Final = 16
 """Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
 _PROBED: Final = 256
 """A side as real layers have it: that a library refuses the smallest there could be says nothing."""
-_SMALLEST: Final = 2.0**-100
+SMALLEST: Final = 2.0**-100
 """Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
 
 
@@ -94,7 +94,7 @@ class Fp8Linear(nn.Linear):
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """[n, k] as values in e4m3 and scales [n, 1] in fp32. What is not a number in a row makes all of it none."""
     wide = x.float()
-    most = wide.abs().amax(dim=1, keepdim=True).clamp_min(_SMALLEST)
+    most = wide.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST)
     values = (wide * (MOST / most)).clamp(-MOST, MOST).to(E4M3)
     return values, most / MOST
 

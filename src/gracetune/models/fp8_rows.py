@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from gracetune.models.fp8 import _SMALLEST, E4M3, MOST
+from gracetune.models.fp8 import E4M3, MOST, SMALLEST
 
 _WARPS: Final = 8
 _WIDE: Final = 16384
@@ -73,7 +73,7 @@ def rounded_rows(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     sizes, warps = _sizes(k, columns is not None)
     kernel: Any = wrap_triton(_round_rows)
     kernel[(n,)](
-        x, factors, out, scales, **sizes, HAS_COLUMNS=columns is not None, SMALLEST=_SMALLEST, MOST=MOST,
+        x, factors, out, scales, **sizes, HAS_COLUMNS=columns is not None, SMALLEST=SMALLEST, MOST=MOST,
         num_warps=warps,
     )  # fmt: skip
     return out, scales

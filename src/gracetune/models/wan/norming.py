@@ -17,8 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from gracetune.models.wan.turning import _sizes as _sizes_by_heads
-from gracetune.models.wan.turning import _tile, _write_tile
+from gracetune.models.wan.turning import read_tile, row_sizes, write_tile
 
 
 @triton.jit
@@ -38,11 +37,11 @@ def _add_and_norm(
     total = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        given = _tile(x + first, at, WIDTH, TILE, "evict_first")
+        given = read_tile(x + first, at, WIDTH, TILE, "evict_first")
         if ADDED:
-            added = _tile(a + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
+            added = read_tile(a + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
             if GATED:
-                added = added * _tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
+                added = added * read_tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
             given = (given.to(tl.float32) + added).to(x.dtype.element_ty)
         held = held + (given,)  # noqa: RUF005 - triton has no unpacking
         total += given.to(tl.float32)
@@ -55,16 +54,16 @@ def _add_and_norm(
             away = tl.where(at < WIDTH, away, 0.0)
         squares += away * away
         if ADDED:  # not in the loop before: a write between its reads would hold them up
-            _write_tile(h + first, at, held[tile], WIDTH, TILE)
+            write_tile(h + first, at, held[tile], WIDTH, TILE)
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     tl.store(mean + row, middle)
     tl.store(rstd + row, inverse)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        factors = _tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
-        offsets = _tile(shift + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        factors = read_tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        offsets = read_tile(shift + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = (held[tile].to(tl.float32) - middle) * inverse
-        _write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE)
+        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE)
 
 
 @triton.jit
@@ -89,15 +88,15 @@ def _add_and_norm_backward(
     along = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        given = _tile(h + first, at, WIDTH, TILE, "evict_first")
-        factors = _tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
-        gradient = _tile(dn + first, at, WIDTH, TILE, "evict_first").to(tl.float32) * factors
+        given = read_tile(h + first, at, WIDTH, TILE, "evict_first")
+        factors = read_tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        gradient = read_tile(dn + first, at, WIDTH, TILE, "evict_first").to(tl.float32) * factors
         total += gradient  # 0 beyond the row
         along += gradient * ((given.to(tl.float32) - middle) * inverse)
         held = held + (given,)  # noqa: RUF005
         gradients = gradients + (gradient,)  # noqa: RUF005
         if ADDED:
-            onto = onto + (_tile(dh + first, at, WIDTH, TILE, "evict_first"),)  # noqa: RUF005
+            onto = onto + (read_tile(dh + first, at, WIDTH, TILE, "evict_first"),)  # noqa: RUF005
     level = tl.sum(total, 0) / WIDTH
     share = tl.sum(along, 0) / WIDTH
     for tile in tl.static_range(TILES):
@@ -106,16 +105,10 @@ def _add_and_norm_backward(
         result = inverse * (gradients[tile] - level - normed * share)
         if ADDED:
             result += onto[tile].to(tl.float32)
-        _write_tile(dx + first, at, result, WIDTH, TILE)
+        write_tile(dx + first, at, result, WIDTH, TILE)
         if GATED:
-            factors = _tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
-            _write_tile(da + first, at, result * factors, WIDTH, TILE)
-
-
-def _sizes(width: int) -> tuple[dict[str, int], int]:
-    """Of the kernels' tiles, and how many warps work on a row."""
-    sizes, warps = _sizes_by_heads(width, width)
-    return {name: size for name, size in sizes.items() if name != "HEAD"}, warps
+            factors = read_tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
+            write_tile(da + first, at, result * factors, WIDTH, TILE)
 
 
 def _by_batch(gate: Tensor, batch: int) -> Tensor:
@@ -131,7 +124,7 @@ def _forward(
     x, scale, shift = x.contiguous(), scale.contiguous(), shift.contiguous()
     n, h = x.new_empty(batch, tokens, width), x.new_empty(0 if a is None else x.shape)
     mean, rstd = (x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2))
-    sizes, warps = _sizes(width)
+    sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_add_and_norm)
     kernel[(batch * tokens,)](  # something has to be given for what is not there; it is not touched then
         x, x if a is None else a.contiguous(), scale if gate is None else _by_batch(gate, batch), scale, shift,
@@ -149,7 +142,7 @@ def _backward(
     batch, tokens, width = h.shape
     dn, h, scale = dn.contiguous(), h.contiguous(), scale.contiguous()
     dx, da = h.new_empty(batch, tokens, width), h.new_empty(0 if gate is None else h.shape)
-    sizes, warps = _sizes(width)
+    sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_add_and_norm_backward)
     kernel[(batch * tokens,)](
         dn, dn if dh is None else dh.contiguous(), h, mean, rstd,

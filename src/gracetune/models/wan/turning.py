@@ -27,7 +27,7 @@ _MOST_WARPS: Final = 8
 
 @triton.jit
 @no_type_check
-def _tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
+def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
     """With what the cache should do with it: keep what all rows read, not what one does."""
     if WIDTH % TILE == 0:
         values = tl.load(row + at, eviction_policy=POLICY)
@@ -38,7 +38,7 @@ def _tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr
 
 @triton.jit
 @no_type_check
-def _write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
     if WIDTH % TILE == 0:
         tl.store(row + at, values.to(row.dtype.element_ty))
     else:
@@ -76,7 +76,7 @@ def _norm_and_turn(
     held = ()
     squares = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
-        given = _tile(x + first, tile * TILE + column, WIDTH, TILE, "evict_first")
+        given = read_tile(x + first, tile * TILE + column, WIDTH, TILE, "evict_first")
         held = held + (given,)  # noqa: RUF005 - triton has no unpacking
         squares += given.to(tl.float32) * given.to(tl.float32)
     if HEAD > 0:
@@ -85,13 +85,13 @@ def _norm_and_turn(
     tl.store(rstd + row, scale)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        factors = _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        factors = read_tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = held[tile].to(tl.float32) * scale * factors
         if HEAD > 0:
             if TILE % HEAD != 0:  # otherwise each tile has the first one's
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
             normed = _turn(normed, c, s, TILE)
-        _write_tile(out + first, at, normed, WIDTH, TILE)
+        write_tile(out + first, at, normed, WIDTH, TILE)
 
 
 @triton.jit
@@ -113,28 +113,28 @@ def _norm_and_turn_backward(
     along = tl.zeros([TILE], tl.float32)
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
-        given = _tile(x + first, at, WIDTH, TILE, "evict_first")
-        gradient = _tile(dy + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
+        given = read_tile(x + first, at, WIDTH, TILE, "evict_first")
+        gradient = read_tile(dy + first, at, WIDTH, TILE, "evict_first").to(tl.float32)
         if HEAD > 0:
             if TILE % HEAD != 0:
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
             gradient = _turn(gradient, c, -s, TILE)
-        gradient *= _tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
+        gradient *= read_tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         along += gradient * (given.to(tl.float32) * scale)
         held = held + (given,)  # noqa: RUF005
         gradients = gradients + (gradient,)  # noqa: RUF005
     share = tl.sum(along, 0) / WIDTH
     for tile in tl.static_range(TILES):
         result = scale * (gradients[tile] - (held[tile].to(tl.float32) * scale) * share)
-        _write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE)
+        write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE)
 
 
-def _sizes(width: int, head: int) -> tuple[dict[str, int], int]:
-    """Of the kernels' tiles, and how many warps work on a row."""
+def row_sizes(width: int) -> tuple[dict[str, int], int]:
+    """Of a kernel's tiles, and how many warps work on a row."""
     tile = min(width & -width, _MOST_TILE)
     if tile < _LEAST_TILE:
         tile = min(triton.next_power_of_2(width), _MOST_TILE)
-    sizes = {"WIDTH": width, "HEAD": head, "TILE": tile, "TILES": triton.cdiv(width, tile)}
+    sizes = {"WIDTH": width, "TILE": tile, "TILES": triton.cdiv(width, tile)}
     return sizes, min(max(tile // _BY_WARP, 1), _MOST_WARPS)
 
 
@@ -147,9 +147,9 @@ def _forward(
     x, weight = x.contiguous(), weight.contiguous()
     out, rstd = x.new_empty(batch, tokens, width), x.new_empty(batch * tokens, dtype=torch.float32)
     angles, head = _angle_tables(cos, sin, weight)
-    sizes, warps = _sizes(width, head)
+    sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_norm_and_turn)
-    kernel[(batch * tokens,)](x, weight, *angles, out, rstd, tokens, eps, **sizes, num_warps=warps)
+    kernel[(batch * tokens,)](x, weight, *angles, out, rstd, tokens, eps, **sizes, HEAD=head, num_warps=warps)
     return out, rstd
 
 
@@ -161,9 +161,9 @@ def _backward(
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dx = x.new_empty(batch, tokens, width)
     angles, head = _angle_tables(cos, sin, weight)
-    sizes, warps = _sizes(width, head)
+    sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_norm_and_turn_backward)
-    kernel[(batch * tokens,)](dy, x, weight, *angles, rstd, dx, tokens, **sizes, num_warps=warps)
+    kernel[(batch * tokens,)](dy, x, weight, *angles, rstd, dx, tokens, **sizes, HEAD=head, num_warps=warps)
     return dx
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,3 +20,11 @@ def pay(x: Tensor) -> bool:
     triton needs on a machine is there.
     """
     return x.device.type == "cuda" and HAS_TRITON and torch.compiler.is_compiling()
+
+
+def shared_bytes(device: torch.device) -> int:
+    """How much of a processor's own memory a program may have; 0 where there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it
+    return int(properties.shared_memory_per_block_optin)

@@ -84,3 +84,34 @@ def test_layers_with_one_input(rank: int) -> None:
     wanted = gradients(reference, exact, inputs(2, 48), torch.float32)
     found = gradients(compiled, attached, inputs(2, 48).to(GPU), torch.bfloat16)
     assert distance(found, wanted, without="") < 1.5e-2
+
+
+# -- products from and to the rank ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@pytest.mark.parametrize("turned", [False, True], ids=["by rows", "by columns"])
+@pytest.mark.parametrize(("rows", "width", "rank"), [(4096, 5120, 16), (512, 13824, 16), (77, 300, 5), (1, 5120, 1)])
+def test_products_to_and_from_the_rank(rows: int, width: int, rank: int, turned: bool, compiled: bool) -> None:
+    """Rounded once, whatever the factor's order in memory."""
+    from gracetune.adapters.fast.thin import thin, to_rank  # only a GPU has triton
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=GPU).bfloat16()
+
+    def factor(first: int, second: int) -> Tensor:
+        return made(second, first).t() if turned else made(first, second)
+
+    torch._dynamo.reset()
+    for product, left, right in (
+        (to_rank, made(rows, width), factor(width, rank)), (thin, made(rows, rank), factor(rank, width))
+    ):  # fmt: skip
+
+        def both(left: Tensor, right: Tensor, product: Any = product) -> Tensor:
+            result: Tensor = product(left, right)
+            return result
+
+        found = (torch.compile(both, fullgraph=True) if compiled else both)(left, right)
+        wanted = left.double().mm(right.double())
+        assert found.dtype == torch.bfloat16
+        assert float((found.double() - wanted).norm() / wanted.norm()) <= 4e-3

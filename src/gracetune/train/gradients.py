@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,8 @@ from gracetune.optim.skipping import local
 
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks, in place."""
+SMALL: Final = 1 << 20
+"""Elements up to which an addition is mostly the launch of its kernel."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Gradients(Protocol):
     def open(self) -> None:
         """A window begins: gradients are 0."""
 
+    def collect(self) -> None:
+        """A backward pass is done."""
+
     def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
         """Reduce, multiply by `factor`, clip. The norm before clipping, on the device, and the same on every rank.
 
@@ -46,38 +51,58 @@ class Gradients(Protocol):
 
 
 class FlatGradients:
-    """Of parameters every rank has whole."""
+    """Of parameters every rank has whole.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], reduce: Reduce | None = None) -> None:
-        self._parameters = list(parameters.values())
-        devices = {parameter.device for parameter in self._parameters}
-        if len(devices) != 1 or any(parameter.dtype != torch.float32 for parameter in self._parameters):
+    Autograd adds a large one's gradient in its place. Those of small ones it leaves where the backward pass put them,
+    and they are added in a few kernels for all: an adapter has hundreds.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], reduce: Reduce | None = None, *, small: int = SMALL
+    ) -> None:
+        every = list(parameters.values())
+        devices = {parameter.device for parameter in every}
+        if len(devices) != 1 or any(parameter.dtype != torch.float32 for parameter in every):
             raise ValueError(f"trained parameters in float32 on one device, not on {devices}")
-        size = sum(parameter.numel() for parameter in self._parameters)
-        self._flat = torch.zeros(size, dtype=torch.float32, device=devices.pop())
+        sizes = [parameter.numel() for parameter in every]
+        self._flat = torch.zeros(sum(sizes), dtype=torch.float32, device=devices.pop())
+        pieces = self._flat.split(sizes)
+        self._places = [(one, piece.view(one.shape)) for one, piece in zip(every, pieces, strict=True)]
+        self._small = [(one, place) for one, place in self._places if one.numel() <= small]
         self._reduce = reduce
 
     def open(self) -> None:
         self._flat.zero_()
-        pieces = self._flat.split([parameter.numel() for parameter in self._parameters])
-        for parameter, piece in zip(self._parameters, pieces, strict=True):
-            parameter.grad = piece.view(parameter.shape)
+        for parameter, place in self._places:
+            parameter.grad = place
+        for parameter, _ in self._small:
+            parameter.grad = None
+
+    def collect(self) -> None:
+        found = [(place, one.grad) for one, place in self._small if one.grad is not None]
+        if found:
+            torch._foreach_add_([place for place, _ in found], [gradient for _, gradient in found])
+        for parameter, _ in self._small:
+            parameter.grad = None
 
     def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
+        self.collect()
+        for parameter, place in self._places:
+            parameter.grad = place
         flat = self._flat
         if self._reduce is not None:
             self._reduce(flat)
-        flat.mul_(factor)
-        norm: Tensor = torch.linalg.vector_norm(flat)
+        norm: Tensor = torch.linalg.vector_norm(flat) * factor
         if clip.limit is not None and clip.kind == "norm":
-            flat.mul_(_coefficient(norm, clip.limit))
-        elif clip.limit is not None:
+            factor = factor * _coefficient(norm, clip.limit)
+        flat.mul_(factor)
+        if clip.limit is not None and clip.kind == "value":
             flat.clamp_(-clip.limit, clip.limit)
-        flat.copy_(torch.where(norm.isfinite(), flat, 0.0))
+        torch.where(norm.isfinite(), flat, flat.new_zeros(()), out=flat)
         return norm
 
     def close(self) -> None:
-        for parameter in self._parameters:
+        for parameter, _ in self._places:
             parameter.grad = None
 
 
@@ -90,6 +115,9 @@ class ShardedGradients:
 
     def open(self) -> None:
         self.close()
+
+    def collect(self) -> None:
+        """FSDP2 has added them."""
 
     def finish(self, factor: float | Tensor, clip: Clip) -> Tensor:
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]

@@ -53,10 +53,7 @@ def fit(job: Job) -> Stop:
 
 
 def run_window(job: Job) -> WindowDone | Stop:
-    """A stop where no batch is left, or memory does not last until the window's end: then the window is given up.
-
-    What was begun and not finished leaves no trace in the state that is saved.
-    """
+    """A stop where no batch is left, or memory does not last until the window's end: what was begun leaves no trace."""
     position = job.position
     job.seed_window()
     window = job.ramp.window(position.micro_batches)
@@ -94,6 +91,7 @@ def _learn(job: Job, denoiser: torch.nn.Module, batch: Batch, done: WindowDone, 
     with job.trainee.strength_for(batch, done.expert), job.trainee.host.following(coming):  # backward may repeat blocks
         loss = job.step(denoiser, batch, done.expert)
         job.scale.scaled(loss.total).backward()
+    job.gradients[done.expert].collect()
     done.loss += loss.total.detach()
     done.samples += batch.ref.global_samples
     done.batches.append(batch.ref)

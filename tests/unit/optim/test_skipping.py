@@ -43,7 +43,7 @@ class Trained:
         gradients.open()
         draw = torch.Generator().manual_seed(100 + number)
         for parameter in group.values():
-            parameter.grad.add_(torch.randn(parameter.shape, generator=draw))
+            parameter.grad = torch.randn(parameter.shape, generator=draw)
         if nan:
             group["t1"].grad[0, 0] = float("nan")
         bad = (~gradients.finish(1.0, Clip()).isfinite()).float()

@@ -21,15 +21,17 @@ def losses(network: nn.Module, samples: torch.Tensor) -> Any:
     return network(samples).square().mean(1)
 
 
-@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5))
-def test_every_sample_of_a_window_weighs_the_same_whatever_its_micro_batch(sizes: list[int]) -> None:
-    """A window of any micro-batches has the gradient of the mean over all its samples."""
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=5), small=st.sampled_from([0, 10, 1 << 20]))
+def test_every_sample_of_a_window_weighs_the_same_whatever_its_micro_batch(sizes: list[int], small: int) -> None:
+    """A window of any micro-batches has the gradient of the mean over all its samples; none, some or all of the
+    parameters are small."""
     samples = torch.randn(sum(sizes), 5, generator=torch.Generator().manual_seed(1))
     ours, reference = model(), model()
-    gradients = FlatGradients(dict(ours.named_parameters()))
+    gradients = FlatGradients(dict(ours.named_parameters()), small=small)
     gradients.open()
     for part in samples.split(sizes):
         losses(ours, part).sum().backward()
+        gradients.collect()
     norm = gradients.finish(1 / len(samples), Clip(limit=None))
     losses(reference, samples).mean().backward()
     expected = [parameter.grad for parameter in reference.parameters()]

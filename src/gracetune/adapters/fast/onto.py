@@ -18,6 +18,8 @@ from gracetune.kernels import HAS_TRITON
 
 _THIN: Final = 64
 """The widest inner side `thin` is for."""
+_TO_RANK: Final = 16
+"""The most columns `to_rank` is for: at 48 the matrix library is faster."""
 _LIBRARY = torch.library.Library("gracetune", "FRAGMENT")
 _LIBRARY.define("products(Tensor a, Tensor b, Tensor? bias, Tensor[] lefts, Tensor[] rights) -> Tensor")
 _LIBRARY.define("mixed_and_product(Tensor small, Tensor rows, Tensor? bias, Tensor c, Tensor d) -> Tensor")
@@ -41,6 +43,10 @@ def _thin(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 def is_thin(a: Tensor) -> bool:
     return a.device.type == "cuda" and HAS_TRITON and a.shape[1] <= _THIN
+
+
+def goes_to_rank(rows: Tensor, factor: Tensor) -> bool:
+    return rows.device.type == "cuda" and HAS_TRITON and factor.shape[1] <= _TO_RANK
 
 
 @torch.library.register_fake("gracetune::products", lib=_LIBRARY)  # type: ignore[untyped-decorator]

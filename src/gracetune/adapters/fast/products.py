@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gracetune import kernels
 from gracetune.adapters.delta import EPSILON
-from gracetune.adapters.fast.onto import is_thin, mixed_and_product, products
+from gracetune.adapters.fast.onto import goes_to_rank, is_thin, mixed_and_product, products
 from gracetune.memory.planning.adapter_paths import Computation
 
 
@@ -97,12 +97,12 @@ class _LowRankLinears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scales: tuple[float, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
         """`tensors`: all weights, all biases, all down factors, all up factors."""
         weights, biases, downs, ups = _by_kind(tensors, len(scales))
-        down = _joined([one.to(x.dtype) for one in downs], dim=0)
-        ups = [_scaled(one, scale).to(x.dtype) for one, scale in zip(ups, scales, strict=True)]
+        scaled = [_scaled(one, scale) for one, scale in zip(ups, scales, strict=True)]
+        down, ups = _rounded(downs, scaled, x.dtype)
         ctx.scales, ctx.ranks = scales, [one.shape[1] for one in ups]
         ctx.based = weights[0] is not None
         with as_given(x):
-            narrow = x.mm(down.t())
+            narrow = _to_rank(x, down.t())
             ctx.save_for_backward(x, narrow, down, *ups, *(weights if ctx.based else ()))
             return tuple(
                 _from_rank(part, up.t(), bias, x, None if weight is None else weight.t())
@@ -115,7 +115,7 @@ class _LowRankLinears(torch.autograd.Function):
         count = len(ctx.scales)
         ups, weights = others[:count], others[count:]
         with as_given(x):
-            back = _joined([one.mm(up) for one, up in zip(gradients, ups, strict=True)], dim=1)
+            back = _joined([_to_rank(one, up) for one, up in zip(gradients, ups, strict=True)], dim=1)
             dx = None
             if ctx.needs_input_grad[0]:
                 dx = products(back, down, None, gradients, weights) if ctx.based else _thin_product(back, down)
@@ -131,6 +131,13 @@ def _by_kind(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     return [list(tensors[first : first + count]) for first in range(0, len(tensors), count)]
 
 
+def _rounded(downs: list[Tensor], ups: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """All down factors as one, and the up factors; in one pass, since each is so small that it only costs a launch."""
+    flat = torch.cat([one.flatten() for one in (*downs, *ups)]).to(dtype)
+    down, *parts = flat.split([sum(one.numel() for one in downs), *(one.numel() for one in ups)])
+    return down.view(-1, downs[0].shape[1]), [part.view(one.shape) for part, one in zip(parts, ups, strict=True)]
+
+
 def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
@@ -139,6 +146,14 @@ def _from_rank(narrow: Tensor, up: Tensor, bias: Tensor | None, x: Tensor, weigh
     if weight is None:
         return _thin_product(narrow, up)
     return products(narrow, up, None if bias is None else bias.to(x.dtype), [x], [weight])
+
+
+def _to_rank(rows: Tensor, factor: Tensor) -> Tensor:
+    if goes_to_rank(rows, factor):
+        from gracetune.adapters.fast.thin import to_rank  # only a GPU has triton
+
+        return cast(Tensor, to_rank(rows, factor))
+    return rows.mm(factor)
 
 
 def _thin_product(left: Tensor, right: Tensor) -> Tensor:

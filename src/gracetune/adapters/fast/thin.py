@@ -1,7 +1,7 @@
-"""Products of a few columns with a few rows on a GPU: what they write is all they cost.
+"""Products from and to a few columns on a GPU: what they write, or read, is all they cost.
 
-The matrix library takes twice the time that writing the result takes: its kernels wait for a long inner side, and a
-LoRA's has sixteen numbers.
+The matrix library's kernels wait for a long inner side, and a LoRA's has sixteen numbers: it takes twice the time that
+writing the result takes. To sixteen columns it needs three kernels, because one would leave most of the GPU idle.
 """
 
 from __future__ import annotations
@@ -13,10 +13,19 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
+from gracetune import kernels
+
 _LEAST: Final = 16
 """What the matrix units multiply at least; what is missing is filled up with zeros."""
 _ROWS: Final = 64
 _COLUMNS: Final = 128
+_ROWS_TO_RANK: Final = 32
+"""4096 tokens then are 128 programs: as many as an H200 has processors for."""
+_DEEP: Final = (256, 5)
+"""Columns in a tile, and tiles on their way at a time: what hides the memory's latency..."""
+_SHALLOW: Final = (128, 3)
+_DEEP_BYTES: Final = 128 << 10
+"""...where a processor has this much shared memory."""
 
 
 @triton.jit
@@ -44,6 +53,48 @@ def _multiply(
         out + row.to(tl.int64)[:, None] * m + column[None, :], result.to(out.dtype.element_ty),
         mask=(row[:, None] < n) & (column[None, :] < m),
     )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def _gather(
+    rows, factor, out, n, K: tl.constexpr, R: tl.constexpr, FACTOR_ROW: tl.constexpr, FACTOR_COLUMN: tl.constexpr,
+    R_TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Some rows of the result."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rank = tl.arange(0, R_TILE)
+    first = rows + row.to(tl.int64)[:, None] * K
+    total = tl.zeros([ROWS, R_TILE], tl.float32)
+    for start in tl.range(0, K, COLUMNS, num_stages=STAGES):
+        column = start + tl.arange(0, COLUMNS)
+        places = factor + column[:, None] * FACTOR_ROW + rank[None, :] * FACTOR_COLUMN
+        if K % COLUMNS == 0:
+            here = tl.load(first + column[None, :], mask=row[:, None] < n, other=0.0)
+            there = tl.load(places, mask=rank[None, :] < R, other=0.0)
+        else:
+            here = tl.load(first + column[None, :], mask=(row[:, None] < n) & (column[None, :] < K), other=0.0)
+            there = tl.load(places, mask=(column[:, None] < K) & (rank[None, :] < R), other=0.0)
+        total = tl.dot(here, there, total, input_precision="ieee")
+    tl.store(
+        out + row.to(tl.int64)[:, None] * R + rank[None, :], total.to(out.dtype.element_ty),
+        mask=(row[:, None] < n) & (rank[None, :] < R),
+    )  # fmt: skip
+
+
+@triton_op("gracetune::to_rank", mutates_args={})
+def to_rank(rows: Tensor, factor: Tensor) -> Tensor:
+    """rows [n, k] factor [k, r], for a small r; the factor in any strides."""
+    rows = rows.contiguous()
+    (n, k), r = rows.shape, factor.shape[1]
+    out = rows.new_empty(n, r)
+    columns, stages = _DEEP if kernels.shared_bytes(rows.device) >= _DEEP_BYTES else _SHALLOW
+    kernel: Any = wrap_triton(_gather)
+    kernel[(triton.cdiv(n, _ROWS_TO_RANK),)](
+        rows, factor, out, n, K=k, R=r, FACTOR_ROW=factor.stride(0), FACTOR_COLUMN=factor.stride(1),
+        R_TILE=max(_LEAST, triton.next_power_of_2(r)), ROWS=_ROWS_TO_RANK, COLUMNS=columns, STAGES=stages, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 @triton_op("gracetune::thin", mutates_args={})

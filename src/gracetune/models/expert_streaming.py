@@ -2,14 +2,19 @@
 
 Where both do not fit, the next expert could only be brought when its turn has come, and the device would wait for all
 of it. But a backward pass goes through its blocks from the last to the first and needs none of them again: each one's
-memory can be filled with the next expert's blocks, the first one first. Frozen weights are never copied back: their
-home on the host stays.
+memory can be filled with the next expert's blocks, the first one first. What has not come when the next expert's turn
+has is waited for block by block, each when it is called: the first ones work while the last are still on their way.
+Frozen weights are never copied back: their home on the host stays.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +45,13 @@ class StreamedParking:
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
         self.bytes = sum(piece.bytes for piece in self.pieces)
+        self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Around each wait for a block."""
+        self.unchanged = False
+        """Somebody has made sure of it since they came, and nothing was computed with them after that."""
+        self._expected: deque[int] = deque()
+        for number, block in enumerate(blocks):
+            _before_each_call(block, partial(self._arrive, number))
 
     @classmethod
     def pinned(cls, module: nn.Module, names: Collection[str], device: torch.device) -> StreamedParking:
@@ -56,13 +68,54 @@ class StreamedParking:
             piece.start()
 
     def finish(self) -> None:
+        """Of a block's weights: whoever calls the block finds them there."""
         self.start()
-        for piece in self.pieces:
-            piece.finish()
+        self.unchanged = False
+        self.around.finish()
+        for piece in self.blocks:
+            piece.expect()
+        self._expected = deque(range(len(self.blocks)))
+
+    def _arrive(self, number: int) -> None:
+        """And those before it, with which it may share weights."""
+        while self._expected and self._expected[0] <= number:
+            with self.waiting():
+                self.blocks[self._expected.popleft()].finish()
 
     def park(self) -> None:
+        self._expected.clear()
         for piece in self.pieces:
-            piece.park()
+            piece.park(unchanged=self.unchanged)
+
+    def ask_for_changes(self) -> Callable[[], None]:
+        """Called later, what this returns sees to it that changes are kept. The host has not waited in between."""
+        flags = torch.stack([piece.changed() for piece in self.pieces])
+        answer = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
+        answered = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
+
+        def keep() -> None:
+            if answered is not None:
+                answered.synchronize()
+            for piece, changed in zip(self.pieces, answer.tolist(), strict=True):
+                if changed:
+                    piece.keep()
+            self.unchanged = True
+
+        return keep
+
+
+def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
+    """Outside of what was compiled: the compiler would make a part of the graph of it."""
+    compiled = block._compiled_call_impl
+    if compiled is None:
+        block.register_forward_pre_hook(lambda _module, _inputs: action())
+        return
+
+    def called(*inputs: Any, **named: Any) -> Any:
+        action()
+        return compiled(*inputs, **named)
+
+    block._compiled_call_impl = called
 
 
 class Following:
@@ -77,9 +130,11 @@ class Following:
         self._left = len(leaving.blocks)
         self._room = 0
         self._hooks: list[RemovableHandle] = []
+        self._keep_changes: Callable[[], None] | None = None
         self.brought_bytes = 0
 
     def __enter__(self) -> Following:
+        self._keep_changes = self._leaving.ask_for_changes()
         for number, parameters in enumerate(self._leaving.trained):
             for parameter in parameters:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(self._reached(number)))
@@ -96,10 +151,13 @@ class Following:
 
     def _reached(self, number: int) -> Callable[[Tensor], None]:
         def reached(_parameter: Tensor) -> None:
+            if self._left > number + 1 and self._keep_changes is not None:
+                self._keep_changes()
+                self._keep_changes = None
             while self._left > number + 1:
                 self._left -= 1
                 piece = self._leaving.blocks[self._left]
-                piece.park()
+                piece.park(unchanged=True)
                 self._room += piece.bytes
                 self._bring()
 

@@ -170,7 +170,10 @@ class ExpertHost:
         """Take a denoiser over, and park its frozen weights until it is activated."""
         if name in self._experts:
             raise ValueError(f"there is an expert {name!r} already")
-        self._experts[name], self._parking[name] = module, self._make_parking(module)
+        parking = self._make_parking(module)
+        if isinstance(parking, StreamedParking):
+            parking.waiting = self._timed_wait
+        self._experts[name], self._parking[name] = module, parking
 
     @property
     def names(self) -> Sequence[ExpertName]:
@@ -191,9 +194,8 @@ class ExpertHost:
             self._active = self._coming = None  # whatever fails below, nobody is taken for active who is not
             for other in leaving:
                 self._parking[other].park()
-            asked = self._clock.mark()
-            self._parking[name].finish()
-            self._waits.append((asked, self._clock.mark()))
+            with self._timed_wait():
+                self._parking[name].finish()
             self.switches.count += 1
             self._count_waits()
             self._active = name
@@ -216,6 +218,12 @@ class ExpertHost:
             if moving.moved:  # the one that was active is no longer whole, the next one not yet
                 self._active, self._coming = None, name
                 self.switches.followed_bytes += moving.brought_bytes
+
+    @contextmanager
+    def _timed_wait(self) -> Iterator[None]:
+        asked = self._clock.mark()
+        yield
+        self._waits.append((asked, self._clock.mark()))
 
     def _count_waits(self) -> None:
         while self._waits and self._clock.is_past(self._waits[0][1]):

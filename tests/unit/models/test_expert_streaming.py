@@ -166,6 +166,61 @@ class TestFollowing:
         assert torch.equal(made.activate("high")(given()), Expert(0, repeated=repeated)(given()))
 
 
+class LateLane(InlineLane):
+    """Copies are made at once, but count as arrived only when somebody has waited for them."""
+
+    def __init__(self) -> None:
+        self.copies = 0
+        self.waited: list[int] = []
+
+    def mark(self) -> int:
+        self.copies += 1
+        return self.copies - 1
+
+    def wait(self, mark: int) -> None:
+        self.waited.append(mark)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: bool) -> None:
+    lane, expert, calls = LateLane(), Expert(0), list[tuple[int, list[int]]]()
+    for number, block in enumerate(expert.blocks):
+        if compiled:
+            block.compile(backend="eager")
+        block.base.register_forward_hook(lambda *_, number=number: calls.append((number, list(lane.waited))))
+    wanted = Expert(0)(given())
+    parking = StreamedParking(expert, ["Block"], CPU, lane)
+    for _ in range(2):
+        parking.finish()
+        assert lane.waited == [0], "what is around the blocks"
+        torch.testing.assert_close(expert(given()), wanted)
+        assert calls == [(number, list(range(number + 2))) for number in range(BLOCKS)]
+        expert(given())
+        assert len(lane.waited) == BLOCKS + 1, "once"
+        parking.park()
+        lane.copies = 0
+        lane.waited.clear()
+        calls.clear()
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_weights_somebody_changed_in_place_are_kept(followed: bool) -> None:
+    """A merge in the middle of a turn."""
+    made, experts = host()
+    expert = made.activate("high")
+    expert(given())
+    for block in experts[0].blocks:
+        block.base.weight.data += 1
+    changed = values(experts[0])
+    if followed:
+        with made.following("low"):
+            expert(given()).backward()
+    made.activate("low")(given())
+    assert all(torch.equal(*pair) for pair in zip(values(experts[0]), changed, strict=True))
+    made.activate("high")(given())
+    assert all(torch.equal(*pair) for pair in zip(values(experts[0]), changed, strict=True))
+
+
 def test_nothing_follows_where_both_have_room_or_nobody_is_next() -> None:
     made, _ = host(room=1 << 30)
     expert = made.activate("high")

@@ -1,0 +1,153 @@
+"""What a switch between two experts costs where a GPU has no room for both: turns of ten steps, timed one by one.
+
+python benchmarks/expert_switch.py --output benchmarks/results/expert-switch-NAME.json
+
+Blocks of Wan2.2-14B's size, fewer of them: bytes to bring and time to hide them in grow with the blocks alike, so the
+share of a turn is the whole model's. Everything else is the trainer's own: `load_trainee`, `assemble`, `run_window`.
+The same turns with both experts resident are the time a switch is held against.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from gracetune.cache.batches import Live
+from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.cli.console import out
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError
+from gracetune.hardware import Machine, probe
+from gracetune.memory.trial import Row
+from gracetune.models.activation_parking import CudaClock
+from gracetune.models.expert_streaming import StreamedParking
+from gracetune.models.experts import ExpertHost, SwitchStats
+from gracetune.models.parking import InlineLane, Parking, Staying
+from gracetune.train.assembly import assemble
+from gracetune.train.bench.clock import _between, _mark, free, synchronize
+from gracetune.train.bench.job import Scale, StepJob, config_of
+from gracetune.train.bench.random_data import random_data
+from gracetune.train.bench.random_model import RandomModel, make_model
+from gracetune.train.bench.trainer import decide
+from gracetune.train.control import Stop
+from gracetune.train.loop import run_window
+from gracetune.train.runtime import Runtime, open_runtime
+from gracetune.train.trainee import load_trainee
+from gracetune.train.view import View
+
+TURN: Final = 10
+"""Steps between switches."""
+MOST: Final = 0.05
+"""Of a turn."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    step_ms: float
+    """The median step inside a turn."""
+    turn_ms: float
+    """A whole turn, its switch included: the mean."""
+    stats: SwitchStats
+
+    @property
+    def share(self) -> float:
+        return self.turn_ms / (TURN * self.step_ms) - 1
+
+
+def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime, turns: int) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as folder:
+        config = with_turns(config_of(job, model.source.folder, Path(folder)), turns)
+        here = timed(model, job, config, machine, runtime, turns, lambda module: Staying())
+        yield Row(
+            "resident", 100 * here.share, "% of a turn",
+            detail=f"both experts on the device: {here.step_ms:.1f} ms a step, {here.turn_ms:.1f} a turn of {TURN}",
+        )  # fmt: skip
+        free(runtime.device)
+        moved = timed(model, job, config, machine, runtime, turns, parking_on(model, runtime.device))
+        cost = moved.turn_ms / here.turn_ms - 1
+        each = moved.stats.followed_bytes / max(1, moved.stats.count - 1) / 1e9
+        waited = moved.stats.waited_ms / max(1, moved.stats.count - 1)
+        yield Row(
+            "streamed", 100 * cost, "% of a turn", f"< {100 * MOST:g}", cost < MOST,
+            f"room for one: {moved.turn_ms:.1f} ms a turn, {moved.step_ms:.1f} a step; {each:.2f} GB came behind the "
+            f"last backward pass of each turn, and the device waited {waited:.0f} ms for the rest",
+        )  # fmt: skip
+
+
+def with_turns(config: RunConfig, turns: int) -> RunConfig:
+    asked = config.model_dump()
+    asked["model"] |= {"experts": "both", "switch_experts_every": TURN}
+    asked["training"]["max_steps"] = (turns + 2) * TURN + 1
+    return RunConfig.model_validate(asked)
+
+
+def parking_on(model: RandomModel, device: torch.device) -> Callable[[nn.Module], Parking]:
+    blocks = model.spec.repeated_blocks
+    if device.type == "cuda":
+        return lambda module: StreamedParking.pinned(module, blocks, device)
+    return lambda module: StreamedParking(module, blocks, device, InlineLane())
+
+
+def timed(
+    model: RandomModel, job: StepJob, config: RunConfig, machine: Machine, runtime: Runtime, turns: int,
+    make_parking: Callable[[nn.Module], Parking],
+) -> Turns:  # fmt: skip
+    device = runtime.device
+    choices = decide(job, config_of(job, model.source.folder, Path()), machine, model, device).choices
+    clock = CudaClock() if device.type == "cuda" else None
+    host = ExpertHost(make_parking, "for this measurement", room=lambda *, here, away: 0, clock=clock)
+    with ExitStack() as stack:
+        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
+        ready = random_data(job, config, model, pinned=device.type == "cuda")
+        run = assemble(config, trainee, ready, Live(), runtime, None, View(), stack)
+        marks: list[Any] = []
+        for step in range((turns + 2) * TURN + 1):
+            if step >= 2 * TURN:  # each expert's first turn is for compiling and warming up
+                marks.append(_mark(device))
+            if isinstance(done := run_window(run), Stop):
+                raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
+        synchronize(device)
+        times = [_between(one, two) for one, two in pairwise(marks)]
+        inside = [time for number, time in enumerate(times) if number % TURN not in (0, TURN - 1)]
+        whole = [sum(times[first : first + TURN]) for first in range(0, turns * TURN, TURN)]
+        host._count_waits()
+        return Turns(median(inside), mean(whole), host.switches)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=10, help="of the 40 a real expert has")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--smoke", action="store_true", help="a tiny model, on a CPU too: does everything run?")
+    parser.add_argument("--output", type=Path, help="also write the result there, as JSON")
+    asked = parser.parse_args()
+    machine, job = probe(), StepJob("wan14b", smoke=asked.smoke)
+    scale: Scale = "tiny" if asked.smoke else "small"
+    preset = replace(job.preset, small={"num_layers": asked.layers})
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gracetune-bench-")))
+        runtime = stack.enter_context(open_runtime("bf16", Environment({})))
+        model = make_model(preset, folder / "model", scale)
+        for row in measure(model, job, machine, runtime, asked.turns):
+            rows.append(row)
+            print_rows(out(), [row])
+            if asked.output is not None:  # what was measured stays, whatever happens to the rest
+                write_result(asked.output, result_of("expert_switch", rows, machine))
+    return 1 if any(row.ok is False for row in rows) and not asked.smoke else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

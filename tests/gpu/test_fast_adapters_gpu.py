@@ -115,24 +115,3 @@ def test_products_to_and_from_the_rank(rows: int, width: int, rank: int, turned:
         wanted = left.double().mm(right.double())
         assert found.dtype == torch.bfloat16
         assert float((found.double() - wanted).norm() / wanted.norm()) <= 4e-3
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
-@pytest.mark.parametrize(("rows", "width", "rank"), [(4096, 13824, 16), (77, 300, 5), (1, 129, 40)])
-def test_back_through_a_gelu(rows: int, width: int, rank: int, compiled: bool) -> None:
-    from gracetune.adapters.fast.gelu import back_through_gelu  # only a GPU has triton
-
-    gradient, left, right, before = (
-        factor * torch.randn(*shape, device=GPU).bfloat16()
-        for factor, shape in ((1, (rows, width)), (1, (rows, rank)), (1, (rank, width)), (3, (rows, width)))
-    )
-
-    def ours(*given: Tensor) -> Tensor:
-        result: Tensor = back_through_gelu(*given)
-        return result
-
-    torch._dynamo.reset()
-    found = (torch.compile(ours, fullgraph=True) if compiled else ours)(gradient, left, right, before)
-    whole = gradient.double() + left.double().mm(right.double())
-    wanted = torch.ops.aten.gelu_backward(whole, before.double(), approximate="tanh")
-    assert float((found.double() - wanted).norm() / wanted.norm()) <= 4e-3

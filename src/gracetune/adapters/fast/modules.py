@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import registered
 from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.models.common.sharing import SharesInput, TakesGelu
+from gracetune.models.common.sharing import SharesInput
 
 
 @runtime_checkable
@@ -102,7 +102,7 @@ class AdaptedLinear(nn.Module):
         return type(base) is nn.Linear and self.undisturbed and products.can_be_added_to(x, base)
 
 
-class LowRankLinear(SharesInput, TakesGelu, AdaptedLinear):
+class LowRankLinear(SharesInput, AdaptedLinear):
     def factors(self) -> tuple[nn.Parameter, nn.Parameter]:
         """Down and up."""
         raise NotImplementedError
@@ -124,12 +124,6 @@ class LowRankLinear(SharesInput, TakesGelu, AdaptedLinear):
             return products.low_rank_linears(given, [one._low_rank() for one in alike])
         added = products.low_rank_linears(given, [products.LowRank(*one.factors(), one.scale) for one in alike])
         return tuple(one.base_layer(given) + more for one, more in zip(alike, added, strict=True))
-
-    def of_gelu(self, h: Tensor) -> Tensor:
-        given = h.to(products.compute_dtype(h))
-        if self.active and self.adds_to(given):
-            return products.low_rank_of_gelu(given, self._low_rank())
-        return cast(Tensor, self(F.gelu(h, approximate="tanh")))
 
     def added(self, x: Tensor) -> Tensor:
         return products.low_rank(x, *self.factors(), self.factor)

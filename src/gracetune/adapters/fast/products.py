@@ -127,50 +127,6 @@ class _LowRankLinears(torch.autograd.Function):
         return dx, None, *(None for _ in range(2 * count)), *d_downs, *d_ups
 
 
-def low_rank_of_gelu(h: Tensor, layer: LowRank) -> Tensor:
-    """The answer of a layer with a frozen weight to gelu(h), tanh's form of it."""
-    rows = h.reshape(-1, h.shape[-1])
-    tensors = (layer.weight, layer.bias, layer.down, layer.up)
-    result: Tensor = _LowRankOfGelu.apply(rows, layer.scale, *tensors)  # type: ignore[no-untyped-call]
-    return result.reshape(*h.shape[:-1], result.shape[-1])
-
-
-class _LowRankOfGelu(torch.autograd.Function):
-    """As `_LowRankLinears` of one layer; on the way back the low-rank product is made in the GELU's own kernel."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h: Tensor, scale: float, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor
-    ) -> Tensor:  # fmt: skip
-        small, (large,) = _rounded([down], [_scaled(up, scale)], h.dtype)
-        ctx.scale = scale
-        with as_given(h):
-            x = F.gelu(h, approximate="tanh")
-            narrow = _to_rank(x, small.t())
-            ctx.save_for_backward(h, x, narrow, small, large, weight)
-            return _from_rank(narrow, large.t(), bias, x, weight.t())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        h, x, narrow, down, up, weight = ctx.saved_tensors
-        with as_given(h):
-            back = _to_rank(gradient, up)
-            dh = _back_through_gelu(gradient.mm(weight), back, down, h) if ctx.needs_input_grad[0] else None
-            d_up = _scaled(_unrounded(gradient.t(), narrow), ctx.scale)
-            d_down = _unrounded(back.t(), x)
-        return dh, None, None, None, d_down, d_up
-
-
-def _back_through_gelu(gradient: Tensor, left: Tensor, right: Tensor, before: Tensor) -> Tensor:
-    """(gradient + left right) gelu'(before)"""
-    if is_thin(left):
-        from gracetune.adapters.fast.gelu import back_through_gelu  # only a GPU has triton
-
-        return cast(Tensor, back_through_gelu(gradient, left, right, before))
-    given = torch.addmm(gradient, left, right)
-    return cast(Tensor, torch.ops.aten.gelu_backward(given, before, approximate="tanh"))
-
-
 def _by_kind(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     return [list(tensors[first : first + count]) for first in range(0, len(tensors), count)]
 

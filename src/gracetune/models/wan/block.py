@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffusers.models.activations import GELU
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 from gracetune import kernels
-from gracetune.models.common.sharing import of_gelu
 
 
 def use_fused_blocks(denoiser: nn.Module) -> None:
@@ -38,15 +36,7 @@ class FusedBlock(WanTransformerBlock):
         h, n = added_and_normed(h, attended, gate, weight, bias, norm2.eps)
         attended = self.attn2(n, encoder_hidden_states, None, None)
         h, n = added_and_normed(h, attended, None, 1 + c_scale, c_shift, self.norm3.eps)
-        return gated(h, self._fed_forward(n), c_gate)
-
-    def _fed_forward(self, x: Tensor) -> Tensor:
-        layers: Any = self.ffn.net  # the first with its activation, dropout, the second
-        known = len(layers) == 3 and type(layers[0]) is GELU and layers[0].approximate == "tanh"
-        if not known or (layers[1].p and self.training):
-            plain: Tensor = self.ffn(x)
-            return plain
-        return of_gelu(layers[0].proj(x), layers[2])
+        return gated(h, self.ffn(n), c_gate)
 
     def _fits(self, hidden_states: Tensor, temb: Tensor) -> bool:
         """Whether the kernels can do it: they give no gradients to the modulation and the norms' weights."""

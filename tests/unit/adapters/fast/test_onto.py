@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import AdaptedLinear, LohaLinear, LokrLinear, LoraLinear
 from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.models.common.sharing import answers, of_gelu
+from gracetune.models.common.sharing import answers
 
 WIDTH, ROWS, RANK = 48, 40, 4
 HOW = Computation("low rank", "")
@@ -87,33 +86,6 @@ def test_three_layers_with_one_input_are_what_they_are_alone(as_on_a_gpu: None) 
     assert [one.shape for one in together] == [one.shape for one in alone]
     assert max(error(together, wanted)) < 8e-3
     assert max(error(together, [one.float() for one in alone])) < 8e-3
-
-
-def test_a_layer_behind_a_gelu(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, x = lora(0), 2 * noise(2, ROWS, WIDTH).bfloat16()
-    wide = LoraLinear(base(0).float(), _tensors(layer), HOW, scale=layer.scale, dropout=0.0)
-    wanted = run([wide], x.float(), lambda given: [wide(F.gelu(given, approximate="tanh"))])
-    assert max(error(run([layer], x, lambda given: [of_gelu(given, layer)]), wanted)) < 8e-3
-    taken = []
-    monkeypatch.setattr(products, "low_rank_of_gelu", lambda *given: taken.append(given))
-    of_gelu(x, layer)
-    assert len(taken) == 1
-
-
-@pytest.mark.parametrize("how", ["off", "at a strength", "dropping"])
-def test_a_layer_behind_a_gelu_that_is_not_as_it_was_made(as_on_a_gpu: None, how: str) -> None:
-    layer, x = lora(0, dropout=0.5 if how == "dropping" else 0.0), noise(ROWS, WIDTH).bfloat16()
-    layer.set_strength({"off": 0.0, "at a strength": 0.5, "dropping": 1.0}[how])
-    with torch.no_grad():
-        torch.manual_seed(0)
-        found = of_gelu(x, layer)
-        torch.manual_seed(0)
-        assert torch.equal(found, layer(F.gelu(x, approximate="tanh")))
-
-
-def test_a_plain_layer_behind_a_gelu() -> None:
-    layer, x = base(0), noise(ROWS, WIDTH).bfloat16()
-    assert torch.equal(of_gelu(x, layer), layer(F.gelu(x, approximate="tanh")))
 
 
 def test_gradients_of_the_factors_are_not_rounded(as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
+#   switch    what a switch between two streamed experts costs                                   2-3 min
 #   pace      train_1b's pace beside a plain loop                                                2 min
 #   parts     bench cache, memory, optim                                                         4 min
 #   learning  train_1b's resumed run beside the curves of numerics.py (no times are read here)   6 min
@@ -18,11 +19,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | steps | others | video | pace | parts | learning | blocks) ;;
+    tests | steps | others | video | switch | pace | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, pace, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, switch, pace, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -85,6 +86,7 @@ case $step in
         ;;
     others) bench 535 "${suite[@]}" --only lokr --only lora-fp8 --output build/session/steps-others-h200.json ;;
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
+    switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small_blocks[@]:0:1}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)
         bench 220 cache --output build/session/cache-h200.json

@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md, made from benchmarks/results: what is written there was measured.
+"""The tables of README.md and docs/performance.md, made from benchmarks/results: what is written there was measured.
 
 performance_table.py            writes them
 performance_table.py --check    says whether they are what the results say; exit 1 if not
@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENT = ROOT / "docs" / "performance.md"
 NOTHING = "**Nothing has been measured yet:** there is no row of a real size in `benchmarks/results`, on any GPU."
 
 Result = tuple[str, dict[str, Any]]
@@ -27,14 +25,32 @@ def results(folder: Path = RESULTS) -> list[Result]:
     return [(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("*.json"))]
 
 
-def steps(found: list[Result]) -> str:
-    """One line for each measured step. Rows of smoke tests say nothing about speed and have no place here."""
+def speed(found: list[Result]) -> str:
+    """For who only wants to know how fast it is."""
     lines = [
-        _step(name, row)
+        f"| {_job(row)} | {_ms(row['ms_per_step'])} | {_or_dash(row['baseline_ms'], '{:,.0f}')} "
+        f"| {_or_dash(row['ratio'], '{:.2f}x')} | {_or_dash(row['peak_gib'], '{:.1f}')} | {_bar(row)} |"
+        for _, row in _measured(found)
+    ]
+    if not lines:
+        return NOTHING
+    head = "| job | ms a step | diffusers with peft or lycoris-lora | | peak GiB | bar |"
+    return "\n".join([head, "|" + "---|" * 6, *lines])
+
+
+def _measured(found: list[Result]) -> list[Result]:
+    """Rows of smoke tests say nothing about speed and have no place here."""
+    return [
+        (name, row)
         for name, result in found
         for row in result.get("rows", [])
         if "samples_ms" in row and not row["smoke"]
     ]
+
+
+def steps(found: list[Result]) -> str:
+    """One line for each measured step."""
+    lines = [_step(name, row) for name, row in _measured(found)]
     if not lines:
         return NOTHING
     head = (
@@ -44,19 +60,30 @@ def steps(found: list[Result]) -> str:
     return "\n".join([head, "|" + "---|" * 13, *lines])
 
 
-def _step(name: str, row: dict[str, Any]) -> str:
+def _job(row: dict[str, Any]) -> str:
     frames = f", {row['frames']} frames" if row["frames"] > 1 else ""
     limit = f", <= {row['memory_limit_gib']:g} GiB" if row.get("memory_limit_gib") else ""
-    job = (
+    return (
         f"{row['bench']} {row['adapter']} {row['precision']}, batch {row['batch']}, {row['resolution']}{frames}, "
-        f"{row['optimizer']}, recompute {row['checkpointing']}: {row['policy']}{limit}"
+        f"{row['optimizer']}{limit}"
     )
-    numerics = row.get("numerics")
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
+
+
+def _bar(row: dict[str, Any]) -> str:
     mark = {True: "met", False: "**missed**", None: "open"}[row.get("ok")]
+    return f"{row['bar']}: {mark}" if row.get("bar") else "-"
+
+
+def _step(name: str, row: dict[str, Any]) -> str:
+    numerics = row.get("numerics")
     cells = [
-        job,
-        f"{row['ms_per_step']:.0f}",
-        _or_dash(row["baseline_ms"], "{:.0f}"),
+        f"{_job(row)}, recompute {row['checkpointing']}: {row['policy']}",
+        _ms(row["ms_per_step"]),
+        _or_dash(row["baseline_ms"], "{:,.0f}"),
         _or_dash(row["ratio"], "{:.2f}x"),
         f"{row['tokens_per_s']:,.0f}",
         f"{row['tflops']:.0f}",
@@ -65,7 +92,7 @@ def _step(name: str, row: dict[str, Any]) -> str:
         f"{_or_dash(row['peak_gib'], '{:.1f}')} ({_or_dash(row['estimated_peak_gib'], '{:.1f}')})",
         f"{row['compile_s']:.0f}",
         "-" if numerics is None else f"{numerics['relative_error']:.1e}",
-        f"{row['bar']}: {mark}" if row.get("bar") else "-",
+        _bar(row),
         f"{row['gpu']}, torch {row['versions']['torch']}, [{name}](../benchmarks/results/{name})",
     ]
     return f"| {' | '.join(cells)} |"
@@ -88,18 +115,20 @@ def numerics(found: list[Result]) -> str:
     return "\n".join(["| what | found | bar | | where |", "|---|---|---|---|---|", *lines])
 
 
-TABLES = {"steps": steps, "numerics": numerics}
+TABLES = {"speed": speed, "steps": steps, "numerics": numerics}
+DOCUMENTS = {ROOT / "README.md": ["speed"], ROOT / "docs" / "performance.md": ["steps", "numerics"]}
 
 
-def filled(text: str, found: list[Result]) -> str:
+def filled(path: Path, found: list[Result]) -> str:
     """The document with its tables as the results have them."""
-    for name, make in TABLES.items():
+    text = path.read_text(encoding="utf-8")
+    for name in DOCUMENTS[path]:
         begin, end = f"<!-- table: {name} -->", "<!-- end of table -->"
         before, mark, rest = text.partition(begin)
         _, closing, after = rest.partition(end)
         if not mark or not closing:
-            raise SystemExit(f"{DOCUMENT}: found no {begin} ... {end}; the table of {name} has to go somewhere")
-        text = f"{before}{begin}\n{make(found)}\n{end}{after}"
+            raise SystemExit(f"{path}: found no {begin} ... {end}; the table of {name} has to go somewhere")
+        text = f"{before}{begin}\n{TABLES[name](found)}\n{end}{after}"
     return text
 
 
@@ -107,19 +136,15 @@ def main(arguments: list[str]) -> int:
     if arguments not in ([], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
-    written = DOCUMENT.read_text(encoding="utf-8")
-    right = filled(written, results())
-    if not arguments:
-        DOCUMENT.write_text(right, encoding="utf-8")
-        return 0
-    for line in _differences(written, right):
-        print(line)
-    return 0 if written == right else 1
-
-
-def _differences(written: str, right: str) -> Iterator[str]:
-    if written != right:
-        yield f"{DOCUMENT.name} is not what benchmarks/results say; write it with: python scripts/performance_table.py"
+    wrong = 0
+    for path in DOCUMENTS:
+        right = filled(path, results())
+        if not arguments:
+            path.write_text(right, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != right:
+            print(f"{path.name} is not what benchmarks/results say; write it with: python scripts/performance_table.py")
+            wrong = 1
+    return wrong
 
 
 if __name__ == "__main__":

@@ -65,16 +65,16 @@ def measure(
     loss, second = _warmed_up(step, device)
     if within_s is not None:
         samples = min(samples, max(_FEWEST, int(within_s / second)))
-    marks = [_mark(device)]
+    marks = [mark(device)]
     for _ in range(samples):
         loss = step()
-        marks.append(_mark(device))
+        marks.append(mark(device))
     synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else None
     last = float(loss)
     if not math.isfinite(last):
         raise GracetuneError(f"the loss of the last step is {last}: what was timed is no training")
-    times = tuple(_between(one, two) for one, two in pairwise(marks))
+    times = tuple(between(one, two) for one, two in pairwise(marks))
     return Pace(times, first, peak, last)
 
 
@@ -93,7 +93,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _mark(device: torch.device) -> torch.cuda.Event | float:
+def mark(device: torch.device) -> torch.cuda.Event | float:
     """A moment: on the device's own clock where it has one, so that the host is never waited for."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -102,7 +102,7 @@ def _mark(device: torch.device) -> torch.cuda.Event | float:
     return event
 
 
-def _between(one: torch.cuda.Event | float, two: torch.cuda.Event | float) -> float:
+def between(one: torch.cuda.Event | float, two: torch.cuda.Event | float) -> float:
     if isinstance(one, float) and isinstance(two, float):
         return 1000 * (two - one)
     assert isinstance(one, torch.cuda.Event)
@@ -137,12 +137,12 @@ def _rate(shape: Gemm, device: torch.device, product: Callable[[], object]) -> f
     count = _PRODUCTS if device.type == "cuda" else 1
     times = []
     for _ in range(_ROUNDS):
-        start = _mark(device)
+        start = mark(device)
         for _ in range(count):
             product()
-        end = _mark(device)
+        end = mark(device)
         synchronize(device)
-        times.append(_between(start, end) / count)
+        times.append(between(start, end) / count)
     return shape.flops / median(times[_ROUNDS // 3 :]) / 1e9
 
 

@@ -28,7 +28,7 @@ def session(*given: str, seconds: float = 60, **variables: str) -> subprocess.Co
 def test_a_step_it_does_not_have_is_answered_with_those_it_has(given: tuple[str, ...], tmp_path: Path) -> None:
     done = session(*(str(tmp_path / "out") if one == "OUT" else one for one in given))
     assert done.returncode == 2
-    assert "tests, steps, others, video, pace, parts, learning or blocks" in done.stderr
+    assert "tests, steps, others, video, switch, pace, parts, learning or blocks" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -42,3 +42,12 @@ def test_a_step_writes_its_rows_and_no_folder_of_the_machine(tmp_path: Path) -> 
     assert str(ROOT) not in text
     assert [row["name"] for row in json.loads(text)["rows"]] == ["lokr", "lora-fp8"]
     assert (tmp_path / "others.log").stat().st_size > 0
+
+
+@pytest.mark.full
+def test_the_experts_switch_is_timed_for_both_ways_of_keeping_them(tmp_path: Path) -> None:
+    done = session("switch", str(tmp_path), SMOKE="1")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "expert-switch-h200.json").read_text())["rows"]
+    assert [row["name"] for row in rows] == ["resident", "streamed"]
+    assert "behind the last backward pass" in rows[1]["detail"]

@@ -78,8 +78,8 @@ def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime
         gc.collect()
         moved = timed(model, job, config, machine, runtime, turns, parking_on(model, runtime.device))
         cost = moved.turn_ms / here.turn_ms - 1
-        each = moved.stats.followed_bytes / max(1, moved.stats.count - 1) / 1e9
-        waited = moved.stats.waited_ms / max(1, moved.stats.count - 1)
+        each = moved.stats.followed_bytes / max(1, moved.stats.count) / 1e9
+        waited = moved.stats.waited_ms / max(1, moved.stats.count)
         yield Row(
             "streamed", 100 * cost, "% of a turn", f"< {100 * MOST:g}", cost < MOST,
             f"room for one: {moved.turn_ms:.1f} ms a turn, {moved.step_ms:.1f} a step; {each:.2f} GB came behind the "
@@ -118,7 +118,11 @@ def timed(
         run = assemble(config, trainee, ready, Live(), runtime, None, View(), stack)
         marks: list[Any] = []
         for step in range((turns + 2) * TURN + 1):
-            if step >= 2 * TURN:  # each expert's first turn is for compiling and warming up
+            if step == 2 * TURN:  # each expert's first turn is for compiling and warming up
+                synchronize(device)
+                host.count_waits()
+                host.switches = SwitchStats()
+            if step >= 2 * TURN:
                 marks.append(mark(device))
             if isinstance(done := run_window(run), Stop):
                 raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
@@ -126,7 +130,7 @@ def timed(
         times = [between(one, two) for one, two in pairwise(marks)]
         inside = [time for number, time in enumerate(times) if number % TURN not in (0, TURN - 1)]
         whole = [sum(times[first : first + TURN]) for first in range(0, turns * TURN, TURN)]
-        host._count_waits()
+        host.count_waits()
         return Turns(median(inside), mean(whole), host.switches)
 
 

@@ -9,6 +9,7 @@ Frozen weights are never copied back: their home on the host stays.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,10 +49,10 @@ class StreamedParking:
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """Around each wait for a block."""
         self.unchanged = False
-        """Somebody has made sure of it since they came, and nothing was computed with them after that."""
+        """Somebody has made sure of it since they came, and nobody changes them until they leave."""
         self._expected: deque[int] = deque()
         for number, block in enumerate(blocks):
-            _before_each_call(block, partial(self._arrive, number))
+            _before_each_call(block, partial(_arrive, weakref.ref(self), number))
 
     @classmethod
     def pinned(cls, module: nn.Module, names: Collection[str], device: torch.device) -> StreamedParking:
@@ -67,8 +68,9 @@ class StreamedParking:
         for piece in self.pieces:
             piece.start()
 
-    def finish(self) -> None:
-        """Of a block's weights: whoever calls the block finds them there."""
+    def expect(self) -> None:
+        """As `finish`, for who calls the blocks next: each one's weights are waited for then, and until then nobody is
+        to read them."""
         self.start()
         self.unchanged = False
         self.around.finish()
@@ -76,9 +78,13 @@ class StreamedParking:
             piece.expect()
         self._expected = deque(range(len(self.blocks)))
 
-    def _arrive(self, number: int) -> None:
-        """And those before it, with which it may share weights."""
-        while self._expected and self._expected[0] <= number:
+    def finish(self) -> None:
+        self.expect()
+        self.arrive()
+
+    def arrive(self, number: int | None = None) -> None:
+        """This block and those before it, with which it may share weights; or all of them."""
+        while self._expected and (number is None or self._expected[0] <= number):
             with self.waiting():
                 self.blocks[self._expected.popleft()].finish()
 
@@ -102,6 +108,12 @@ class StreamedParking:
             self.unchanged = True
 
         return keep
+
+
+def _arrive(parking: weakref.ref[StreamedParking], number: int) -> None:
+    """Weakly, so that a module does not keep the memory its weights were parked in."""
+    if (known := parking()) is not None:
+        known.arrive(number)
 
 
 def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:

@@ -119,6 +119,26 @@ class SwitchStats:
         return f"experts: {self.count} switches, {behind}; the device waited {format_duration(self.waited_ms / 1000)}"
 
 
+class _Waits:
+    """When the device waited for an expert, by its own clock; what is over is counted."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[Any, Any]] = deque()
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        asked = self._clock.mark()
+        yield
+        self._marks.append((asked, self._clock.mark()))
+
+    def take_ms(self) -> float:
+        taken = 0.0
+        while self._marks and self._clock.is_past(self._marks[0][1]):
+            taken += self._clock.between_ms(*self._marks.popleft())
+        return taken
+
+
 class ExpertHost:
     """Holds the denoisers of a model; one is active, the others may be away.
 
@@ -145,8 +165,7 @@ class ExpertHost:
         self._active: ExpertName | None = None
         self._coming: ExpertName | None = None
         self.switches = SwitchStats()
-        self._clock = clock or HostClock()
-        self._waits: deque[tuple[Any, Any]] = deque()
+        self._waits = _Waits(clock or HostClock())
 
     @classmethod
     def open(
@@ -172,7 +191,7 @@ class ExpertHost:
             raise ValueError(f"there is an expert {name!r} already")
         parking = self._make_parking(module)
         if isinstance(parking, StreamedParking):
-            parking.waiting = self._timed_wait
+            parking.waiting = self._waits.timed
         self._experts[name], self._parking[name] = module, parking
 
     @property
@@ -187,19 +206,35 @@ class ExpertHost:
         """For adapters and optimizers, wherever its base weights are. To run it, `activate` it."""
         return self._experts[self._known(name)]
 
-    def activate(self, name: ExpertName) -> nn.Module:
-        """The denoiser, ready for work; the one before it is parked."""
+    def activate(self, name: ExpertName, *, at_once: bool = True) -> nn.Module:
+        """The denoiser, ready for work; the one before it is parked.
+
+        `at_once=False` is for who calls it next: what of it is still on its way is waited for by the block that needs
+        it, and nobody is to read its weights before that.
+        """
         if self._known(name) != self._active:
             leaving = [other for other in (self._active, self._coming) if other is not None and other != name]
             self._active = self._coming = None  # whatever fails below, nobody is taken for active who is not
             for other in leaving:
                 self._parking[other].park()
-            with self._timed_wait():
-                self._parking[name].finish()
+            parking = self._parking[name]
+            with self._waits.timed():
+                if isinstance(parking, StreamedParking):
+                    parking.expect()
+                else:
+                    parking.finish()
             self.switches.count += 1
-            self._count_waits()
+            self.count_waits()
             self._active = name
+        if at_once:
+            self.settle()
         return self._experts[name]
+
+    def settle(self) -> None:
+        """All of the active one is there: whoever reads its weights finds them."""
+        parking = None if self._active is None else self._parking[self._active]
+        if isinstance(parking, StreamedParking):
+            parking.arrive()
 
     @contextmanager
     def following(self, name: ExpertName | None) -> Iterator[None]:
@@ -217,17 +252,12 @@ class ExpertHost:
         finally:
             if moving.moved:  # the one that was active is no longer whole, the next one not yet
                 self._active, self._coming = None, name
+                leaving.park()
                 self.switches.followed_bytes += moving.brought_bytes
 
-    @contextmanager
-    def _timed_wait(self) -> Iterator[None]:
-        asked = self._clock.mark()
-        yield
-        self._waits.append((asked, self._clock.mark()))
-
-    def _count_waits(self) -> None:
-        while self._waits and self._clock.is_past(self._waits[0][1]):
-            self.switches.waited_ms += self._clock.between_ms(*self._waits.popleft())
+    def count_waits(self) -> None:
+        """What is over by now, into `switches`."""
+        self.switches.waited_ms += self._waits.take_ms()
 
     def prepare(self, name: ExpertName) -> Prepared:
         """Start to bring an expert ahead of its turn, if there is room for both."""

@@ -204,8 +204,8 @@ class CopyParking:
     def expect(self) -> None:
         """The tensors are where they will be; `finish` has to be called before anybody reads them."""
         self.start()
-        assert self._block is not None
-        _point(self._slots, self._block)
+        if self._block is not None and self._checksum is None:
+            _point(self._slots, self._block)
 
     def finish(self) -> None:
         self.start()

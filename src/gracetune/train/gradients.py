@@ -1,6 +1,6 @@
 """Gradients of a window: summed over its samples and over all ranks, scaled once, clipped, and checked.
 
-A replica's gradients are views of one flat buffer for each expert. So a window ends with one all-reduce and a handful
+A replica's gradients end up in one flat buffer for each expert. So a window ends with one all-reduce and a handful
 of kernels, however many small matrices an adapter has. torch's DistributedDataParallel is not used: adapters are small
 beside their model, one reduction at the window's end is all there is to overlap, and its hooks would have to be told
 about accumulation, about experts whose turn it is not, and about layers without a gradient.

@@ -47,6 +47,7 @@ def fit(job: Job) -> Stop:
         for callback in job.callbacks:
             callback.window(job, done)
     stop = job.settle() or stop
+    job.trainee.host.settle()  # an expert that was on its way to a window that did not begin
     for callback in job.callbacks:
         callback.end(job, stop)
     return stop
@@ -59,7 +60,7 @@ def run_window(job: Job) -> WindowDone | Stop:
     window = job.ramp.window(position.micro_batches)
     turn = (position.step, job.switch_every, job.trainee.trained)
     expert = expert_for_window(*turn)
-    denoiser = job.trainee.host.activate(expert)
+    denoiser = job.trainee.host.activate(expert, at_once=False)
     if (coming := next_expert(*turn)) is not None:
         job.trainee.host.prepare(coming)
     gradients = job.gradients[expert]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gracetune.models.expert_streaming import Following, StreamedParking
 from gracetune.models.experts import ExpertHost
-from gracetune.models.parking import InlineLane, frozen_tensors
+from gracetune.models.parking import CopyParking, InlineLane, frozen_tensors
 
 CPU = torch.device("cpu")
 BLOCKS = 6
@@ -167,23 +170,43 @@ class TestFollowing:
 
 
 class LateLane(InlineLane):
-    """Copies are made at once, but count as arrived only when somebody has waited for them."""
+    """What is brought is only there when somebody has waited for it; before that there is something else."""
 
     def __init__(self) -> None:
-        self.copies = 0
+        self.on_their_way: dict[int, Callable[[], object]] = {}
         self.waited: list[int] = []
+        self.copies = 0
 
-    def mark(self) -> int:
+    def bring(self, block: Tensor, home: Tensor) -> int:
         self.copies += 1
+        self.on_their_way[self.copies - 1] = lambda: block.copy_(home)
         return self.copies - 1
 
     def wait(self, mark: int) -> None:
         self.waited.append(mark)
+        self.on_their_way.pop(mark)()
+
+    def join(self) -> None:
+        for mark in [*self.on_their_way]:
+            self.on_their_way.pop(mark)()
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
+    late = LateLane()
+
+    def start(parking: CopyParking) -> None:
+        if parking._block is None:
+            parking._block = torch.full((parking.bytes,), 63, dtype=torch.uint8)
+            parking._arrived = late.bring(parking._block, parking._home)
+
+    monkeypatch.setattr(CopyParking, "start", start)
+    return late
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: bool) -> None:
-    lane, expert, calls = LateLane(), Expert(0), list[tuple[int, list[int]]]()
+def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: bool, lane: LateLane) -> None:
+    expert, calls = Expert(0), list[tuple[int, list[int]]]()
     for number, block in enumerate(expert.blocks):
         if compiled:
             block.compile(backend="eager")
@@ -191,7 +214,7 @@ def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: boo
     wanted = Expert(0)(given())
     parking = StreamedParking(expert, ["Block"], CPU, lane)
     for _ in range(2):
-        parking.finish()
+        parking.expect()
         assert lane.waited == [0], "what is around the blocks"
         torch.testing.assert_close(expert(given()), wanted)
         assert calls == [(number, list(range(number + 2))) for number in range(BLOCKS)]
@@ -203,12 +226,47 @@ def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: boo
         calls.clear()
 
 
+def test_who_reads_weights_finds_them(lane: LateLane) -> None:
+    """A checkpoint after a validation that called the expert back, and one after a window that did not begin."""
+    made = ExpertHost(lambda module: StreamedParking(module, ["Block"], CPU, lane), "", room=lambda *, here, away: 0)
+    experts, before = [Expert(seed) for seed in range(2)], [values(Expert(seed)) for seed in range(2)]
+    for name, expert in zip(("high", "low"), experts, strict=True):
+        made.add(name, expert)
+    made.activate("high", at_once=False)
+    assert any(not torch.equal(*pair) for pair in zip(values(experts[0]), before[0], strict=True)), "still on their way"
+    made.settle()
+    assert all(torch.equal(*pair) for pair in zip(values(experts[0]), before[0], strict=True))
+    made.activate("low")
+    assert all(torch.equal(*pair) for pair in zip(values(experts[1]), before[1], strict=True))
+    made.activate("high", at_once=False)
+    made.activate("high")
+    assert all(torch.equal(*pair) for pair in zip(values(experts[0]), before[0], strict=True))
+
+
+def test_nothing_stays_of_the_one_that_left_and_nothing_is_held_for_those_who_are_gone() -> None:
+    made = ExpertHost(parked, "in a test", room=lambda *, here, away: 0)
+    experts = [Expert(seed) for seed in range(2)]
+    for block in experts[0].blocks[:3]:
+        block.requires_grad_(False)  # nobody hears when a gradient arrives here
+    for name, expert in zip(("high", "low"), experts, strict=True):
+        made.add(name, expert)
+    made.activate("high")
+    with made.following("low"):
+        experts[0](given()).backward()
+    parking = made._parking["high"]
+    assert isinstance(parking, StreamedParking)
+    assert not any(here(parking))
+    gone = weakref.ref(parking)
+    del made, parking
+    assert gone() is None, "without the garbage collector, while its module is still there"
+    assert experts[0](given()).isfinite()
+
+
 @pytest.mark.parametrize("followed", [False, True])
 def test_weights_somebody_changed_in_place_are_kept(followed: bool) -> None:
-    """A merge in the middle of a turn."""
+    """A merge before the first step of a turn."""
     made, experts = host()
     expert = made.activate("high")
-    expert(given())
     for block in experts[0].blocks:
         block.base.weight.data += 1
     changed = values(experts[0])

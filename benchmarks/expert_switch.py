@@ -50,6 +50,8 @@ from gracetune.train.view import View
 
 TURN: Final = 10
 """Steps between switches."""
+WARM_UP: Final = 2 * TURN
+"""Each expert's first turn, in which it is compiled."""
 MOST: Final = 0.05
 """Of a turn."""
 
@@ -87,10 +89,15 @@ def measure(model: RandomModel, job: StepJob, machine: Machine, runtime: Runtime
         )  # fmt: skip
 
 
+def steps_of(turns: int) -> int:
+    """One more than is timed: the last turn's end is where the next one begins."""
+    return WARM_UP + turns * TURN + 1
+
+
 def with_turns(config: RunConfig, turns: int) -> RunConfig:
     asked = config.model_dump()
     asked["model"] |= {"experts": "both", "switch_experts_every": TURN}
-    asked["training"]["max_steps"] = (turns + 2) * TURN + 1
+    asked["training"]["max_steps"] = steps_of(turns)
     return RunConfig.model_validate(asked)
 
 
@@ -117,12 +124,12 @@ def timed(
         ready = random_data(job, config, model, pinned=device.type == "cuda")
         run = assemble(config, trainee, ready, Live(), runtime, None, View(), stack)
         marks: list[Any] = []
-        for step in range((turns + 2) * TURN + 1):
-            if step == 2 * TURN:  # each expert's first turn is for compiling and warming up
+        for step in range(steps_of(turns)):
+            if step == WARM_UP:
                 synchronize(device)
                 host.count_waits()
                 host.switches = SwitchStats()
-            if step >= 2 * TURN:
+            if step >= WARM_UP:
                 marks.append(mark(device))
             if isinstance(done := run_window(run), Stop):
                 raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")

@@ -64,12 +64,13 @@ os._exit(code if isinstance(code, int) else int(code is not None))'
 bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"; }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
-suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() only_collect=()
+suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small_switch=() only_collect=()
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
     small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
     small_curves=(--seeds 2 --steps 60)
     small_blocks=(--smoke --samples 3)
+    small_switch=(--smoke)
     only_collect=(--collect-only)
 fi
 
@@ -86,7 +87,7 @@ case $step in
         ;;
     others) bench 535 "${suite[@]}" --only lokr --only lora-fp8 --output build/session/steps-others-h200.json ;;
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
-    switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small_blocks[@]:0:1}" ;;
+    switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small_switch[@]}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)
         bench 220 cache --output build/session/cache-h200.json

@@ -107,11 +107,11 @@ def test_products_to_and_from_the_rank(rows: int, width: int, rank: int, turned:
         (to_rank, made(rows, width), factor(width, rank)), (thin, made(rows, rank), factor(rank, width))
     ):  # fmt: skip
 
-        def both(left: Tensor, right: Tensor, product: Any = product) -> Tensor:
+        def asked(left: Tensor, right: Tensor, product: Any = product) -> Tensor:
             result: Tensor = product(left, right)
             return result
 
-        found = (torch.compile(both, fullgraph=True) if compiled else both)(left, right)
+        found = (torch.compile(asked, fullgraph=True) if compiled else asked)(left, right)
         wanted = left.double().mm(right.double())
         assert found.dtype == torch.bfloat16
         assert float((found.double() - wanted).norm() / wanted.norm()) <= 4e-3

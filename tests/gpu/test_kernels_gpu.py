@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from gracetune.adapters.fast.products import kronecker
 from gracetune.memory.planning.adapter_paths import Computation
 from gracetune.memory.planning.plan import FP8_CAPABILITY
+from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.fp8 import by_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
 
@@ -263,13 +266,13 @@ def block_and_input() -> tuple[nn.Module, list[Tensor], tuple[Tensor, Tensor]]:
     return block, given, (angles.cos(), angles.sin())
 
 
-@compiled_or_not
-def test_a_block_on_it_is_as_near_the_exact_one_as_diffusers(compiled: bool) -> None:
+def test_a_compiled_block_on_it_is_as_near_the_exact_one_as_diffusers() -> None:
     block, (x, text, temb), turning = block_and_input()
     gradient, ours = noise(*x.shape), deepcopy(block)
     use_fused_blocks(ours)
+    use_sigmoid(ours)
     assert isinstance(ours, FusedBlock)
-    assert ours._fits(x, temb)
+    assert isinstance(ours.ffn.net[0], SigmoidGelu)
 
     def results(function: Function, block: nn.Module, dtype: torch.dtype) -> list[Tensor]:
         given = x.to(dtype).requires_grad_()
@@ -279,6 +282,26 @@ def test_a_block_on_it_is_as_near_the_exact_one_as_diffusers(compiled: bool) -> 
 
     exact_block = deepcopy(block).float()
     exact = results(exact_block, exact_block, torch.float32)
-    theirs, found = results(block, block, x.dtype), results(run_as(ours, compiled), ours, x.dtype)
+    theirs = results(block, block, x.dtype)
+    found, codes = run_and_get_code(results, run_as(ours, True), ours, x.dtype)
+    code = "".join(codes)
+    assert all(kernel in code for kernel in ("_add_and_norm", "_add_and_norm_backward", "sigmoid"))
     for one, two, wanted in zip(found, theirs, exact, strict=True):
         assert error(one, wanted) <= min(2e-2, 1.2 * error(two, wanted))
+
+
+# -- GELU -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [(4096, 13824), (3, 17)])
+def test_a_compiled_gelu_by_sigmoid_is_as_near_the_exact_one_as_torchs(size: tuple[int, int]) -> None:
+    x, gradient = 3 * noise(*size), noise(*size)
+
+    def by_tanh(x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+    exact = both_ways(by_tanh, gradient.double(), x.double())
+    theirs = both_ways(by_tanh, gradient, x)
+    found = both_ways(run_as(gelu_by_sigmoid, True), gradient, x)
+    for one, two, wanted in zip(found, theirs, exact, strict=True):
+        assert error(one, wanted) <= 1.01 * error(two, wanted) + 1e-4

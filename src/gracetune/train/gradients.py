@@ -95,10 +95,13 @@ class FlatGradients:
         norm: Tensor = torch.linalg.vector_norm(flat) * factor
         if clip.limit is not None and clip.kind == "norm":
             factor = factor * _coefficient(norm, clip.limit)
-        flat.mul_(factor)
+        # Finite ones times 0 are 0; what is left is what was infinite or no number, and times 0 is none. (torch's other
+        # ways, a product with a scalar on the device and `where`, take twice the time for so many.)
+        factor = torch.where(norm.isfinite(), factor, 0.0)
+        torch._foreach_mul_([flat], factor)
+        flat.nan_to_num_(0.0)
         if clip.limit is not None and clip.kind == "value":
             flat.clamp_(-clip.limit, clip.limit)
-        torch.where(norm.isfinite(), flat, flat.new_zeros(()), out=flat)
         return norm
 
     def close(self) -> None:

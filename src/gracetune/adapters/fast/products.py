@@ -104,10 +104,12 @@ class _LowRankLinears(torch.autograd.Function):
         with as_given(x):
             narrow = _to_rank(x, down.t())
             ctx.save_for_backward(x, narrow, down, *ups, *(weights if ctx.based else ()))
-            return tuple(
+            parts = zip(narrow.split(ctx.ranks, 1), ups, biases, weights, strict=True)
+            results = [  # the last one first, because the first one is what is read next (Wan norms its queries)
                 _from_rank(part, up.t(), bias, x, None if weight is None else weight.t())
-                for part, up, bias, weight in zip(narrow.split(ctx.ranks, 1), ups, biases, weights, strict=True)
-            )
+                for part, up, bias, weight in reversed(list(parts))
+            ]
+            return tuple(reversed(results))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -115,15 +117,18 @@ class _LowRankLinears(torch.autograd.Function):
         count = len(ctx.scales)
         ups, weights = others[:count], others[count:]
         with as_given(x):
-            back = _joined([_to_rank(one, up) for one, up in zip(gradients, ups, strict=True)], dim=1)
+            backs, d_ups = [], []
+            parts = narrow.split(ctx.ranks, 1)
+            # In this order, because a GPU's cache holds about one gradient: both small products read it, one after the
+            # other, and dx is made last, for whoever reads that next.
+            for one, up, part, scale in zip(gradients, ups, parts, ctx.scales, strict=True):
+                backs.append(_to_rank(one, up))
+                d_ups.append(_scaled(_unrounded(one.t(), part), scale))
+            back = _joined(backs, dim=1)
+            d_downs = _unrounded(back.t(), x).split(ctx.ranks, 0)
             dx = None
             if ctx.needs_input_grad[0]:
                 dx = products(back, down, None, gradients, weights) if ctx.based else _thin_product(back, down)
-            d_downs = _unrounded(back.t(), x).split(ctx.ranks, 0)
-            d_ups = [
-                _scaled(_unrounded(one.t(), part), scale)
-                for one, part, scale in zip(gradients, narrow.split(ctx.ranks, 1), ctx.scales, strict=True)
-            ]
         return dx, None, *(None for _ in range(2 * count)), *d_downs, *d_ups
 
 

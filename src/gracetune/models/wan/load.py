@@ -13,6 +13,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 from transformers import CLIPImageProcessorPil, CLIPVisionModel, UMT5EncoderModel
 
+from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.pipelines import assemble
 from gracetune.models.layout import read_index
 from gracetune.models.loading import build_component, load_component, load_text_model
@@ -29,6 +30,7 @@ def with_fewer_passes(denoiser: nn.Module) -> None:
     """What the denoiser computes stays the same; how often it reads and writes its activations does not."""
     turn_by_pairs(denoiser)
     use_fused_blocks(denoiser)
+    use_sigmoid(denoiser)
 
 
 def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:

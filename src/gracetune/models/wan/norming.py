@@ -54,7 +54,7 @@ def _add_and_norm(
             away = tl.where(at < WIDTH, away, 0.0)
         squares += away * away
         if ADDED:  # not in the loop before: a write between its reads would hold them up
-            write_tile(h + first, at, held[tile], WIDTH, TILE)
+            write_tile(h + first, at, held[tile], WIDTH, TILE, "evict_first")  # n is what is read next
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     tl.store(mean + row, middle)
     tl.store(rstd + row, inverse)
@@ -63,7 +63,7 @@ def _add_and_norm(
         factors = read_tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         offsets = read_tile(shift + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = (held[tile].to(tl.float32) - middle) * inverse
-        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE)
+        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE, "")
 
 
 @triton.jit
@@ -105,10 +105,12 @@ def _add_and_norm_backward(
         result = inverse * (gradients[tile] - level - normed * share)
         if ADDED:
             result += onto[tile].to(tl.float32)
-        write_tile(dx + first, at, result, WIDTH, TILE)
-        if GATED:
+        if not GATED:
+            write_tile(dx + first, at, result, WIDTH, TILE, "")
+        else:  # da is what is read next
+            write_tile(dx + first, at, result, WIDTH, TILE, "evict_first")
             factors = read_tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
-            write_tile(da + first, at, result * factors, WIDTH, TILE)
+            write_tile(da + first, at, result * factors, WIDTH, TILE, "")
 
 
 def _by_batch(gate: Tensor, batch: int) -> Tensor:
@@ -210,6 +212,24 @@ def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor,
     return result
 
 
+class _Gated(torch.autograd.Function):
+    """No norm follows it, and torch's compiler makes one pass of each way by itself.
+
+    Left to autograd, x would get its gradient by way of fp32: a second tensor with the same numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(gate)
+        return (x.float() + a.float() * gate[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (gate,) = ctx.saved_tensors
+        return gradient, (gradient.float() * gate[:, None]).to(gradient.dtype), None
+
+
 def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-    """x + a gate. No norm follows it, and torch's compiler makes one pass of that by itself."""
-    return (x.float() + a.float() * gate[:, None]).type_as(x)
+    """x + a gate, for [batch, tokens, width] and [batch, width]. Only x and a get gradients."""
+    result: Tensor = _Gated.apply(x, a.to(x.dtype), gate)  # type: ignore[no-untyped-call]
+    return result

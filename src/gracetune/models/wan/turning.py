@@ -38,11 +38,12 @@ def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.const
 
 @triton.jit
 @no_type_check
-def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
+def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
+    """The policy is "evict_first" for what is read much later, and "" for what is read next."""
     if WIDTH % TILE == 0:
-        tl.store(row + at, values.to(row.dtype.element_ty))
+        tl.store(row + at, values.to(row.dtype.element_ty), eviction_policy=POLICY)
     else:
-        tl.store(row + at, values.to(row.dtype.element_ty), mask=at < WIDTH)
+        tl.store(row + at, values.to(row.dtype.element_ty), mask=at < WIDTH, eviction_policy=POLICY)
 
 
 @triton.jit
@@ -91,7 +92,7 @@ def _norm_and_turn(
             if TILE % HEAD != 0:  # otherwise each tile has the first one's
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
             normed = _turn(normed, c, s, TILE)
-        write_tile(out + first, at, normed, WIDTH, TILE)
+        write_tile(out + first, at, normed, WIDTH, TILE, "")
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def _norm_and_turn_backward(
     share = tl.sum(along, 0) / WIDTH
     for tile in tl.static_range(TILES):
         result = scale * (gradients[tile] - (held[tile].to(tl.float32) * scale) * share)
-        write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE)
+        write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE, "")
 
 
 def row_sizes(width: int) -> tuple[dict[str, int], int]:

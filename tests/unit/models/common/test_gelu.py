@@ -1,0 +1,95 @@
+"""GELU by a sigmoid: the numbers of torch's approximation by tanh, and diffusers' own where no graph is compiled."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.activations import GELU
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from gracetune import kernels
+from gracetune.models.common import gelu
+from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
+
+
+def with_gradient(function: Any, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    answer = function(x)
+    return [answer.detach(), *torch.autograd.grad(answer, x, gradient.to(answer.dtype))]
+
+
+def by_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+finite = st.floats(-60.0, 60.0, width=32)
+
+
+@given(st.lists(st.tuples(finite, finite), min_size=1, max_size=50))
+def test_it_is_torchs_and_so_is_its_slope(pairs: list[tuple[float, float]]) -> None:
+    x, gradient = (torch.tensor(values) for values in zip(*pairs, strict=True))
+    exact = with_gradient(by_tanh, x.double(), gradient)
+    found = with_gradient(gelu_by_sigmoid, x, gradient)
+    for one, two in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=2e-6, atol=2e-6 * float(gradient.abs().max() + 1))
+
+
+@pytest.mark.parametrize("dtype", kernels.HALVES)
+def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
+    x = torch.linspace(-12, 12, 4001).to(dtype)
+    gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    exact = with_gradient(by_tanh, x.double(), gradient.double())
+    half = torch.finfo(dtype).eps / 2
+    for found, wanted in zip(with_gradient(gelu_by_sigmoid, x, gradient), exact, strict=True):
+        assert found.dtype == dtype
+        # Where the slope goes through 0, fp32 before the rounding is the limit, as it is for torch's own.
+        assert ((found.double() - wanted).abs() <= 1.01 * half * wanted.abs() + 2e-6).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_no_number_stays_visible(value: float) -> None:
+    assert not gelu_by_sigmoid(torch.tensor([value])).isfinite().any()
+
+
+def test_only_gelus_by_tanh_become_one_and_keep_their_weights_names() -> None:
+    model = nn.ModuleList([GELU(4, 8, approximate="tanh"), GELU(4, 8), nn.GELU(approximate="tanh")])
+    before = list(model.state_dict())
+    use_sigmoid(model)
+    assert [type(one) for one in model] == [SigmoidGelu, GELU, nn.GELU]
+    assert list(model.state_dict()) == before
+
+
+def test_uncompiled_it_is_diffusers_own_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    model, x = nn.ModuleList([GELU(16, 64, approximate="tanh")]), torch.randn(8, 16)
+    wanted = model[0](x)
+    use_sigmoid(model)
+    assert torch.equal(model[0](x), wanted)
+
+
+def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.dtype] = []
+
+    def counted(x: Tensor) -> Tensor:
+        taken.append(x.dtype)
+        return x
+
+    monkeypatch.setattr(gelu, "gelu_by_sigmoid", counted)
+    module = nn.ModuleList([GELU(2, 2, approximate="tanh")])
+    use_sigmoid(module)
+    for pays in (False, True):
+        monkeypatch.setattr(kernels, "pay", lambda x, pays=pays: pays)
+        for dtype in (torch.float32, *kernels.HALVES):
+            module[0].gelu(torch.ones(2, dtype=dtype))
+    assert taken == list(kernels.HALVES)
+
+
+def test_it_falls_and_then_rises() -> None:
+    values = gelu_by_sigmoid(torch.linspace(-0.7, 8, 500)).tolist()
+    assert all(one <= two for one, two in pairwise(values))

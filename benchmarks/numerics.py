@@ -3,7 +3,8 @@
 python benchmarks/numerics.py --output benchmarks/results/numerics-NAME.json
 
 For every model and adapter: the adapter's gradients as a run computes them, against fp32 with the libraries' layers.
-Then whole curves: the same run with both ways of computing the adapter, for several seeds. Two ways that are one in
+Then whole curves: the same run with both ways of computing the adapter, for several seeds; on a GPU ours is compiled
+and has our kernels, the other has torch's own and the libraries' layers. Two ways that are one in
 exact arithmetic part in the last digits of bf16 and stay together if the difference is noise; what a difference is
 worth is said by how far runs of other seeds are apart.
 """
@@ -140,7 +141,9 @@ def curve(
     job = replace(job, precision=held)
     config = _config(job, model, seed, folder)
     decided = decide(job, config, probe(), model, runtime.device)
-    decided = replace(decided, choices=replace(decided.choices, adapter_path=path))
+    # Our kernels run in compiled graphs only.
+    compiled = decided.choices.compiled and path == "auto"
+    decided = replace(decided, choices=replace(decided.choices, adapter_path=path, compiled=compiled))
     with trainer(job, config, decided, probe(), model, runtime) as run:
         losses = torch.stack([run.step() for _ in range(steps)]).tolist()
     return Curve(job.bench, job.adapter, job.precision, path, seed, tuple(round(loss, 6) for loss in losses))

@@ -3,10 +3,10 @@
 python benchmarks/numerics.py --output benchmarks/results/numerics-NAME.json
 
 For every model and adapter: the adapter's gradients as a run computes them, against fp32 with the libraries' layers.
-Then whole curves: the same run with both ways of computing the adapter, for several seeds; on a GPU ours is compiled
-and has our kernels, the other has torch's own and the libraries' layers. Two ways that are one in
-exact arithmetic part in the last digits of bf16 and stay together if the difference is noise; what a difference is
-worth is said by how far runs of other seeds are apart.
+Then whole curves: the same run with both ways of computing the adapter, for several seeds. On a GPU ours is compiled
+and has our kernels, the other has torch's own and the libraries' layers. Two ways that are one in exact arithmetic part
+in the last digits of bf16 and stay together if the difference is noise; what a difference is worth is said by how far
+runs of other seeds are apart.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class Curve:
     adapter: str
     precision: str
     path: str
+    compiled: bool
     seed: int
     losses: tuple[float, ...]
 
@@ -121,7 +122,7 @@ def measured(asked: argparse.Namespace, folder: Path, runtime: Runtime, curves: 
 def gradient_row(job: StepJob, model: RandomModel, device: torch.device) -> Row:
     found = gradient_check(job, model, device)
     bar = max(GRADIENT_BAR, WORSE_BAR * found.library_relative_error)
-    # fp8 is reported, not judged: it stays opt-in until its curves are the same.
+    # fp8 is reported, not judged: it computes other numbers, and its curves say whether that matters.
     judged = job.precision == "bf16"
     return Row(
         f"gradients_{job.bench}_{job.adapter}",
@@ -146,7 +147,7 @@ def curve(
     decided = replace(decided, choices=replace(decided.choices, adapter_path=path, compiled=compiled))
     with trainer(job, config, decided, probe(), model, runtime) as run:
         losses = torch.stack([run.step() for _ in range(steps)]).tolist()
-    return Curve(job.bench, job.adapter, job.precision, path, seed, tuple(round(loss, 6) for loss in losses))
+    return Curve(job.bench, job.adapter, job.precision, path, compiled, seed, tuple(round(loss, 6) for loss in losses))
 
 
 def _config(job: StepJob, model: RandomModel, seed: int, folder: Path) -> RunConfig:

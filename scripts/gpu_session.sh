@@ -2,7 +2,8 @@
 # One step of a session on a lent GPU machine, each under ten minutes: what is proven and measured there.
 #   scripts/gpu_session.sh STEP OUT        as COMMIT=$(git describe --always --dirty) where the checkout has no .git
 # STEP, in the order of worth, with what each is expected to take on an H200:
-#   tests     everything in tests/gpu, what has never run first                                  4-5 min
+#   tests     everything in tests/gpu but adapters' forms, what has never run first               4-5 min
+#   forms     every adapter's form as a compiled graph computes it                               8 min
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
@@ -19,11 +20,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | steps | others | video | switch | pace | parts | learning | blocks) ;;
+    tests | forms | steps | others | video | switch | pace | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, steps, others, video, switch, pace, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, switch, pace, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -62,9 +63,11 @@ sys.stdout.flush()
 sys.stderr.flush()
 os._exit(code if isinstance(code, int) else int(code is not None))'
 bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"; }
+tested() { limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 "${only_collect[@]}" "$@"; }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
 suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small_switch=() only_collect=()
+forms=tests/gpu/test_fast_adapters_gpu.py # it compiles for a quarter of a minute in each test
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
     small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
@@ -76,12 +79,12 @@ fi
 
 case $step in
     tests)
-        new=(kernels_gpu fast_adapters_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
+        new=(kernels_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
         new=("${new[@]/#/tests/gpu/test_}") new=("${new[@]/%/.py}")
-        mapfile -t old < <(printf '%s\n' tests/gpu/test_*.py | grep -v -x -F -f <(printf '%s\n' "${new[@]}"))
-        limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 \
-            "${only_collect[@]}" "${new[@]}" "${old[@]}"
+        mapfile -t old < <(printf '%s\n' tests/gpu/test_*.py | grep -v -x -F -f <(printf '%s\n' "${new[@]}" "$forms"))
+        tested "${new[@]}" "${old[@]}"
         ;;
+    forms) tested "$forms" ;;
     steps)
         bench 535 "${suite[@]}" --only lora --only automagic --only lora-45gib --output build/session/steps-h200.json
         ;;
@@ -98,7 +101,7 @@ case $step in
         script 500 train_1b.py --only resume --output build/session/train-1b-h200.json "${small_train[@]}" &
         script 270 numerics.py --bench wan14b --adapter lora --precision fp8 "${small_curves[@]}" \
             --output build/session/numerics-fp8-h200.json
-        script 260 numerics.py --bench wan14b --adapter lora --adapter lokr "${small_curves[@]}" \
+        script 260 numerics.py --bench wan14b --curve-adapter lora --curve-adapter lokr "${small_curves[@]}" \
             --output build/session/numerics-h200.json
         wait
         ;;
@@ -127,4 +130,4 @@ for path in sorted(folder.glob("*.json")):
             value = f"{row['value']:.4g} {row['unit']}"
         print(f"{path.stem:<22} {row['name']:<28} {value:<50} {row.get('bar', ''):<16} {mark}".rstrip())
 PY
-if [ "$step" = tests ]; then tail -n 40 "$out/$step.log"; fi
+if [ "$step" = tests ] || [ "$step" = forms ]; then tail -n 40 "$out/$step.log"; fi

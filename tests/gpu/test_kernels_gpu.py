@@ -5,8 +5,10 @@ They are imported where they are used: a machine without a GPU has no triton, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ from gracetune.memory.planning.plan import FP8_CAPABILITY
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.fp8 import by_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
+from gracetune.train.bench.job import PRESETS, AdapterKind, StepJob
+from gracetune.train.bench.numerics import gradient_check
+from gracetune.train.bench.random_model import make_model
 
 pytestmark = pytest.mark.gpu
 compiled_or_not = pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
@@ -285,7 +290,8 @@ def test_a_compiled_block_on_it_is_as_near_the_exact_one_as_diffusers() -> None:
     theirs = results(block, block, x.dtype)
     found, codes = run_and_get_code(results, run_as(ours, True), ours, x.dtype)
     code = "".join(codes)
-    assert all(kernel in code for kernel in ("_add_and_norm", "_add_and_norm_backward", "sigmoid"))
+    for kernel in ("_add_and_norm(?!_backward)", "_add_and_norm_backward", "sigmoid"):
+        assert re.search(kernel, code), kernel
     for one, two, wanted in zip(found, theirs, exact, strict=True):
         assert error(one, wanted) <= min(2e-2, 1.2 * error(two, wanted))
 
@@ -305,3 +311,15 @@ def test_a_compiled_gelu_by_sigmoid_is_as_near_the_exact_one_as_torchs(size: tup
     found = both_ways(run_as(gelu_by_sigmoid, True), gradient, x)
     for one, two, wanted in zip(found, theirs, exact, strict=True):
         assert error(one, wanted) <= 1.01 * error(two, wanted) + 1e-4
+
+
+# -- all of them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("adapter", ["lora", "lokr"])
+def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(adapter: AdapterKind, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    model = make_model(PRESETS["wan14b"], tmp_path / "wan", "small")
+    found = gradient_check(StepJob("wan14b", adapter), model, torch.device("cuda", 0))
+    assert found.compiled
+    assert found.relative_error <= 1e-2

@@ -57,13 +57,19 @@ def test_clipping_is_torchs(kind: Any) -> None:
         torch.testing.assert_close(one.grad, two.grad)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_becomes_nothing_and_is_told(bad: float) -> None:
+@pytest.mark.parametrize("factor", [1.0, torch.tensor(2.0**-16)], ids=["number", "scale"])
+@pytest.mark.parametrize("clip", [Clip(), Clip("value", 0.05), Clip(limit=None)], ids=["norm", "value", "none"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e25], ids=str)
+def test_what_is_not_finite_becomes_nothing_and_is_told(bad: float, clip: Clip, factor: float | torch.Tensor) -> None:
+    """One bad gradient among good ones; of the last, only the norm is not finite."""
     network = model()
     gradients = FlatGradients(dict(network.named_parameters()))
     gradients.open()
-    (losses(network, torch.ones(1, 5)).sum() * bad).backward()
-    norm = gradients.finish(1.0, Clip())
+    losses(network, torch.ones(1, 5)).sum().backward()
+    spoilt = next(network.parameters()).grad
+    assert spoilt is not None
+    spoilt[0, 0] = bad
+    norm = gradients.finish(factor, clip)
     assert not bool(norm.isfinite())
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in network.parameters())
     gradients.close()

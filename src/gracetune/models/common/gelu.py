@@ -55,5 +55,5 @@ class _Gelu(torch.autograd.Function):
         wide = x.float()
         squared = wide * wide
         s = torch.sigmoid(wide * (LINEAR + CUBIC * squared))
-        slope = s + s * (1 - s) * (wide * (LINEAR + (3 * CUBIC) * squared))
+        slope = s + (s * (1 - s) * wide) * (LINEAR + (3 * CUBIC) * squared)  # far out it is 0 times a number, not inf
         return (gradient.float() * slope).to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ class FusedBlock(WanTransformerBlock):
         if not self._fits(hidden_states, temb):
             unfused: Tensor = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
             return unfused
-        from gracetune.models.wan.norming import added_and_normed, gated, normed  # only a GPU has triton
+        from gracetune.models.wan.norming import added_and_normed, normed  # only a GPU has triton
 
         # By parts first, so that each of them is contiguous: [6, batch, width].
         shift, scale, gate, c_shift, c_scale, c_gate = (
@@ -49,3 +50,26 @@ class FusedBlock(WanTransformerBlock):
 
 
 FusedBlock.__name__ = WanTransformerBlock.__name__  # by it adapters' targets and the repeated blocks are named
+
+
+class _Gated(torch.autograd.Function):
+    """No norm follows it, and torch's compiler makes one pass of each way by itself.
+
+    Left to autograd, x would get its gradient by way of fp32: a second tensor with the same numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(gate)
+        return (x.float() + a.float() * gate[:, None]).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (gate,) = ctx.saved_tensors
+        return gradient, (gradient.float() * gate[:, None]).to(gradient.dtype), None
+
+
+def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
+    """x + a gate, for [batch, tokens, width] and [batch, width]. Only x and a get gradients."""
+    result: Tensor = _Gated.apply(x, a.to(x.dtype), gate)  # type: ignore[no-untyped-call]
+    return result

@@ -210,26 +210,3 @@ def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor,
     """x [batch, tokens, width] itself, to be used from here on, and its layer norm times scale plus shift, as above."""
     result: tuple[Tensor, Tensor] = _Normed.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
     return result
-
-
-class _Gated(torch.autograd.Function):
-    """No norm follows it, and torch's compiler makes one pass of each way by itself.
-
-    Left to autograd, x would get its gradient by way of fp32: a second tensor with the same numbers.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-        ctx.save_for_backward(gate)
-        return (x.float() + a.float() * gate[:, None]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        (gate,) = ctx.saved_tensors
-        return gradient, (gradient.float() * gate[:, None]).to(gradient.dtype), None
-
-
-def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-    """x + a gate, for [batch, tokens, width] and [batch, width]. Only x and a get gradients."""
-    result: Tensor = _Gated.apply(x, a.to(x.dtype), gate)  # type: ignore[no-untyped-call]
-    return result

@@ -1,7 +1,8 @@
 """How far a run's adapter gradients are from exact ones, on a small model of the same classes.
 
-Three times the same question: in fp32 with the libraries' layers (the reference), as a run computes it, and in the
-run's precision with the libraries' layers. The base weights are the same numbers in all three, those of bf16.
+Three times the same question: in fp32 with the libraries' layers (the reference), as a run computes it (on a GPU in
+compiled blocks, which alone have our kernels), and in the run's precision with the libraries' layers. The base weights
+are the same numbers in all three, those of bf16.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from gracetune.models.spec import Fp8, Placement
 from gracetune.train.bench.job import StepJob, config_of
 from gracetune.train.bench.random_data import random_batch
 from gracetune.train.bench.random_model import RandomModel
+from gracetune.train.blocks import prepare_blocks
 
 SIDE = 256
 SPREAD = 0.02
@@ -33,8 +35,10 @@ class Numerics:
     cosine: float
     library_relative_error: float
     """Of the libraries' layers at bf16: what this precision costs anyway."""
+    compiled: bool
+    """Whether ours were those of compiled blocks."""
 
-    def as_json(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, float | bool]:
         return asdict(self)
 
 
@@ -48,7 +52,12 @@ def gradient_check(job: StepJob, model: RandomModel, device: torch.device) -> Nu
         relative_error=_distance(ours, exact),
         cosine=float(torch.nn.functional.cosine_similarity(ours, exact, dim=0)),
         library_relative_error=_distance(library, exact),
+        compiled=_compiles(device),
     )
+
+
+def _compiles(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _distance(ours: Tensor, exact: Tensor) -> float:
@@ -77,6 +86,8 @@ def _gradients(
     )
     parameters = attached.parameters()
     _unsettle(parameters)
+    if how == "run" and _compiles(device):
+        prepare_blocks(denoiser.train(), model.spec.repeated_blocks, checkpointing=False, compiled=True, shapes="one")
     batch = random_batch(job, model, device)
     clean = batch["latents"].float()
     noise = torch.randn(clean.shape, generator=torch.Generator().manual_seed(1)).to(device)

@@ -91,5 +91,13 @@ def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_falls_and_then_rises() -> None:
-    values = gelu_by_sigmoid(torch.linspace(-0.7, 8, 500)).tolist()
-    assert all(one <= two for one, two in pairwise(values))
+    falling, rising = (gelu_by_sigmoid(torch.linspace(*ends, 500)).tolist() for ends in ((-4, -0.8), (-0.7, 8)))
+    assert all(one > two for one, two in pairwise(falling))
+    assert all(one < two for one, two in pairwise(rising))
+
+
+@pytest.mark.parametrize("x", [-1e18, -2e13, -100.0, 100.0, 2e13, 1e18])
+def test_far_out_it_is_0_or_x_and_its_slope_0_or_1(x: float) -> None:
+    found = with_gradient(gelu_by_sigmoid, torch.tensor([x]).bfloat16(), torch.ones(1))
+    wanted = with_gradient(by_tanh, torch.tensor([x]).bfloat16(), torch.ones(1))
+    assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from copy import deepcopy
 from types import ModuleType
 
@@ -15,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from gracetune import kernels
-from gracetune.models.wan.block import FusedBlock, use_fused_blocks
+from gracetune.models.wan.block import FusedBlock, gated, use_fused_blocks
 
 WIDTH, HEADS, TOKENS = 48, 2, 12
 BF16 = torch.bfloat16
@@ -117,12 +118,27 @@ def plain_norming() -> ModuleType:
         h = (x.float() + (a if gate is None else a * gate[:, None])).type_as(x)
         return normed(h, scale, shift, eps)
 
-    def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-        return added_and_normed(x, a, gate, gate, gate, 1.0)[0]
-
     plain = ModuleType("norming")
-    vars(plain).update(normed=normed, added_and_normed=added_and_normed, gated=gated)
+    vars(plain).update(normed=normed, added_and_normed=added_and_normed)
     return plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
+def test_a_gate_gives_the_gradients_autograd_would(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    x, a, gradient = (torch.randn(2, TOKENS, WIDTH).to(dtype) for _ in range(3))
+    gate = torch.randn(2, WIDTH)
+
+    def plainly(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
+        return (x.float() + a.float() * gate[:, None]).to(x.dtype)
+
+    def with_gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+        given = [x.clone().requires_grad_(), a.clone().requires_grad_()]
+        answer = function(*given, gate)
+        return [answer.detach(), *torch.autograd.grad(answer, given, gradient)]
+
+    for ours, theirs in zip(with_gradients(gated), with_gradients(plainly), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -14,6 +14,7 @@ from gracetune.config.environment import Environment
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
 from gracetune.models.spec import Placement
+from gracetune.train.bench import numerics
 from gracetune.train.bench.clock import measure
 from gracetune.train.bench.flops import count
 from gracetune.train.bench.job import PRESETS, StepJob, config_of
@@ -173,6 +174,18 @@ def test_gradients_are_held_against_exact_ones(wan: RandomModel) -> None:
     assert 0 < found.relative_error < 2e-2
     assert 0 < found.library_relative_error < 2e-2
     assert found.cosine > 0.999
+    assert not found.compiled
+
+
+@pytest.mark.full
+def test_on_a_gpu_they_are_those_of_compiled_blocks(wan: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics, "_compiles", lambda device: True)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = gradient_check(JOB, wan, CPU)
+    assert found.compiled
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert 0 < found.relative_error < 2e-2
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from gracetune.train.bench.numerics import gradient_check
 from gracetune.train.bench.plain import PlainLoop
 from gracetune.train.bench.random_model import RandomModel, make_model
 from gracetune.train.bench.trainer import Trainer, decide, trainer, with_limit
+from gracetune.train.blocks import prepare_blocks
 from gracetune.train.planning import make_plan
 from gracetune.train.runtime import open_runtime
 from gracetune.units import GIB
@@ -180,6 +182,8 @@ def test_gradients_are_held_against_exact_ones(wan: RandomModel) -> None:
 @pytest.mark.full
 def test_on_a_gpu_they_are_those_of_compiled_blocks(wan: RandomModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "_compiles", lambda device: True)
+    # inductor imports setuptools, which refuses a process that has imported distutils before.
+    monkeypatch.setattr(numerics, "prepare_blocks", partial(prepare_blocks, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     found = gradient_check(JOB, wan, CPU)

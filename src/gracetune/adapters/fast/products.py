@@ -104,12 +104,10 @@ class _LowRankLinears(torch.autograd.Function):
         with as_given(x):
             narrow = _to_rank(x, down.t())
             ctx.save_for_backward(x, narrow, down, *ups, *(weights if ctx.based else ()))
-            parts = zip(narrow.split(ctx.ranks, 1), ups, biases, weights, strict=True)
-            results = [  # the last one first, because the first one is what is read next (Wan norms its queries)
+            return tuple(
                 _from_rank(part, up.t(), bias, x, None if weight is None else weight.t())
-                for part, up, bias, weight in reversed(list(parts))
-            ]
-            return tuple(reversed(results))
+                for part, up, bias, weight in zip(narrow.split(ctx.ranks, 1), ups, biases, weights, strict=True)
+            )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

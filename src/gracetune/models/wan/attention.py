@@ -36,10 +36,10 @@ class PairwiseAttention(WanAttnProcessor):
             return libraries
         if encoder_hidden_states is None:
             query, key, value = answers(hidden_states, (attn.to_q, attn.to_k, attn.to_v))
-            query = _normed_turned(query, attn.norm_q, attn.heads, rotary_emb)
-        else:  # normed before the text is looked at: until then a GPU has the queries in its cache
-            query = _normed_turned(attn.to_q(hidden_states), attn.norm_q, attn.heads, rotary_emb)
+        else:
+            query = attn.to_q(hidden_states)
             key, value = answers(encoder_hidden_states, (attn.to_k, attn.to_v))
+        query = _normed_turned(query, attn.norm_q, attn.heads, rotary_emb)
         key = _normed_turned(key, attn.norm_k, attn.heads, rotary_emb)
         answer = dispatch_attention_fn(
             query, key, value.unflatten(2, (attn.heads, -1)), attn_mask=attention_mask, backend=self._attention_backend,

@@ -54,7 +54,7 @@ def _add_and_norm(
             away = tl.where(at < WIDTH, away, 0.0)
         squares += away * away
         if ADDED:  # not in the loop before: a write between its reads would hold them up
-            write_tile(h + first, at, held[tile], WIDTH, TILE, "evict_first")  # n is what is read next
+            write_tile(h + first, at, held[tile], WIDTH, TILE)
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     tl.store(mean + row, middle)
     tl.store(rstd + row, inverse)
@@ -63,7 +63,7 @@ def _add_and_norm(
         factors = read_tile(scale + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         offsets = read_tile(shift + modulation, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = (held[tile].to(tl.float32) - middle) * inverse
-        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE, "")
+        write_tile(n + first, at, normed * factors + offsets, WIDTH, TILE)
 
 
 @triton.jit
@@ -105,12 +105,10 @@ def _add_and_norm_backward(
         result = inverse * (gradients[tile] - level - normed * share)
         if ADDED:
             result += onto[tile].to(tl.float32)
-        if not GATED:
-            write_tile(dx + first, at, result, WIDTH, TILE, "")
-        else:  # da is what is read next
-            write_tile(dx + first, at, result, WIDTH, TILE, "evict_first")
+        write_tile(dx + first, at, result, WIDTH, TILE)
+        if GATED:
             factors = read_tile(gate + of_batch, at, WIDTH, TILE, "evict_last").to(tl.float32)
-            write_tile(da + first, at, result * factors, WIDTH, TILE, "")
+            write_tile(da + first, at, result * factors, WIDTH, TILE)
 
 
 def _by_batch(gate: Tensor, batch: int) -> Tensor:

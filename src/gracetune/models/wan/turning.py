@@ -38,12 +38,11 @@ def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.const
 
 @triton.jit
 @no_type_check
-def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
-    """The policy is "evict_first" for what is read much later, and "" for what is read next."""
+def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
     if WIDTH % TILE == 0:
-        tl.store(row + at, values.to(row.dtype.element_ty), eviction_policy=POLICY)
+        tl.store(row + at, values.to(row.dtype.element_ty))
     else:
-        tl.store(row + at, values.to(row.dtype.element_ty), mask=at < WIDTH, eviction_policy=POLICY)
+        tl.store(row + at, values.to(row.dtype.element_ty), mask=at < WIDTH)
 
 
 @triton.jit
@@ -92,7 +91,7 @@ def _norm_and_turn(
             if TILE % HEAD != 0:  # otherwise each tile has the first one's
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
             normed = _turn(normed, c, s, TILE)
-        write_tile(out + first, at, normed, WIDTH, TILE, "")
+        write_tile(out + first, at, normed, WIDTH, TILE)
 
 
 @triton.jit
@@ -127,7 +126,7 @@ def _norm_and_turn_backward(
     share = tl.sum(along, 0) / WIDTH
     for tile in tl.static_range(TILES):
         result = scale * (gradients[tile] - (held[tile].to(tl.float32) * scale) * share)
-        write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE, "")
+        write_tile(dx + first, tile * TILE + column, result, WIDTH, TILE)
 
 
 def row_sizes(width: int) -> tuple[dict[str, int], int]:

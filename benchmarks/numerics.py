@@ -130,7 +130,8 @@ def gradient_row(job: StepJob, model: RandomModel, device: torch.device) -> Row:
         "relative error",
         f"<= {bar:.2g}" if judged else "",
         found.relative_error <= bar if judged else None,
-        f"{job.precision}; cosine {found.cosine:.6f}; the libraries' layers in bf16 {found.library_relative_error:.2e}",
+        f"{job.precision}, {'compiled' if found.compiled else 'uncompiled'} blocks; cosine {found.cosine:.6f}; "
+        f"the libraries' layers in bf16 {found.library_relative_error:.2e}",
     )
 
 

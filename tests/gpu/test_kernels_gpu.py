@@ -316,10 +316,15 @@ def test_a_compiled_gelu_by_sigmoid_is_as_near_the_exact_one_as_torchs(size: tup
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("adapter", ["lora", "lokr"])
-def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(adapter: AdapterKind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bench", "adapter"),
+    [("wan14b", "lora"), ("wan14b", "lokr"), ("flux", "lora"), ("qwen", "lora"), ("sdxl", "lora")],
+)
+def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(
+    bench: str, adapter: AdapterKind, tmp_path: Path
+) -> None:
     torch._dynamo.reset()
-    model = make_model(PRESETS["wan14b"], tmp_path / "wan", "small")
-    found = gradient_check(StepJob("wan14b", adapter), model, torch.device("cuda", 0))
+    model = make_model(PRESETS[bench], tmp_path / bench, "small")
+    found = gradient_check(StepJob(bench, adapter), model, torch.device("cuda", 0))
     assert found.compiled
-    assert found.relative_error <= 1e-2
+    assert found.relative_error <= max(1e-2, 1.1 * found.library_relative_error)

@@ -199,6 +199,11 @@ class ExpertHost:
         return tuple(self._experts)
 
     @property
+    def moves(self) -> bool:
+        """Whether weights leave the device and come back elsewhere."""
+        return not all(isinstance(one, Staying) for one in self._parking.values())
+
+    @property
     def active(self) -> ExpertName | None:
         return self._active
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import cast
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import Live
 from gracetune.cache.slabs import Where
+from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import Loader
@@ -34,6 +35,7 @@ from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGra
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
 from gracetune.train.position import length_of
+from gracetune.train.replay import Replay
 from gracetune.train.runtime import Runtime
 from gracetune.train.scaling import LossScale, NoScale
 from gracetune.train.step import Goal, TrainStep
@@ -118,9 +120,11 @@ def assemble(
     for dataset in config.datasets:
         if dataset.regularisation and not dataset.disabled and config.adapter.kind == "full_finetune":
             view.warn(whole_model_note(dataset.id))
+    gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
     step = TrainStep(
         trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
         base=trainee.base_for,
+        replay=_replay(config, trainee, gradients, ready, live, memory, view),
     )  # fmt: skip
     return Job(
         runtime=runtime,
@@ -131,7 +135,7 @@ def assemble(
         ramp=ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,
-        gradients={name: _gradients(trainee, name, runtime) for name in trainee.trained},
+        gradients=gradients,
         optimizer=optimizer,
         schedule=scheduled.scheduler,
         length=length,
@@ -149,6 +153,20 @@ def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
     if runtime.is_sharded:
         return ShardedGradients(parameters, runtime.world_size)
     return FlatGradients(parameters, runtime.sum_ if runtime.world_size > 1 else None)
+
+
+def _replay(
+    config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
+    memory: UnifiedMemory | None, view: View,
+) -> Replay | None:  # fmt: skip
+    """For runs in which a step is the same every time, on the same places, and nobody else wants the GPU's memory."""
+    changing = config.adapter.kind == "full_finetune" or config.adapter.dropout or trainee.strengths
+    moving = trainee.host.moves or memory is not None or live.latents is not None or is_refreshed(ready.index)
+    compiled = all(one.compiled and not one.repeated for one in trainee.prepared.values())
+    flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
+    if changing or moving or not compiled or len(flat) != len(gradients) or not torch.cuda.is_available():
+        return None
+    return Replay(trainee.spec.predict, flat, say=view.say)
 
 
 def whole_model_note(dataset: str) -> str:

@@ -43,6 +43,9 @@ class Preparation:
     """What was done to the blocks."""
 
     blocks: int
+    compiled: bool = False
+    repeated: bool = False
+    """In the backward pass, as a whole and by Python."""
     stats: CompileStats = field(default_factory=CompileStats)
 
 
@@ -55,7 +58,7 @@ def prepare_blocks(
     if checkpointing:
         denoiser.enable_gradient_checkpointing(None if parking is None else parking.checkpoint)
     blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
-    done = Preparation(len(blocks))
+    done = Preparation(len(blocks), compiled, checkpointing)
     if compiled:
         for child in denoiser.children():
             if next(child.parameters(), None) is None:  # tables of positions

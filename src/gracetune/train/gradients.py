@@ -10,7 +10,7 @@ Sharded parameters (FSDP2) reduce their gradients themselves, in every backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -70,6 +70,15 @@ class FlatGradients:
         self._places = [(one, piece.view(one.shape)) for one, piece in zip(every, pieces, strict=True)]
         self._small = [(one, place) for one, place in self._places if one.numel() <= small]
         self._reduce = reduce
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [one for one, _ in self._places]
+
+    def add(self, gradients: Sequence[Tensor | None]) -> None:
+        """One for each of `parameters`, None where it has none: what a backward pass does that is no autograd's own."""
+        found = [(place, one) for (_, place), one in zip(self._places, gradients, strict=True) if one is not None]
+        torch._foreach_add_([place for place, _ in found], [one for _, one in found])
 
     def open(self) -> None:
         self._flat.zero_()

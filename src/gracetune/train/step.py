@@ -25,6 +25,7 @@ from gracetune.diffusion.schedule import noisy, target
 from gracetune.diffusion.weighting import Weighting, sample_losses
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+from gracetune.train.replay import Replay
 
 LATENTS_PER_TOKEN = 4
 """Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.flow_shift`)."""
@@ -74,10 +75,12 @@ class TrainStep:
         dtype: torch.dtype = torch.float32,
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         base: Callable[[Batch, ExpertName], AbstractContextManager[None] | None] = lambda batch, expert: None,
+        replay: Replay | None = None,
     ) -> None:
         """`dtype` is what the denoiser is given. `base` says of a batch that the base model's own answer is its target,
-        and makes the denoiser the base model (`Trainee.base_for`)."""
+        and makes the denoiser the base model (`Trainee.base_for`). `replay` asks the denoiser that is trained."""
         self._spec, self._facts, self._goal = spec, facts, goal
+        self._replay = replay
         self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
 
     def __call__(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> StepLoss:
@@ -102,14 +105,20 @@ class TrainStep:
         else:
             with base, torch.no_grad(), self._autocast():
                 wanted = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts).float()
+        predict = self._spec.predict if self._replay is None else self._replay
         with self._autocast():
-            answer = self._spec.predict(denoiser, seen, level, batch.tensors, self._facts)
+            answer = predict(denoiser, seen, level, batch.tensors, self._facts)
         losses = sample_losses(answer, wanted, objective, batch.tensors.get("loss_mask"))
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
             losses = losses * _on(weights, losses.device)
         return StepLoss(losses.sum(), losses.detach(), level)
+
+    def release(self) -> None:
+        """Give back the memory that recorded steps hold, for who needs it between two of them."""
+        if self._replay is not None:
+            self._replay.release()
 
 
 def _on(values: Sequence[float], device: torch.device) -> Tensor:

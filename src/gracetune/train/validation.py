@@ -125,6 +125,7 @@ class Sampling:
         if not self._asked or not (job.runtime.is_main or job.runtime.is_sharded):
             return
         began, step = time.monotonic(), job.position.step
+        job.step.release()
         files: list[SampleFile] = []
         pictures: list[Image.Image] = []
         with untouched(job), self._view.phase(f"samples at step {step}"), self._pipeline(job) as pipeline:

@@ -63,20 +63,24 @@ _attention.register_autograd(_differentiate, setup_context=_remember)
 
 def use_opaque_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """One attention operator the compiler cannot look into, as the fused ones on a GPU are."""
-    from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+    from diffusers.models.transformers import transformer_flux, transformer_wan
+
+    from gracetune.models.qwen_image import attention as of_qwen
 
     def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
         swapped = (tensor.transpose(1, 2) for tensor in (query, key, value))
         return _attention(*swapped)[0].transpose(1, 2)
 
-    for module in (transformer_flux, transformer_qwenimage, transformer_wan):
+    for module in (transformer_flux, of_qwen, transformer_wan):
         monkeypatch.setattr(module, "dispatch_attention_fn", lambda q, k, v, **_rest: _attention(q, k, v)[0])
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
 
 
 def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own operator: a budget goes to what takes longest to compute, and of this one torch knows how long."""
-    from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
+    from diffusers.models.transformers import transformer_flux, transformer_wan
+
+    from gracetune.models.qwen_image import attention as of_qwen
 
     def heads_first(query: Any, key: Any, value: Any, *_mask: Any, **_rest: Any) -> Any:
         return FLASH(query, key, value, 0.0, False, False)[0]
@@ -84,7 +88,7 @@ def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     def tokens_first(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
         return heads_first(*(tensor.transpose(1, 2) for tensor in (query, key, value))).transpose(1, 2)
 
-    for module in (transformer_flux, transformer_qwenimage, transformer_wan):
+    for module in (transformer_flux, of_qwen, transformer_wan):
         monkeypatch.setattr(module, "dispatch_attention_fn", tokens_first)
     monkeypatch.setattr(F, "scaled_dot_product_attention", heads_first)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from gracetune.memory.planning.activations import BUDGETS, Method, Policy, activ
 from gracetune.memory.planning.adapter_paths import Computation
 from gracetune.memory.planning.footprint import Block
 from gracetune.memory.planning.trainable import select
+from gracetune.models.qwen_image.attention import PairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import attention as wan_attention
 from gracetune.models.wan.attention import turn_by_pairs
@@ -59,6 +60,11 @@ def _two_streams() -> tuple[Any, ...]:
     return residual(4096, 3072), residual(512, 3072)
 
 
+def _by_pairs(block: QwenImageTransformerBlock) -> nn.Module:
+    block.attn.set_processor(cast(Any, PairwiseAttention)())
+    return block
+
+
 WAN = Case(
     "wan", 0, lambda: WanTransformerBlock(5120, 13824, 40, cross_attn_norm=True),
     lambda: ((residual(4096, 5120), empty(BATCH, 512, 5120), empty(BATCH, 6, 5120), rotation(1, 4096, 1, 128)), {}),
@@ -73,10 +79,10 @@ OTHERS = {
         lambda: ((*_two_streams(), empty(BATCH, 3072)), {"image_rotary_emb": rotation(4608, 128)}),
     ),
     "qwen": Case(
-        "qwen_image", 0, lambda: QwenImageTransformerBlock(3072, 24, 128),
+        "qwen_image", 0, lambda: _by_pairs(QwenImageTransformerBlock(3072, 24, 128)),
         lambda: (
             (*_two_streams(), None, empty(BATCH, 3072)),
-            {"image_rotary_emb": tuple(empty(count, 64, dtype=torch.complex64) for count in (4096, 512))},
+            {"image_rotary_emb": tuple(empty(count, 64, 2, dtype=torch.float32) for count in (4096, 512))},
         ),
     ),
     "stable audio": Case(

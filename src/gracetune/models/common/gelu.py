@@ -23,6 +23,8 @@ def use_sigmoid(model: nn.Module) -> None:
     for module in model.modules():
         if type(module) is GELU and module.approximate == "tanh":
             module.__class__ = SigmoidGelu  # the same weights under the same names
+        elif type(module) is nn.GELU and module.approximate == "tanh":
+            module.__class__ = PlainSigmoidGelu
 
 
 class SigmoidGelu(GELU):
@@ -32,6 +34,16 @@ class SigmoidGelu(GELU):
             theirs: Tensor = super().gelu(gate)
             return theirs
         return gelu_by_sigmoid(gate)
+
+
+class PlainSigmoidGelu(nn.GELU):
+    """Without a layer before it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Under torch's own name for the argument."""
+        if not kernels.pay(input) or input.dtype not in kernels.HALVES:
+            return super().forward(input)
+        return gelu_by_sigmoid(input)
 
 
 def gelu_by_sigmoid(x: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from transformers import CLIPTextModel, T5EncoderModel
 
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
+from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.pipelines import assemble
+from gracetune.models.flux.attention import use_whole_gradients
 from gracetune.models.layout import (
     CONFIG,
     SCHEDULER,
@@ -75,12 +77,18 @@ def _flavour(pipeline: str, *, guided: bool) -> str:
     return "dev" if guided else "schnell"
 
 
+def made_ready(denoiser: nn.Module) -> None:
+    """What the denoiser computes stays the same."""
+    use_whole_gradients(denoiser)
+    use_sigmoid(denoiser)
+
+
 def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
-    return load_component(source, expert.component, FluxTransformer2DModel, placement)
+    return load_component(source, expert.component, FluxTransformer2DModel, placement, adjust=made_ready)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, FluxTransformer2DModel)
+    return build_component(source, expert.component, FluxTransformer2DModel, adjust=made_ready)
 
 
 def load_vae(source: ModelSource, placement: Placement) -> nn.Module:

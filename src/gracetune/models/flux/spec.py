@@ -6,7 +6,7 @@ from functools import partial
 
 from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
-from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, made_ready
 from gracetune.models.flux.predict import predict
 from gracetune.models.flux.sample import sample
 from gracetune.models.flux.tiny import build_tiny
@@ -36,5 +36,6 @@ SPEC = ModelSpec(
     ),
     repeated_blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     build_tiny=build_tiny,
+    adjust=made_ready,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
 )

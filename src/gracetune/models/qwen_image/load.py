@@ -14,6 +14,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
+from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.pipelines import assemble, load_tokenizer
 from gracetune.models.layout import (
     CONFIG,
@@ -25,6 +26,7 @@ from gracetune.models.layout import (
     require_parts,
 )
 from gracetune.models.loading import build_component, load_component, load_text_model
+from gracetune.models.qwen_image.attention import turn_by_pairs
 from gracetune.models.qwen_image.processor import PictureProcessor
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
@@ -72,12 +74,18 @@ def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
     return "edit-2511" if transformer["zero_cond_t"] else "edit-2509"
 
 
+def with_fewer_passes(denoiser: nn.Module) -> None:
+    """What the denoiser computes stays the same; how often it reads and writes its activations does not."""
+    turn_by_pairs(denoiser)
+    use_sigmoid(denoiser)
+
+
 def load_denoiser(source: ModelSource, expert: Expert, placement: Placement) -> nn.Module:
-    return load_component(source, expert.component, QwenImageTransformer2DModel, placement)
+    return load_component(source, expert.component, QwenImageTransformer2DModel, placement, adjust=with_fewer_passes)
 
 
 def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
-    return build_component(source, expert.component, QwenImageTransformer2DModel)
+    return build_component(source, expert.component, QwenImageTransformer2DModel, adjust=with_fewer_passes)
 
 
 def load_vae(source: ModelSource, placement: Placement) -> nn.Module:

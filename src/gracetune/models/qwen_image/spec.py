@@ -8,7 +8,7 @@ from diffusers import QwenImagePipeline
 
 from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.qwen_image.keys import KEYS
-from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline
+from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.qwen_image.predict import predict
 from gracetune.models.qwen_image.sample import NO_WISH, sample
 from gracetune.models.qwen_image.tiny import build_tiny
@@ -43,6 +43,7 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("QwenImageTransformerBlock",),
     build_tiny=build_tiny,
+    adjust=with_fewer_passes,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_pictures, NO_WISH),
     attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
 )

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
 from gracetune import kernels
+from gracetune.models.common.pairs import turned
 from gracetune.models.common.sharing import answers
 
 
@@ -58,13 +58,7 @@ def _normed_turned(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor
         by_heads = normed_turned(x, norm.weight, norm.eps, *(angles or (None, None))).unflatten(2, (heads, -1))
     else:
         by_heads = norm(x).unflatten(2, (heads, -1))
-        by_heads = by_heads if angles is None else turned(by_heads, *angles)
+        if angles is not None:
+            cos, sin = angles  # each angle is there twice
+            by_heads = turned(by_heads, cos[..., 0::2], sin[..., 1::2])
     return cast(Tensor, by_heads)
-
-
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (a, b) of x [..., channels] to (a cos - b sin, b cos + a sin); the tables have each angle twice."""
-    pairs = x.unflatten(-1, (-1, 2))
-    sign = 2 * torch.arange(2, device=x.device) - 1
-    turned = pairs * cos[..., 0::2, None] + pairs.flip(-1) * (sin[..., 1::2, None] * sign)
-    return cast(Tensor, turned.flatten(-2).to(x.dtype))

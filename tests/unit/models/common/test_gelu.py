@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gracetune import kernels
 from gracetune.models.common import gelu
-from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
+from gracetune.models.common.gelu import PlainSigmoidGelu, SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 
 
 def with_gradient(function: Any, x: Tensor, gradient: Tensor) -> list[Tensor]:
@@ -58,19 +58,19 @@ def test_what_is_no_number_stays_visible(value: float) -> None:
 
 
 def test_only_gelus_by_tanh_become_one_and_keep_their_weights_names() -> None:
-    model = nn.ModuleList([GELU(4, 8, approximate="tanh"), GELU(4, 8), nn.GELU(approximate="tanh")])
+    model = nn.ModuleList([GELU(4, 8, approximate="tanh"), GELU(4, 8), nn.GELU(approximate="tanh"), nn.GELU()])
     before = list(model.state_dict())
     use_sigmoid(model)
-    assert [type(one) for one in model] == [SigmoidGelu, GELU, nn.GELU]
+    assert [type(one) for one in model] == [SigmoidGelu, GELU, PlainSigmoidGelu, nn.GELU]
     assert list(model.state_dict()) == before
 
 
 def test_uncompiled_it_is_diffusers_own_bit_for_bit() -> None:
     torch.manual_seed(0)
-    model, x = nn.ModuleList([GELU(16, 64, approximate="tanh")]), torch.randn(8, 16)
-    wanted = model[0](x)
+    model, x = nn.ModuleList([GELU(16, 64, approximate="tanh"), nn.GELU(approximate="tanh")]), torch.randn(8, 16)
+    wanted = [one(x) for one in model]
     use_sigmoid(model)
-    assert torch.equal(model[0](x), wanted)
+    assert all(torch.equal(one(x), before) for one, before in zip(model, wanted, strict=True))
 
 
 def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +81,14 @@ def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         return x
 
     monkeypatch.setattr(gelu, "gelu_by_sigmoid", counted)
-    module = nn.ModuleList([GELU(2, 2, approximate="tanh")])
+    module = nn.ModuleList([GELU(2, 2, approximate="tanh"), nn.GELU(approximate="tanh")])
     use_sigmoid(module)
     for pays in (False, True):
         monkeypatch.setattr(kernels, "pay", lambda x, pays=pays: pays)
         for dtype in (torch.float32, *kernels.HALVES):
             module[0].gelu(torch.ones(2, dtype=dtype))
-    assert taken == list(kernels.HALVES)
+            module[1](torch.ones(2, dtype=dtype))
+    assert taken == [dtype for dtype in kernels.HALVES for _ in module]
 
 
 def test_it_falls_and_then_rises() -> None:

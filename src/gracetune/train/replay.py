@@ -1,0 +1,198 @@
+"""A denoiser's forward and backward pass recorded once and replayed, where Python is slower than the GPU.
+
+    predict = Replay(spec.predict, {denoiser: gradients}, say=view.say)    # called as `models.spec.Predict`
+    answer = predict(denoiser, noisy, level, batch, facts)
+    answer.sum().backward()                                                # adds to the window's gradients
+
+A model of many small kernels keeps a GPU waiting for their launches. A recording is two CUDA graphs, which launch all
+of them at once: the same kernels on the same places in memory, so the same numbers. It is for one denoiser and one
+shape of everything that goes in, and it holds the activations' memory until it is let go.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from gracetune.models.spec import ModelFacts, Predict
+from gracetune.train.gradients import FlatGradients
+from gracetune.units import format_duration
+
+PROBES: Final = 2
+"""Passes after which the GPU is asked whether it had to wait; the first one of a shape compiles, and says nothing."""
+MOST: Final = 16
+"""Recordings at a time: each holds some hundred MB of its own."""
+_PROBE_S: Final = 1e-3
+"""A GPU with so little left to do, when all of a forward pass is launched, waits for Python most of the time."""
+
+Key = tuple[object, ...]
+
+
+class Recording:
+    """What a forward and a backward pass do, in memory that does not move."""
+
+    def __init__(self, inputs: Sequence[Tensor], answer: Tensor, gradient: Tensor, graphs: tuple[Any, Any]) -> None:
+        self.answer, self.gradient = answer, gradient
+        self._inputs, (self._forward, self._backward) = inputs, graphs
+        self.turn = 0
+
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+        for place, given in zip(self._inputs, inputs, strict=True):
+            place.copy_(given)
+        self.turn += 1
+        self._forward.replay()
+        return self.answer.detach()
+
+    def backward(self, gradient: Tensor, turn: int) -> None:
+        if turn != self.turn:
+            raise RuntimeError("a recorded forward pass was replayed again before its backward pass")
+        self.gradient.copy_(gradient)
+        self._backward.replay()
+
+
+class _Replayed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, recording: Recording, inputs: Sequence[Tensor]) -> Tensor:
+        """`anchor` needs a gradient, so that autograd comes back here; it gets none."""
+        answer = recording.forward(inputs)
+        ctx.recording, ctx.turn = recording, recording.turn
+        return answer
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.recording.backward(gradient, ctx.turn)
+        return None, None, None
+
+
+Run = Callable[[Sequence[Tensor]], Tensor]
+Record = Callable[[Run, Sequence[Tensor], FlatGradients, Any], Recording]
+
+
+def record(run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
+    """Nothing is computed: that is what the first replay does. `pool` is the memory all recordings share: no two are
+    ever between their forward and their backward pass."""
+    places = [one.clone() for one in inputs]
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    # Other threads may go on with their own work: they read ahead.
+    with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
+        answer = run(places)
+    gradient = torch.empty_like(answer)
+    with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
+        gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
+    return Recording(places, answer.detach(), gradient, (forward, backward))
+
+
+def gpu_waits() -> bool:
+    """Whether the GPU is done with what it was given, or nearly."""
+    event = torch.cuda.Event()
+    event.record()
+    time.sleep(_PROBE_S)
+    return bool(event.query())
+
+
+@dataclass
+class _Shape:
+    """What is known of one denoiser and one shape."""
+
+    passes: int = 0
+    waits: int = 0
+    """Probes that found the GPU waiting."""
+    recording: Recording | None = None
+    tensors: Sequence[Tensor] = ()
+    """The denoiser's, and where they were when it was recorded:"""
+    places: Sequence[int] = ()
+
+
+class Replay:
+    def __init__(
+        self,
+        predict: Predict,
+        gradients: Mapping[nn.Module, FlatGradients],
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        waits: Callable[[], bool] = gpu_waits,
+        record: Record = record,
+    ) -> None:
+        """`gradients` are those of each denoiser that may be recorded; others are called as ever."""
+        self._predict, self._gradients = predict, gradients
+        self._say, self._waits, self._record = say, waits, record
+        self._shapes: dict[Key, _Shape] = {}
+        self._pool: Any = None
+        self._anchor: Tensor | None = None
+        self._refused = False
+        self._told = False
+
+    def __call__(
+        self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
+    ) -> Tensor:
+        """See `models.spec.Predict`. With gradients, the answer's backward pass is to come before the next call."""
+        gradients = self._gradients.get(denoiser)
+        if gradients is None or self._refused or not torch.is_grad_enabled():
+            return self._predict(denoiser, noisy, level, batch, facts)
+        names, inputs = sorted(batch), [noisy, level, *(batch[name] for name in sorted(batch))]
+
+        def run(given: Sequence[Tensor]) -> Tensor:
+            return self._predict(denoiser, given[0], given[1], dict(zip(names, given[2:], strict=True)), facts)
+
+        key = (id(denoiser), denoiser.training, *names, *((one.shape, one.dtype, one.device) for one in inputs))
+        shape = self._shapes.setdefault(key, _Shape())
+        if shape.recording is not None and shape.places != _places(shape.tensors):
+            self.release()  # it would read what is there now
+        if shape.recording is None and shape.waits == PROBES and self._room():
+            self._make(shape, run, inputs, denoiser, gradients)
+        if shape.recording is not None:
+            answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
+            return answer
+        answer = run(inputs)
+        if 0 < shape.passes <= PROBES:
+            shape.waits += self._waits()
+        shape.passes += 1
+        return answer
+
+    def release(self) -> None:
+        """For who needs the memory, or moves weights. What comes next is recorded again."""
+        if all(shape.recording is None for shape in self._shapes.values()):
+            return
+        for shape in self._shapes.values():
+            shape.recording = None
+        self._pool = None
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _room(self) -> bool:
+        return sum(shape.recording is not None for shape in self._shapes.values()) < MOST
+
+    def _make(
+        self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
+    ) -> None:
+        began = time.perf_counter()
+        device = inputs[0].device
+        if self._pool is None and device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
+        if self._anchor is None:
+            self._anchor = torch.zeros((), device=device, requires_grad=True)
+        try:
+            shape.recording = self._record(run, inputs, gradients, self._pool)
+        except RuntimeError as error:  # torch's own errors are: no memory, something a graph cannot have
+            self._refused = True
+            self.release()
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            self._say(f"CUDA graph: none, steps go on as before: {first}")
+            return
+        shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
+        shape.places = _places(shape.tensors)
+        if not self._told:
+            self._told = True
+            took = format_duration(time.perf_counter() - began)
+            self._say(f"CUDA graph: on, recorded in {took}: the GPU waited for Python to launch its kernels")
+
+
+def _places(tensors: Sequence[Tensor]) -> list[int]:
+    return [one.data_ptr() for one in tensors]

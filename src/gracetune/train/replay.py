@@ -11,8 +11,11 @@ shape of everything that goes in, and it holds the activations' memory until it 
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,12 +25,14 @@ from torch.autograd.function import once_differentiable
 
 from gracetune.models.spec import ModelFacts, Predict
 from gracetune.train.gradients import FlatGradients
-from gracetune.units import format_duration
+from gracetune.units import GIB, format_bytes, format_duration
 
 PROBES: Final = 2
 """Passes after which the GPU is asked whether it had to wait; the first one of a shape compiles, and says nothing."""
 MOST: Final = 16
 """Recordings at a time: each holds some hundred MB of its own."""
+ROOM: Final = 1.3
+"""Times what is kept for the backward pass: what a recording is given room for, and a GiB."""
 _PROBE_S: Final = 1e-3
 """A GPU with so little left to do, when all of a forward pass is launched, waits for Python most of the time."""
 
@@ -72,29 +77,66 @@ class _Replayed(torch.autograd.Function):
 
 
 Run = Callable[[Sequence[Tensor]], Tensor]
-Record = Callable[[Run, Sequence[Tensor], FlatGradients, Any], Recording]
 
 
-def record(run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
-    """Nothing is computed: that is what the first replay does. `pool` is the memory all recordings share: no two are
-    ever between their forward and their backward pass."""
-    places = [one.clone() for one in inputs]
-    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    # Other threads may go on with their own work: they read ahead.
-    with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
-        answer = run(places)
-    gradient = torch.empty_like(answer)
-    with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
-        gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-    return Recording(places, answer.detach(), gradient, (forward, backward))
+class Gpu:
+    """What is asked of the device; CUDA's current one."""
 
+    def waits(self) -> bool:
+        """Whether it is done with what it was given, or nearly."""
+        event = torch.cuda.Event()
+        event.record()
+        time.sleep(_PROBE_S)
+        return bool(event.query())
 
-def gpu_waits() -> bool:
-    """Whether the GPU is done with what it was given, or nearly."""
-    event = torch.cuda.Event()
-    event.record()
-    time.sleep(_PROBE_S)
-    return bool(event.query())
+    @contextmanager
+    def watched(self) -> Iterator[list[str]]:
+        """In here, what makes this thread wait for the device ends up in the list: a recording cannot have any of it,
+        and torch's memory is in disorder after one that tried."""
+        found: list[str] = []
+        thread, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings():
+            shown = warnings.showwarning
+
+            def show(message: Warning | str, *others: Any, **more: Any) -> None:
+                text = str(message)
+                if "synchronizing CUDA operation" in text:
+                    if threading.get_ident() == thread:
+                        found.append(text)
+                elif "Synchronization debug mode is a prototype" not in text:  # torch says so when it is asked to watch
+                    shown(message, *others, **more)
+
+            warnings.simplefilter("always")
+            warnings.showwarning = show
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+
+    def held(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    def free(self) -> int:
+        """With what is only kept for later given back."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
+
+    def pool(self) -> Any:
+        """Memory that all recordings share: no two are ever between their forward and their backward pass."""
+        return torch.cuda.graph_pool_handle()
+
+    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
+        """Nothing is computed: that is what the first replay does."""
+        places = [one.clone() for one in inputs]
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads may go on with their own work: they read ahead.
+        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
+            answer = run(places)
+        gradient = torch.empty_like(answer)
+        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
+            gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
+        return Recording(places, answer.detach(), gradient, (forward, backward))
 
 
 @dataclass
@@ -104,6 +146,8 @@ class _Shape:
     passes: int = 0
     waits: int = 0
     """Probes that found the GPU waiting."""
+    kept: int = 0
+    """Bytes a forward pass leaves for the backward pass."""
     recording: Recording | None = None
     tensors: Sequence[Tensor] = ()
     """The denoiser's, and where they were when it was recorded:"""
@@ -117,12 +161,11 @@ class Replay:
         gradients: Mapping[nn.Module, FlatGradients],
         *,
         say: Callable[[str], None] = lambda text: None,
-        waits: Callable[[], bool] = gpu_waits,
-        record: Record = record,
+        gpu: Gpu | None = None,
     ) -> None:
         """`gradients` are those of each denoiser that may be recorded; others are called as ever."""
         self._predict, self._gradients = predict, gradients
-        self._say, self._waits, self._record = say, waits, record
+        self._say, self._gpu = say, gpu or Gpu()
         self._shapes: dict[Key, _Shape] = {}
         self._pool: Any = None
         self._anchor: Tensor | None = None
@@ -150,11 +193,8 @@ class Replay:
         if shape.recording is not None:
             answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
             return answer
-        answer = run(inputs)
-        if 0 < shape.passes <= PROBES:
-            shape.waits += self._waits()
         shape.passes += 1
-        return answer
+        return self._probed(shape, run, inputs) if 1 < shape.passes <= 1 + PROBES else run(inputs)
 
     def release(self) -> None:
         """For who needs the memory, or moves weights. What comes next is recorded again."""
@@ -163,28 +203,37 @@ class Replay:
         for shape in self._shapes.values():
             shape.recording = None
         self._pool = None
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._gpu.free()
 
     def _room(self) -> bool:
         return sum(shape.recording is not None for shape in self._shapes.values()) < MOST
+
+    def _probed(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+        before = self._gpu.held()
+        with self._gpu.watched() as waited:
+            answer = run(inputs)
+        shape.kept = self._gpu.held() - before
+        shape.waits += self._gpu.waits()
+        if waited:
+            self._refuse("the model waits for the GPU in its forward pass")
+        return answer
 
     def _make(
         self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
     ) -> None:
         began = time.perf_counter()
-        device = inputs[0].device
-        if self._pool is None and device.type == "cuda":
-            self._pool = torch.cuda.graph_pool_handle()
+        needed, free = int(ROOM * shape.kept) + GIB, self._gpu.free()
+        if self._pool is None:
+            self._pool = self._gpu.pool()
         if self._anchor is None:
-            self._anchor = torch.zeros((), device=device, requires_grad=True)
+            self._anchor = torch.zeros((), device=inputs[0].device, requires_grad=True)
+        if free < needed:
+            self._refuse(f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
+            return
         try:
-            shape.recording = self._record(run, inputs, gradients, self._pool)
+            shape.recording = self._gpu.record(run, inputs, gradients, self._pool)
         except RuntimeError as error:  # torch's own errors are: no memory, something a graph cannot have
-            self._refused = True
-            self.release()
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            self._say(f"CUDA graph: none, steps go on as before: {first}")
+            self._refuse((str(error).strip() or type(error).__name__).splitlines()[0])
             return
         shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
         shape.places = _places(shape.tensors)
@@ -192,6 +241,12 @@ class Replay:
             self._told = True
             took = format_duration(time.perf_counter() - began)
             self._say(f"CUDA graph: on, recorded in {took}: the GPU waited for Python to launch its kernels")
+
+    def _refuse(self, why: str) -> None:
+        """For this run: what is there already goes too, since its memory may be what is missing."""
+        self._refused = True
+        self.release()
+        self._say(f"CUDA graph: off, kernels are launched one by one: {why}")
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:

@@ -3,7 +3,8 @@ functions again instead of a GPU's graphs; those are in tests/gpu."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.train.gradients import Clip, FlatGradients
-from gracetune.train.replay import MOST, PROBES, Recording, Replay, Run
+from gracetune.train.replay import MOST, PROBES, Gpu, Recording, Replay, Run
+from gracetune.units import GIB
 
 FACTS: Any = None
 WARM_UP = 1 + PROBES
+OFF = "CUDA graph: off, kernels are launched one by one: "
 
 
 class Net(nn.Module):
@@ -40,11 +43,33 @@ class Again:
         self.replay = run
 
 
-class Recorder:
-    def __init__(self, error: Exception | None = None) -> None:
-        self.recorded, self._error = 0, error
+class Recorder(Gpu):
+    """A device of this test's making: busy or waiting, with so much memory."""
 
-    def __call__(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
+    def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
+        self.asked, self.recorded = 0, 0
+        self._waits, self._error, self._free, self._synchronises = waits, error, free, synchronises
+        self._held = 0
+
+    def waits(self) -> bool:
+        self.asked += 1
+        return self._waits
+
+    @contextmanager
+    def watched(self) -> Iterator[list[str]]:
+        yield ["called a synchronizing CUDA operation"] if self._synchronises else []
+
+    def held(self) -> int:
+        self._held += GIB  # every pass keeps one
+        return self._held
+
+    def free(self) -> int:
+        return self._free
+
+    def pool(self) -> Any:
+        return object()
+
+    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
         if self._error is not None:
             raise self._error
         self.recorded += 1
@@ -65,18 +90,13 @@ class Recorder:
 
 
 class Setup:
-    def __init__(self, waits: bool = True, error: Exception | None = None) -> None:
-        self.net, self.recorder, self.said = Net(), Recorder(error), list[str]()
+    def __init__(
+        self, waits: bool = True, error: Exception | None = None, free: int = 3 * GIB, synchronises: bool = False
+    ) -> None:
+        self.net, self.said = Net(), list[str]()
+        self.gpu = Recorder(waits, error, free, synchronises)
         self.gradients = FlatGradients(dict(self.net.named_parameters()), small=10)
-        self.asked = 0
-
-        def ask() -> bool:
-            self.asked += 1
-            return waits
-
-        self.replay = Replay(
-            predict, {self.net: self.gradients}, say=self.said.append, waits=ask, record=self.recorder
-        )  # fmt: skip
+        self.replay = Replay(predict, {self.net: self.gradients}, say=self.said.append, gpu=self.gpu)
 
     def window(self, seed: int, size: int = 3, micro_batches: int = 2) -> list[Tensor]:
         """All gradients of a window, by the replaying way; they are those of the plain one, every time."""
@@ -107,8 +127,8 @@ def test_a_window_has_the_same_gradients_before_and_after_it_is_recorded() -> No
     setup = Setup()
     for seed in range(5):
         setup.window(seed)
-    assert setup.recorder.recorded == 1
-    assert setup.asked == PROBES
+    assert setup.gpu.recorded == 1
+    assert setup.gpu.asked == PROBES
     assert len(setup.said) == 1
     assert setup.said[0].startswith("CUDA graph: on")
 
@@ -120,15 +140,15 @@ def test_weights_that_have_changed_are_read_by_the_next_replay() -> None:
     with torch.no_grad():
         setup.net.first.weight.mul_(2)
     setup.window(9)
-    assert setup.recorder.recorded == 1
+    assert setup.gpu.recorded == 1
 
 
 def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
     setup = Setup(waits=False)
     for seed in range(5):
         setup.window(seed)
-    assert setup.recorder.recorded == 0
-    assert setup.asked == PROBES
+    assert setup.gpu.recorded == 0
+    assert setup.gpu.asked == PROBES
     assert setup.said == []
 
 
@@ -137,7 +157,7 @@ def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
     for _ in range(2):
         for size in range(1, MOST + 3):
             setup.window(size, size, micro_batches=WARM_UP)
-    assert setup.recorder.recorded == MOST
+    assert setup.gpu.recorded == MOST
 
 
 def test_without_gradients_it_is_the_plain_call() -> None:
@@ -145,14 +165,32 @@ def test_without_gradients_it_is_the_plain_call() -> None:
     with torch.no_grad():
         for _ in range(6):
             setup.replay(setup.net, torch.ones(1, 6), torch.ones(1), {"text": torch.ones(1, 5)}, FACTS)
-    assert setup.asked == setup.recorder.recorded == 0
+    assert setup.gpu.asked == setup.gpu.recorded == 0
 
 
 def test_what_cannot_be_recorded_goes_on_as_before_and_says_why() -> None:
     setup = Setup(error=RuntimeError("operation not permitted when stream is capturing\nand more"))
     for seed in range(4):
         setup.window(seed)
-    assert setup.said == ["CUDA graph: none, steps go on as before: operation not permitted when stream is capturing"]
+    assert setup.said == [OFF + "operation not permitted when stream is capturing"]
+
+
+def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
+    setup = Setup(synchronises=True)
+    for seed in range(4):
+        setup.window(seed)
+    assert setup.said == [OFF + "the model waits for the GPU in its forward pass"]
+    assert setup.gpu.recorded == 0
+
+
+@pytest.mark.parametrize(("free", "recorded"), [(int(2.3 * GIB), 1), (int(2.3 * GIB) - 1, 0)])
+def test_it_needs_room_for_what_a_step_keeps(free: int, recorded: int) -> None:
+    setup = Setup(free=free)
+    for seed in range(4):
+        setup.window(seed)
+    assert setup.gpu.recorded == recorded
+    if not recorded:
+        assert setup.said == [OFF + "it takes 2.30 GiB of its own, and 2.30 GiB are free"]
 
 
 def test_what_is_released_is_recorded_again() -> None:
@@ -161,7 +199,7 @@ def test_what_is_released_is_recorded_again() -> None:
         setup.window(seed)
     setup.replay.release()
     setup.window(7)
-    assert setup.recorder.recorded == 2
+    assert setup.gpu.recorded == 2
     assert len(setup.said) == 1
 
 
@@ -171,7 +209,7 @@ def test_weights_that_have_moved_are_recorded_anew() -> None:
         setup.window(seed)
     setup.net.last.weight.data = setup.net.last.weight.data.clone()
     setup.window(7)
-    assert setup.recorder.recorded == 2
+    assert setup.gpu.recorded == 2
 
 
 def test_a_second_forward_pass_before_the_backward_pass_is_an_error() -> None:

@@ -78,15 +78,15 @@ class Trainer:
     """One run, ready to step."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        self.job = job
 
     @property
     def trainee(self) -> Trainee:
-        return self._job.trainee
+        return self.job.trainee
 
     def step(self) -> Tensor:
         """One window; its loss per sample, on the device."""
-        done = run_window(self._job)
+        done = run_window(self.job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
         return done.loss / done.samples

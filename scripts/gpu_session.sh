@@ -7,6 +7,7 @@
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
+#   families  rows of flux, qwen, sdxl, with the baseline                                        6 min
 #   switch    what a switch between two streamed experts costs                                   2-3 min
 #   pace      train_1b's pace beside a plain loop                                                2 min
 #   parts     bench cache, memory, optim                                                         4 min
@@ -20,11 +21,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | forms | steps | others | video | switch | pace | parts | learning | blocks) ;;
+    tests | forms | steps | others | video | families | switch | pace | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, switch, pace, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, families, switch, pace, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -66,7 +67,7 @@ bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"
 tested() { limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 "${only_collect[@]}" "$@"; }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
-suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small_switch=() only_collect=()
+suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small_switch=() small_family=() only_collect=()
 forms=tests/gpu/test_fast_adapters_gpu.py # it compiles for a quarter of a minute in each test
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
@@ -74,12 +75,13 @@ if [ -n "$smoke" ]; then
     small_curves=(--seeds 2 --steps 60)
     small_blocks=(--smoke --samples 3)
     small_switch=(--smoke)
+    small_family=(--smoke)
     only_collect=(--collect-only)
 fi
 
 case $step in
     tests)
-        new=(kernels_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
+        new=(replay_gpu kernels_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
         new=("${new[@]/#/tests/gpu/test_}") new=("${new[@]/%/.py}")
         mapfile -t old < <(printf '%s\n' tests/gpu/test_*.py | grep -v -x -F -f <(printf '%s\n' "${new[@]}" "$forms"))
         tested "${new[@]}" "${old[@]}"
@@ -90,6 +92,11 @@ case $step in
         ;;
     others) bench 535 "${suite[@]}" --only lokr --only lora-fp8 --output build/session/steps-others-h200.json ;;
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
+    families)
+        for name in flux qwen sdxl; do
+            bench 180 "$name" --baseline --output "build/session/steps-$name-h200.json" "${small_family[@]}"
+        done
+        ;;
     switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small_switch[@]}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)

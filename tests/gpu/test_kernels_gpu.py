@@ -327,4 +327,4 @@ def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(
     model = make_model(PRESETS[bench], tmp_path / bench, "small")
     found = gradient_check(StepJob(bench, adapter), model, torch.device("cuda", 0))
     assert found.compiled
-    assert found.relative_error <= max(1e-2, 1.1 * found.library_relative_error)
+    assert found.relative_error <= min(5e-2, max(1e-2, 1.1 * found.library_relative_error))

@@ -124,7 +124,7 @@ def assemble(
     step = TrainStep(
         trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
         base=trainee.base_for,
-        replay=_replay(config, trainee, gradients, ready, live, memory, view),
+        replay=_replay(config, trainee, gradients, ready, live, memory, runtime, view),
     )  # fmt: skip
     return Job(
         runtime=runtime,
@@ -157,16 +157,23 @@ def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
 
 def _replay(
     config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
-    memory: UnifiedMemory | None, view: View,
+    memory: UnifiedMemory | None, runtime: Runtime, view: View,
 ) -> Replay | None:  # fmt: skip
     """For runs in which a step is the same every time, on the same places, and nobody else wants the GPU's memory."""
-    changing = config.adapter.kind == "full_finetune" or config.adapter.dropout or trainee.strengths
-    moving = trainee.host.moves or memory is not None or live.latents is not None or is_refreshed(ready.index)
-    compiled = all(one.compiled and not one.repeated for one in trainee.prepared.values())
-    flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
-    if changing or moving or not compiled or len(flat) != len(gradients) or not torch.cuda.is_available():
+    encoding = live.latents is not None or is_refreshed(ready.index)
+    if runtime.device.type != "cuda" or memory is not None or encoding or not can_be_recorded(config, trainee):
         return None
+    flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
     return Replay(trainee.spec.predict, flat, say=view.say)
+
+
+def can_be_recorded(config: RunConfig, trainee: Trainee) -> bool:
+    """Of the model alone."""
+    adapter = config.adapter
+    drops = adapter.dropout or any(options.get("dropout") for options in adapter.by_module.values())
+    prepared = all(one.compiled and not one.repeats for one in trainee.prepared.values())
+    whole = adapter.kind == "full_finetune"  # all its gradients at once would be a second copy of the model
+    return prepared and not (whole or drops or trainee.strengths or trainee.host.moves)
 
 
 def whole_model_note(dataset: str) -> str:

@@ -44,8 +44,8 @@ class Preparation:
 
     blocks: int
     compiled: bool = False
-    repeated: bool = False
-    """In the backward pass, as a whole and by Python."""
+    repeats: bool = False
+    """Blocks are computed again as a whole in the backward pass, called by Python."""
     stats: CompileStats = field(default_factory=CompileStats)
 
 

@@ -32,32 +32,45 @@ PROBES: Final = 2
 MOST: Final = 16
 """Recordings at a time: each holds some hundred MB of its own."""
 ROOM: Final = 1.3
-"""Times what is kept for the backward pass: what a recording is given room for, and a GiB."""
+"""Times what is kept for the backward pass: what a step is given room for, and a GiB."""
 _PROBE_S: Final = 1e-3
 """A GPU with so little left to do, when all of a forward pass is launched, waits for Python most of the time."""
 
 Key = tuple[object, ...]
+Run = Callable[[Sequence[Tensor]], Tensor]
+
+
+@dataclass(eq=False)
+class Turns:
+    """The memory that all recordings share: only one is ever between its forward and its backward pass."""
+
+    pool: Any
+    taken: int = 0
+    size: int = 0
+    """Bytes."""
 
 
 class Recording:
     """What a forward and a backward pass do, in memory that does not move."""
 
-    def __init__(self, inputs: Sequence[Tensor], answer: Tensor, gradient: Tensor, graphs: tuple[Any, Any]) -> None:
-        self.answer, self.gradient = answer, gradient
+    def __init__(
+        self, inputs: Sequence[Tensor], answer: Tensor, gradient: Tensor, graphs: tuple[Any, Any], turns: Turns
+    ) -> None:
+        self._answer, self._gradient, self._turns = answer, gradient, turns
         self._inputs, (self._forward, self._backward) = inputs, graphs
-        self.turn = 0
 
-    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
+    def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, int]:
+        """The answer, and whose turn it is now."""
         for place, given in zip(self._inputs, inputs, strict=True):
             place.copy_(given)
-        self.turn += 1
+        self._turns.taken += 1
         self._forward.replay()
-        return self.answer.detach()
+        return self._answer.detach(), self._turns.taken
 
     def backward(self, gradient: Tensor, turn: int) -> None:
-        if turn != self.turn:
-            raise RuntimeError("a recorded forward pass was replayed again before its backward pass")
-        self.gradient.copy_(gradient)
+        if turn != self._turns.taken:
+            raise RuntimeError("another recorded forward pass was replayed before the backward pass of this one")
+        self._gradient.copy_(gradient)
         self._backward.replay()
 
 
@@ -65,8 +78,8 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recording: Recording, inputs: Sequence[Tensor]) -> Tensor:
         """`anchor` needs a gradient, so that autograd comes back here; it gets none."""
-        answer = recording.forward(inputs)
-        ctx.recording, ctx.turn = recording, recording.turn
+        answer, ctx.turn = recording.forward(inputs)
+        ctx.recording = recording
         return answer
 
     @staticmethod
@@ -74,9 +87,6 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         ctx.recording.backward(gradient, ctx.turn)
         return None, None, None
-
-
-Run = Callable[[Sequence[Tensor]], Tensor]
 
 
 class Gpu:
@@ -123,12 +133,11 @@ class Gpu:
         return int(torch.cuda.mem_get_info()[0])
 
     def pool(self) -> Any:
-        """Memory that all recordings share: no two are ever between their forward and their backward pass."""
         return torch.cuda.graph_pool_handle()
 
-    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
+    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> Recording:
         """Nothing is computed: that is what the first replay does."""
-        places = [one.clone() for one in inputs]
+        places, pool = [one.clone() for one in inputs], turns.pool
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may go on with their own work: they read ahead.
         with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
@@ -136,18 +145,22 @@ class Gpu:
         gradient = torch.empty_like(answer)
         with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
             gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-        return Recording(places, answer.detach(), gradient, (forward, backward))
+        return Recording(places, answer.detach(), gradient, (forward, backward), turns)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Shape:
     """What is known of one denoiser and one shape."""
 
+    latents: torch.Size
     passes: int = 0
     waits: int = 0
     """Probes that found the GPU waiting."""
     kept: int = 0
     """Bytes a forward pass leaves for the backward pass."""
+    refused: bool = False
+    beside: int = -1
+    """The size of all recordings when there was room beside them."""
     recording: Recording | None = None
     tensors: Sequence[Tensor] = ()
     """The denoiser's, and where they were when it was recorded:"""
@@ -167,17 +180,17 @@ class Replay:
         self._predict, self._gradients = predict, gradients
         self._say, self._gpu = say, gpu or Gpu()
         self._shapes: dict[Key, _Shape] = {}
-        self._pool: Any = None
+        self._turns: Turns | None = None
         self._anchor: Tensor | None = None
-        self._refused = False
-        self._told = False
+        self._failed = False
+        self._said: set[str] = set()
 
     def __call__(
         self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
     ) -> Tensor:
         """See `models.spec.Predict`. With gradients, the answer's backward pass is to come before the next call."""
         gradients = self._gradients.get(denoiser)
-        if gradients is None or self._refused or not torch.is_grad_enabled():
+        if gradients is None or self._failed or not torch.is_grad_enabled():
             return self._predict(denoiser, noisy, level, batch, facts)
         names, inputs = sorted(batch), [noisy, level, *(batch[name] for name in sorted(batch))]
 
@@ -185,66 +198,94 @@ class Replay:
             return self._predict(denoiser, given[0], given[1], dict(zip(names, given[2:], strict=True)), facts)
 
         key = (id(denoiser), denoiser.training, *names, *((one.shape, one.dtype, one.device) for one in inputs))
-        shape = self._shapes.setdefault(key, _Shape())
+        shape = self._shapes.setdefault(key, _Shape(noisy.shape))
         if shape.recording is not None and shape.places != _places(shape.tensors):
             self.release()  # it would read what is there now
-        if shape.recording is None and shape.waits == PROBES and self._room():
+        if shape.recording is None and shape.waits == PROBES and not shape.refused:
             self._make(shape, run, inputs, denoiser, gradients)
         if shape.recording is not None:
             answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
             return answer
-        shape.passes += 1
-        return self._probed(shape, run, inputs) if 1 < shape.passes <= 1 + PROBES else run(inputs)
+        return self._launched(shape, run, inputs)
 
     def release(self) -> None:
         """For who needs the memory, or moves weights. What comes next is recorded again."""
-        if all(shape.recording is None for shape in self._shapes.values()):
+        if self._turns is None:
             return
         for shape in self._shapes.values():
-            shape.recording = None
-        self._pool = None
+            shape.recording, shape.tensors = None, ()
+        self._turns = None
         self._gpu.free()
 
-    def _room(self) -> bool:
-        return sum(shape.recording is not None for shape in self._shapes.values()) < MOST
-
-    def _probed(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+    def _launched(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+        """Kernel by kernel, as without recordings."""
+        self._make_room(shape)
+        # Graphs of blocks remember of a view what it is a view of: they are to meet what will be recorded.
+        given = [one.clone() if one._is_view() else one for one in inputs]
+        shape.passes += 1
+        if not 1 < shape.passes <= 1 + PROBES:
+            return run(given)
         before = self._gpu.held()
         with self._gpu.watched() as waited:
-            answer = run(inputs)
+            answer = run(given)
         shape.kept = self._gpu.held() - before
         shape.waits += self._gpu.waits()
         if waited:
-            self._refuse("the model waits for the GPU in its forward pass")
+            self._refuse(shape, "the model waits for the GPU in its forward pass")
         return answer
+
+    def _make_room(self, shape: _Shape) -> None:
+        """Recordings hold what a step keeps, and this one needs as much beside them."""
+        if self._turns is None or shape.beside == self._turns.size:
+            return
+        known = max(self._shapes.values(), key=lambda one: one.kept)
+        expected = shape.kept or known.kept * max(1.0, shape.latents.numel() / known.latents.numel())
+        if self._gpu.free() >= ROOM * expected + GIB:
+            shape.beside = self._turns.size
+            return
+        self.release()
+        if shape.refused or shape.passes > PROBES:  # it is never recorded, and would take their memory every time
+            self._fail("there is no room for it beside samples of other shapes")
 
     def _make(
         self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
     ) -> None:
-        began = time.perf_counter()
-        needed, free = int(ROOM * shape.kept) + GIB, self._gpu.free()
-        if self._pool is None:
-            self._pool = self._gpu.pool()
+        if sum(one.recording is not None for one in self._shapes.values()) == MOST:
+            self._refuse(shape, f"{MOST} other shapes are recorded")
+            return
+        began, free = time.perf_counter(), self._gpu.free()
+        turns = self._turns or Turns(self._gpu.pool())
+        returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
+        needed = max(0, int(ROOM * shape.kept) + returned - turns.size) + GIB
+        if free < needed:
+            self._refuse(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
+            return
         if self._anchor is None:
             self._anchor = torch.zeros((), device=inputs[0].device, requires_grad=True)
-        if free < needed:
-            self._refuse(f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
-            return
         try:
-            shape.recording = self._gpu.record(run, inputs, gradients, self._pool)
+            shape.recording = self._gpu.record(run, inputs, gradients, turns)
         except RuntimeError as error:  # torch's own errors are: no memory, something a graph cannot have
-            self._refuse((str(error).strip() or type(error).__name__).splitlines()[0])
+            torch.clear_autocast_cache()  # what was rounded there never was
+            self._fail((str(error).strip() or type(error).__name__).splitlines()[0])
             return
+        turns.size += max(0, free - self._gpu.free())
+        self._turns = turns
         shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
         shape.places = _places(shape.tensors)
-        if not self._told:
-            self._told = True
-            took = format_duration(time.perf_counter() - began)
+        took = format_duration(time.perf_counter() - began)
+        if "on" not in self._said:
+            self._said.add("on")
             self._say(f"CUDA graph: on, recorded in {took}: the GPU waited for Python to launch its kernels")
 
-    def _refuse(self, why: str) -> None:
-        """For this run: what is there already goes too, since its memory may be what is missing."""
-        self._refused = True
+    def _refuse(self, shape: _Shape, why: str) -> None:
+        shape.refused = True
+        if why not in self._said:
+            self._said.add(why)
+            self._say(f"CUDA graph: off for latents {[*shape.latents]}: {why}")
+
+    def _fail(self, why: str) -> None:
+        """For all shapes and the whole run."""
+        self._failed = True
         self.release()
         self._say(f"CUDA graph: off, kernels are launched one by one: {why}")
 

@@ -302,6 +302,7 @@ def host_of(*names: str, room: int = 1 << 40, spare: int = 0) -> ExpertHost:
 )
 def test_any_order_of_turns_leaves_every_weight_as_it_was(turns: list[tuple[str, str]]) -> None:
     host = host_of(HIGH, LOW, "third")
+    assert host.moves
     before = {name: snapshot(host.module(name)) for name in host.names}
     at_home = {name: addresses(host.module(name)) for name in host.names}
     for what, name in turns:
@@ -401,6 +402,7 @@ def test_resident_experts_stay_where_they_are(tiny_model: Callable[[str, str], P
     for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
         host.add(name, load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.bfloat16)))
     where = {name: addresses(host.module(name)) for name in host.names}
+    assert not host.moves
     assert host.prepare(LOW).started
     host.activate(LOW)
     host.activate(HIGH)

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from gracetune.config.run_config import Adapter
+from gracetune.train.assembly import can_be_recorded
+from gracetune.train.blocks import Preparation
 from gracetune.train.gradients import Clip, FlatGradients
-from gracetune.train.replay import MOST, PROBES, Gpu, Recording, Replay, Run
+from gracetune.train.replay import MOST, PROBES, Gpu, Recording, Replay, Run, Turns
 from gracetune.units import GIB
 
 FACTS: Any = None
 WARM_UP = 1 + PROBES
+SCARCE = int(3.2 * GIB)
+"""A recording takes one, and a step 2.3 by count: alone there is room for either, but not for both."""
 OFF = "CUDA graph: off, kernels are launched one by one: "
 
 
@@ -43,13 +50,13 @@ class Again:
         self.replay = run
 
 
-class Recorder(Gpu):
-    """A device of this test's making: busy or waiting, with so much memory."""
+class Device(Gpu):
+    """One of this test's making: busy or waiting, with so much memory. Every forward pass keeps a GiB."""
 
     def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
-        self.asked, self.recorded = 0, 0
+        self.asked = self.recorded = self.pools = 0
         self._waits, self._error, self._free, self._synchronises = waits, error, free, synchronises
-        self._held = 0
+        self._held, self._there = 0, WeakSet[Recording]()
 
     def waits(self) -> bool:
         self.asked += 1
@@ -60,52 +67,55 @@ class Recorder(Gpu):
         yield ["called a synchronizing CUDA operation"] if self._synchronises else []
 
     def held(self) -> int:
-        self._held += GIB  # every pass keeps one
+        self._held += GIB
         return self._held
 
     def free(self) -> int:
-        return self._free
+        return self._free - GIB * bool(self._there)
 
     def pool(self) -> Any:
+        self.pools += 1
         return object()
 
-    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, pool: Any) -> Recording:
+    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> Recording:
+        """What is recorded is run again, on what all recordings share: the last forward pass's answer."""
         if self._error is not None:
             raise self._error
         self.recorded += 1
         places = [one.clone() for one in inputs]
-        live: list[Tensor] = [run(places)]
-        answer = live[0].detach().clone()
+        answer = run(places).detach().clone()
         gradient = torch.full_like(answer, torch.nan)
 
         def forward() -> None:
             with torch.enable_grad():
-                live[0] = run(places)
-            answer.copy_(live[0].detach())
+                self.live = run(places)
+            answer.copy_(self.live.detach())
 
         def backward() -> None:
-            gradients.add(torch.autograd.grad((live[0],), gradients.parameters, (gradient,), allow_unused=True))
+            gradients.add(torch.autograd.grad((self.live,), gradients.parameters, (gradient,), allow_unused=True))
 
-        return Recording(places, answer, gradient, (Again(forward), Again(backward)))
+        made = Recording(places, answer, gradient, (Again(forward), Again(backward)), turns)
+        self._there.add(made)
+        return made
 
 
 class Setup:
     def __init__(
-        self, waits: bool = True, error: Exception | None = None, free: int = 3 * GIB, synchronises: bool = False
+        self, waits: bool = True, error: Exception | None = None, free: int = 8 * GIB, synchronises: bool = False
     ) -> None:
         self.net, self.said = Net(), list[str]()
-        self.gpu = Recorder(waits, error, free, synchronises)
+        self.gpu = Device(waits, error, free, synchronises)
         self.gradients = FlatGradients(dict(self.net.named_parameters()), small=10)
         self.replay = Replay(predict, {self.net: self.gradients}, say=self.said.append, gpu=self.gpu)
 
-    def window(self, seed: int, size: int = 3, micro_batches: int = 2) -> list[Tensor]:
+    def window(self, seed: int, size: int = 3, micro_batches: int = 2, sizes: Sequence[int] = ()) -> list[Tensor]:
         """All gradients of a window, by the replaying way; they are those of the plain one, every time."""
         generator = torch.Generator().manual_seed(seed)
         plain = {name: torch.zeros_like(one) for name, one in self.net.named_parameters()}
         self.gradients.open()
-        for _ in range(micro_batches):
-            drawn = [torch.rand(size, width, generator=generator) for width in (6, 5)]
-            level = torch.rand(size, generator=generator)
+        for count in sizes or [size] * micro_batches:
+            drawn = [torch.rand(count, width, generator=generator) for width in (6, 5)]
+            level = torch.rand(count, generator=generator)
             batch = {"text": drawn[1], "latents": drawn[0]}
             self.replay(self.net, drawn[0], level, batch, FACTS).square().sum().backward()
             self.gradients.collect()
@@ -153,11 +163,61 @@ def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
 
 
 def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
-    setup = Setup()
+    setup = Setup(free=64 * GIB)
     for _ in range(2):
         for size in range(1, MOST + 3):
             setup.window(size, size, micro_batches=WARM_UP)
     assert setup.gpu.recorded == MOST
+    assert setup.gpu.pools == 1
+    assert setup.said[1:] == [f"CUDA graph: off for latents [{MOST + 1}, 6]: {MOST} other shapes are recorded"]
+
+
+def test_shapes_take_turns_within_a_window() -> None:
+    setup = Setup()
+    for seed in range(4):
+        setup.window(seed, sizes=(3, 2, 3, 2))
+    assert setup.gpu.recorded == 2
+
+
+def test_views_are_given_as_tensors_of_their_own_before_and_while_it_is_recorded() -> None:
+    """Compiled blocks make a new graph for a tensor that is no view any more, and that in a recording."""
+    seen: list[bool] = []
+    setup = Setup()
+
+    def watched(denoiser: Any, noisy: Tensor, level: Tensor, batch: Any, facts: Any) -> Tensor:
+        seen.append(batch["text"]._is_view())
+        return predict(denoiser, noisy, level, batch, facts)
+
+    replay = Replay(watched, {setup.net: setup.gradients}, gpu=setup.gpu)
+    slot = torch.rand(100)
+    for _ in range(5):
+        text = slot[:15].view(3, 5)
+        assert text._is_view()
+        replay(setup.net, torch.rand(3, 6), torch.ones(3), {"text": text}, FACTS).sum().backward()
+    assert setup.gpu.recorded == 1
+    assert not any(seen)
+
+
+def test_a_new_shape_gets_the_recordings_memory_where_there_is_no_room_for_both() -> None:
+    setup = Setup(free=SCARCE)
+    for seed in range(3):
+        setup.window(seed, 2)
+    assert (setup.gpu.recorded, setup.gpu.pools) == (1, 1)
+    setup.window(5, 4, micro_batches=1)
+    setup.window(6, 2)
+    assert (setup.gpu.recorded, setup.gpu.pools) == (2, 2), "let go, and recorded again"
+    assert len(setup.said) == 1
+
+
+def test_where_a_shape_that_is_never_recorded_has_no_room_beside_others_none_is() -> None:
+    setup = Setup(free=SCARCE)
+    for seed in range(3):
+        setup.window(seed, 2)
+    setup.gpu._waits = False  # larger ones keep it busy
+    for seed in range(4):
+        setup.window(seed, sizes=(4, 2))
+    assert setup.said[1:] == [OFF + "there is no room for it beside samples of other shapes"]
+    setup.window(1, 2)
 
 
 def test_without_gradients_it_is_the_plain_call() -> None:
@@ -179,18 +239,22 @@ def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
     setup = Setup(synchronises=True)
     for seed in range(4):
         setup.window(seed)
-    assert setup.said == [OFF + "the model waits for the GPU in its forward pass"]
+    assert setup.said == ["CUDA graph: off for latents [3, 6]: the model waits for the GPU in its forward pass"]
     assert setup.gpu.recorded == 0
 
 
-@pytest.mark.parametrize(("free", "recorded"), [(int(2.3 * GIB), 1), (int(2.3 * GIB) - 1, 0)])
-def test_it_needs_room_for_what_a_step_keeps(free: int, recorded: int) -> None:
-    setup = Setup(free=free)
+GRADIENTS = 4 * sum(one.numel() for one in Net().parameters())
+
+
+@pytest.mark.parametrize(("missing", "recorded"), [(0, 1), (1, 0)])
+def test_it_needs_room_for_what_a_step_keeps_and_returns(missing: int, recorded: int) -> None:
+    setup = Setup(free=int(1.3 * GIB) + GRADIENTS + GIB - missing)
     for seed in range(4):
         setup.window(seed)
     assert setup.gpu.recorded == recorded
     if not recorded:
-        assert setup.said == [OFF + "it takes 2.30 GiB of its own, and 2.30 GiB are free"]
+        why = "it takes 2.30 GiB of its own, and 2.30 GiB are free"
+        assert setup.said == [f"CUDA graph: off for latents [3, 6]: {why}"]
 
 
 def test_what_is_released_is_recorded_again() -> None:
@@ -212,12 +276,42 @@ def test_weights_that_have_moved_are_recorded_anew() -> None:
     assert setup.gpu.recorded == 2
 
 
-def test_a_second_forward_pass_before_the_backward_pass_is_an_error() -> None:
+@pytest.mark.parametrize("other", [3, 2], ids=["the same", "another shape"])
+def test_a_second_forward_pass_before_the_backward_pass_is_an_error(other: int) -> None:
     setup = Setup()
     for seed in range(3):
-        setup.window(seed)
-    asked: Any = (setup.net, torch.ones(3, 6), torch.ones(3), {"text": torch.ones(3, 5), "latents": torch.ones(3, 6)})
-    first = setup.replay(*asked, FACTS)
-    setup.replay(*asked, FACTS)
-    with pytest.raises(RuntimeError, match="before its backward pass"):
+        setup.window(seed, sizes=(3, 2))
+
+    def answer(size: int) -> Tensor:
+        batch = {"text": torch.ones(size, 5), "latents": torch.ones(size, 6)}
+        return setup.replay(setup.net, torch.ones(size, 6), torch.ones(size), batch, FACTS)
+
+    for seed in range(3):
+        setup.window(seed, sizes=(3, 2))
+    first = answer(3)
+    answer(other)
+    with pytest.raises(RuntimeError, match="before the backward pass of this one"):
         first.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("adapter", "strengths", "prepared", "moves", "recorded"),
+    [
+        ({}, {}, Preparation(2, compiled=True), False, True),
+        ({"by_module": {"Attention": {"algo": "lokr", "factor": 4}}}, {}, Preparation(2, compiled=True), False, True),
+        ({"dropout": 0.1}, {}, Preparation(2, compiled=True), False, False),
+        ({"by_module": {"Attention": {"dropout": 0.1}}}, {}, Preparation(2, compiled=True), False, False),
+        ({"kind": "full_finetune"}, {}, Preparation(2, compiled=True), False, False),
+        ({}, {"faint": 0.5}, Preparation(2, compiled=True), False, False),
+        ({}, {}, Preparation(2, compiled=False), False, False),
+        ({}, {}, Preparation(2, compiled=True, repeats=True), False, False),
+        ({}, {}, Preparation(2, compiled=True), True, False),
+    ],
+)
+def test_what_may_be_recorded(
+    adapter: dict[str, Any], strengths: dict[str, float], prepared: Preparation, moves: bool, recorded: bool
+) -> None:
+    config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter))
+    experts = {"high_noise": Preparation(2, compiled=True), "low_noise": prepared}
+    trainee: Any = SimpleNamespace(prepared=experts, strengths=strengths, host=SimpleNamespace(moves=moves))
+    assert can_be_recorded(config, trainee) is recorded

@@ -31,7 +31,12 @@ def turn_by_pairs(denoiser: nn.Module) -> None:
 
 
 class RealAngles(QwenEmbedRope):
-    """Cosine and sine [tokens, pairs, 2] instead of complex numbers [tokens, pairs]: of the picture, of the caption."""
+    """Cosine and sine [tokens, pairs, 2] instead of complex numbers [tokens, pairs]: of the picture, of the caption.
+
+    Made anew every time: a recorded step would read on in a table that diffusers forgets when it has met many shapes.
+    """
+
+    _compute_video_freqs = cast(Any, QwenEmbedRope._compute_video_freqs).__wrapped__
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         picture, caption = super().forward(*args, **kwargs)

@@ -14,7 +14,7 @@ from PIL import Image
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.train.run import Result, RunOptions, train
-from gracetune.train.view import View
+from gracetune.train.view import Heard, View
 
 TinyModel = Callable[[str, str], Path]
 ALONE = Environment({})
@@ -26,17 +26,6 @@ FLAVOURS = {
     "qwen_image": "t2i",
     "stable_audio": "open-1.0",
 }
-
-
-class Heard(View):
-    """Keeps what was said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
 
 def pictures(folder: Path, count: int = 4, size: int = 64) -> Path:

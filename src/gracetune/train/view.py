@@ -49,3 +49,14 @@ class View:
 
     def on_standing(self, standing: Standing) -> None:
         """At every log step: loss, pace, memory."""
+
+
+class Heard(View):
+    """Shows nothing, and keeps what was said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.said.append(text)

@@ -99,6 +99,7 @@ class Bench:
             with counting() as repeated:
                 ours = measure(run.step, self.device, job.steps)
             self.say(f"{ours.ms:.1f} ms a step, {ours.once_s:.1f} s once")
+            reasons += run.said
             for prepared in run.trainee.prepared.values():
                 refuse_many_graphs(prepared)
             del run, attached

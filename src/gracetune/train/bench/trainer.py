@@ -29,7 +29,7 @@ from gracetune.train.loop import run_window
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
 from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import Choices, Trainee, load_trainee
-from gracetune.train.view import View
+from gracetune.train.view import Heard
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,13 @@ def with_limit(machine: Machine, limit: int) -> Machine:
 class Trainer:
     """One run, ready to step."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, view: Heard) -> None:
+        self.job, self._view = job, view
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What the run has told its user so far."""
+        return tuple(self._view.said)
 
     @property
     def trainee(self) -> Trainee:
@@ -100,4 +105,5 @@ def trainer(
         host = open_host(config, decided.planned, machine, runtime, None, model.facts)
         trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, decided.choices, host)
         ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
-        yield Trainer(assemble(config, trainee, ready, Live(), runtime, None, View(), stack))
+        view = Heard()
+        yield Trainer(assemble(config, trainee, ready, Live(), runtime, None, view, stack), view)

@@ -1,0 +1,52 @@
+"""Whole runs whose steps are recorded and replayed. On a CPU: a recording there runs again what was recorded, and
+everything around it is real."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.models.spec import ExpertName
+from gracetune.train.gradients import FlatGradients
+from gracetune.train.replay import Replay
+from gracetune.train.trainee import Trainee
+from runs.made import Heard, TinyModel, config_for, run
+from runs.test_resume import STEPS, assert_same_end, losses
+from unit.train.test_replay import Device
+
+SECTIONS: dict[str, Any] = {
+    "adapter": {"kind": "lokr", "rank": 4},
+    "optimizer": {"name": "automagic", "lr": 1e-4},
+    "training": {
+        "max_steps": STEPS,
+        "batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "ema": {"enabled": True, "decay": 0.9},
+    },
+    "model": {"switch_experts_every": 1},
+    "validation": {
+        "every_steps": 5, "steps": 2, "width": 64, "height": 64, "num_frames": 1, "prompts": [{"prompt": "one"}]
+    },
+}  # fmt: skip
+
+
+def test_recorded_steps_learn_what_others_learn(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts take turns, windows of two batches, averages, and samples in between, which let the recordings go."""
+    plain, replayed = (config_for("wan", tiny_model, tmp_path / name, **SECTIONS) for name in ("plain", "replayed"))
+    run(plain)
+    device, heard = Device(waits=True, error=None, free=1 << 50, synchronises=False), Heard()
+
+    def replay(config: Any, trainee: Trainee, gradients: dict[ExpertName, FlatGradients], *_: Any) -> Replay:
+        flat = {trainee.host.module(name): one for name, one in gradients.items()}
+        return Replay(trainee.spec.predict, flat, say=heard.say, gpu=device)
+
+    monkeypatch.setattr("gracetune.train.assembly._replay", replay)
+    run(replayed, heard)
+    assert losses(replayed) == losses(plain)
+    assert_same_end(replayed, plain)
+    assert (device.recorded, device.pools) == (4, 2), "each expert's, before and after samples were drawn"
+    assert sum(line.startswith("CUDA graph: on") for line in heard.said) == 1

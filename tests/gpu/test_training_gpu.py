@@ -17,7 +17,8 @@ from gracetune.models.experts import ParkingChoice, Way
 from gracetune.telemetry.events import HeldOutLoss, MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.demo import demo_config
-from runs.made import Heard, TinyModel, config_for, pictures, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, pictures, run
 from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
 

@@ -14,7 +14,7 @@ from PIL import Image
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.train.run import Result, RunOptions, train
-from gracetune.train.view import Heard, View
+from gracetune.train.view import View
 
 TinyModel = Callable[[str, str], Path]
 ALONE = Environment({})
@@ -85,4 +85,4 @@ def config_for(
 
 
 def run(config: RunConfig, view: View | None = None, **options: Any) -> Result:
-    return train(config, environment=ALONE, options=RunOptions(**options), view=view or Heard())
+    return train(config, environment=ALONE, options=RunOptions(**options), view=view or View())

@@ -27,7 +27,8 @@ from gracetune.train.dry import DryBatchError
 from gracetune.train.guards import _Norm
 from gracetune.train.planning import Planned, refuse_misfit
 from gracetune.train.runtime import Launch
-from runs.made import Heard, TinyModel, config_for, pictures, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, pictures, run
 from runs.test_resume import states
 
 ONE = {"training": {"max_steps": 1}}

@@ -18,8 +18,9 @@ from gracetune.errors import ConfigError
 from gracetune.telemetry.baseline import FILE, REPORT, SMI_LOG, read_baseline
 from gracetune.telemetry.regression import compare
 from gracetune.train.baseline import Asked, CaptureError, capture, measured_config
+from gracetune.train.view import Heard
 from runs.launched import start, write_config
-from runs.made import ALONE, Heard, TinyModel, config_for
+from runs.made import ALONE, TinyModel, config_for
 
 SLOW = Path(__file__).with_name("slow_capture.py")
 

@@ -17,7 +17,8 @@ from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.train.planning import choose
 from gracetune.train.trainee import Choices
-from runs.made import Heard, TinyModel, config_for, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from gracetune.models.spec import ExpertName
 from gracetune.train.gradients import FlatGradients
 from gracetune.train.replay import Replay
 from gracetune.train.trainee import Trainee
-from runs.made import Heard, TinyModel, config_for, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, run
 from runs.test_resume import STEPS, assert_same_end, losses
 from unit.train.test_replay import Device
 

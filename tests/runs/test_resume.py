@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
-from runs.made import Heard, TinyModel, config_for, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, run
 
 STEPS = 8
 DUAL_EXPERT: dict[str, Any] = {

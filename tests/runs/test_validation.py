@@ -17,7 +17,8 @@ from gracetune.errors import ConfigError
 from gracetune.telemetry.events import HeldOutLoss, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.request import ask_for_validation
-from runs.made import Heard, TinyModel, config_for, pictures, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
 
 PROMPTS: dict[str, Any] = {

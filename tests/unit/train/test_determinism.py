@@ -10,7 +10,8 @@ from gracetune.config.rules import broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.train.determinism import deterministic
-from runs.made import Heard, TinyModel, config_for, run
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, run
 from runs.test_resume import losses
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

@@ -1,5 +1,5 @@
 # A newcomer needs two of these: `make demo` and `make test`.
-.PHONY: help environment demo test test-full lint clean
+.PHONY: help environment demo test test-half test-other-half test-full lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -11,7 +11,15 @@ demo: environment ## install into .venv if needed, then run `gracetune demo`
 	.venv/bin/gracetune demo
 
 test: environment ## the everyday CPU tests (under 10 minutes on 2 cores)
-	.venv/bin/python -m pytest -m 'not gpu and not full'
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target test-half test-other-half
+
+# Two processes at a time, each with a core: about the same time for both.
+everyday := .venv/bin/python -m pytest -m 'not gpu and not full'
+half := $(addprefix tests/unit/,adapters cli hardware memory models)
+test-half:
+	$(everyday) $(half)
+test-other-half:
+	$(everyday) $(addprefix --ignore=,$(half))
 
 test-full: environment ## the long CPU tests (under 25 minutes; needs the network)
 	.venv/bin/python -m pytest -m 'full and not gpu'

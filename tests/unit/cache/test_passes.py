@@ -561,8 +561,8 @@ def test_the_text_encoders_memory_is_returned(tmp_path: Path, tiny_model: TinyMo
 
     used, left = (int(word) for word in Child(work).join()[0].split())
     assert used > 0.25 * size  # half of the file's 32 bits, partly in pages that were free before
-    # Three encoders came and went: kept, they would be 1.5 x size. The C library's own pages come and go by some MB.
-    assert left < 0.3 * size, f"{left / 1e6:.0f} MB stayed"
+    # Three encoders came and went: one that is kept is 0.5 x size. The C library keeps some pages of its own.
+    assert left < 0.45 * size, f"{left / 1e6:.0f} MB stayed"
 
 
 def test_clips_of_a_run_agree_on_their_first_frame(tmp_path: Path, tiny_model: TinyModel) -> None:

@@ -15,7 +15,7 @@ test: environment ## the everyday CPU tests (under 10 minutes on 2 cores)
 
 # Two processes at a time, each with a core: about the same time for both.
 everyday := .venv/bin/python -m pytest -m 'not gpu and not full'
-half := $(addprefix tests/unit/,adapters cli hardware memory models)
+half := $(wildcard $(addprefix tests/unit/,adapters cli hardware memory models))
 test-half:
 	$(everyday) $(half)
 test-other-half:

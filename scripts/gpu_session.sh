@@ -67,15 +67,14 @@ bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"
 tested() { limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 "${only_collect[@]}" "$@"; }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
-suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small_switch=() small_family=() only_collect=()
+suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small=() only_collect=()
 forms=tests/gpu/test_fast_adapters_gpu.py # it compiles for a quarter of a minute in each test
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
     small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
     small_curves=(--seeds 2 --steps 60)
     small_blocks=(--smoke --samples 3)
-    small_switch=(--smoke)
-    small_family=(--smoke)
+    small=(--smoke)
     only_collect=(--collect-only)
 fi
 
@@ -94,10 +93,10 @@ case $step in
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
     families)
         for name in flux qwen sdxl; do
-            bench 180 "$name" --baseline --output "build/session/steps-$name-h200.json" "${small_family[@]}"
+            bench 180 "$name" --baseline --output "build/session/steps-$name-h200.json" "${small[@]}"
         done
         ;;
-    switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small_switch[@]}" ;;
+    switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small[@]}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)
         bench 220 cache --output build/session/cache-h200.json

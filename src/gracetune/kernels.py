@@ -22,6 +22,11 @@ def pay(x: Tensor) -> bool:
     return x.device.type == "cuda" and HAS_TRITON and torch.compiler.is_compiling()
 
 
+def pays_in_halves(x: Tensor) -> bool:
+    """The same for kernels that compute halves."""
+    return x.dtype in HALVES and pay(x)
+
+
 def shared_bytes(device: torch.device) -> int:
     """How much of a processor's own memory a program may have; 0 where there is no GPU."""
     if device.type != "cuda":

@@ -1,6 +1,6 @@
 """Which attention kernel a denoiser runs on: asked of torch and of the GPU's capability, decided with a reason.
 
-    facts = attention_facts(device, dtype, masked=spec.attention.masked, ...)   # asks
+    facts = attention_facts(device, dtype, spec.attention)    # asks
     choice = choose_attention(config.training.attention, facts)   # decides; pure
     Placement(device, dtype, choice.backend)                  # `load_component` applies it
 
@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.models.spec import AttentionCalls
 
 Asked = Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"]
 
@@ -48,6 +49,7 @@ _KERNELS: Final = MappingProxyType(
     }
 )
 _PACKAGES: Final = MappingProxyType({"flash_attn_2": "flash_attn", "flash_attn_3": "flash_attn_interface"})
+_PLAIN: Final = AttentionCalls()
 _PROBE_TOKENS = 1024
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -77,15 +79,16 @@ class AttentionChoice:
 
 
 def attention_facts(
-    device: torch.device, dtype: torch.dtype, *, head_dim: int = 128, masked: bool = False, dispatched: bool = True
-) -> AttentionFacts:
+    device: torch.device, dtype: torch.dtype, calls: AttentionCalls = _PLAIN
+) -> AttentionFacts:  # fmt: skip
     """Asks torch about a call of this kind, and whether the optional packages can be imported."""
     if device.type == "cuda":
-        capability, lacking = torch.cuda.get_device_capability(device), _torch_lacks(device, dtype, head_dim, masked)
+        capability = torch.cuda.get_device_capability(device)
+        lacking = _torch_lacks(device, dtype, calls.head_dim, calls.masked)
     else:
         capability, lacking = None, dict.fromkeys(("cudnn", "efficient"), "only on a CUDA GPU")
     lacking |= {name: why for name, package in _PACKAGES.items() if (why := _why_not(package)) is not None}
-    return AttentionFacts(device.type, dtype, capability, masked, dispatched, lacking)
+    return AttentionFacts(device.type, dtype, capability, calls.masked, calls.dispatched, lacking)
 
 
 def _torch_lacks(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> dict[str, str]:

@@ -160,20 +160,34 @@ def _replay(
     memory: UnifiedMemory | None, runtime: Runtime, view: View,
 ) -> Replay | None:  # fmt: skip
     """For runs in which a step is the same every time, on the same places, and nobody else wants the GPU's memory."""
-    encoding = live.latents is not None or is_refreshed(ready.index)
-    if runtime.device.type != "cuda" or memory is not None or encoding or not can_be_recorded(config, trainee):
+    if runtime.device.type != "cuda":
+        return None
+    reasons = {
+        "weights are spread over processes": runtime.is_sharded,
+        "unified memory is in use": memory is not None,
+        "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
+    }
+    why = next((why for why, holds in reasons.items() if holds), None) or why_not_recorded(config, trainee)
+    if why is not None:
+        view.say(f"CUDA graph: off: {why}")
         return None
     flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
     return Replay(trainee.spec.predict, flat, say=view.say)
 
 
-def can_be_recorded(config: RunConfig, trainee: Trainee) -> bool:
-    """Of the model alone."""
-    adapter = config.adapter
-    drops = adapter.dropout or any(options.get("dropout") for options in adapter.by_module.values())
-    prepared = all(one.compiled and not one.repeats for one in trainee.prepared.values())
-    whole = adapter.kind == "full_finetune"  # all its gradients at once would be a second copy of the model
-    return prepared and not (whole or drops or trainee.strengths or trainee.host.moves)
+def why_not_recorded(config: RunConfig, trainee: Trainee) -> str | None:
+    """Of the model alone; None where nothing speaks against it."""
+    adapter, prepared = config.adapter, trainee.prepared.values()
+    drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
+    reasons = {
+        "blocks are not compiled": not all(one.compiled for one in prepared),
+        "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
+        "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",
+        "the adapter has dropout": any(drops),
+        "datasets have strengths of their own": bool(trainee.strengths),
+        "experts leave the GPU": trainee.host.moves,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)
 
 
 def whole_model_note(dataset: str) -> str:

@@ -77,8 +77,7 @@ class FlatGradients:
 
     def add(self, gradients: Sequence[Tensor | None]) -> None:
         """One for each of `parameters`, None where it has none: what a backward pass does that is no autograd's own."""
-        found = [(place, one) for (_, place), one in zip(self._places, gradients, strict=True) if one is not None]
-        torch._foreach_add_([place for place, _ in found], [one for _, one in found])
+        _add([(place, one) for (_, place), one in zip(self._places, gradients, strict=True)])
 
     def open(self) -> None:
         self._flat.zero_()
@@ -88,9 +87,7 @@ class FlatGradients:
             parameter.grad = None
 
     def collect(self) -> None:
-        found = [(place, one.grad) for one, place in self._small if one.grad is not None]
-        if found:
-            torch._foreach_add_([place for place, _ in found], [gradient for _, gradient in found])
+        _add([(place, one.grad) for one, place in self._small])
         for parameter, _ in self._small:
             parameter.grad = None
 
@@ -150,6 +147,13 @@ class ShardedGradients:
     def close(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
+
+
+def _add(pairs: Sequence[tuple[Tensor, Tensor | None]]) -> None:
+    """To each place its gradient, where it has one; in a few kernels for all."""
+    found = [(place, one) for place, one in pairs if one is not None]
+    if found:
+        torch._foreach_add_([place for place, _ in found], [one for _, one in found])
 
 
 def _coefficient(norm: Tensor, limit: float) -> Tensor:

@@ -112,10 +112,7 @@ def choose(
     *, shapes: int | None = None,
 ) -> tuple[Choices, tuple[str, ...]]:  # fmt: skip
     """How the denoisers are run, and a line of reason for each choice. `shapes`: how many the samples have."""
-    facts = attention_facts(
-        device, dtype, head_dim=calls.head_dim, masked=calls.masked, dispatched=calls.dispatched
-    )  # fmt: skip
-    attention = choose_attention(config.training.attention, facts)
+    attention = choose_attention(config.training.attention, attention_facts(device, dtype, calls))
     compiled = compiles(config, device.type)
     asked = config.training.gradient_checkpointing
     budget: float | None = None

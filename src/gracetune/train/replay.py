@@ -30,7 +30,7 @@ from gracetune.units import GIB, format_bytes, format_duration
 PROBES: Final = 2
 """Passes after which the GPU is asked whether it had to wait; the first one of a shape compiles, and says nothing."""
 MOST: Final = 16
-"""Recordings at a time: each holds some hundred MB of its own."""
+"""Recordings at a time: each has memory of its own beside what they share."""
 ROOM: Final = 1.3
 """Times what is kept for the backward pass: what a step is given room for, and a GiB."""
 _PROBE_S: Final = 1e-3
@@ -154,8 +154,6 @@ class _Shape:
 
     latents: torch.Size
     passes: int = 0
-    waits: int = 0
-    """Probes that found the GPU waiting."""
     kept: int = 0
     """Bytes a forward pass leaves for the backward pass."""
     refused: bool = False
@@ -201,7 +199,7 @@ class Replay:
         shape = self._shapes.setdefault(key, _Shape(noisy.shape))
         if shape.recording is not None and shape.places != _places(shape.tensors):
             self.release()  # it would read what is there now
-        if shape.recording is None and shape.waits == PROBES and not shape.refused:
+        if shape.recording is None and shape.passes > PROBES and not shape.refused:
             self._make(shape, run, inputs, denoiser, gradients)
         if shape.recording is not None:
             answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
@@ -223,15 +221,16 @@ class Replay:
         # Graphs of blocks remember of a view what it is a view of: they are to meet what will be recorded.
         given = [one.clone() if one._is_view() else one for one in inputs]
         shape.passes += 1
-        if not 1 < shape.passes <= 1 + PROBES:
+        if shape.refused or shape.passes == 1:
             return run(given)
         before = self._gpu.held()
         with self._gpu.watched() as waited:
             answer = run(given)
         shape.kept = self._gpu.held() - before
-        shape.waits += self._gpu.waits()
         if waited:
             self._refuse(shape, "the model waits for the GPU in its forward pass")
+        elif not self._gpu.waits():
+            self._refuse(shape, "the GPU has work left when all of a forward pass is launched")
         return answer
 
     def _make_room(self, shape: _Shape) -> None:
@@ -244,7 +243,7 @@ class Replay:
             shape.beside = self._turns.size
             return
         self.release()
-        if shape.refused or shape.passes > PROBES:  # it is never recorded, and would take their memory every time
+        if shape.refused:  # it is never recorded, and would take their memory every time
             self._fail("there is no room for it beside samples of other shapes")
 
     def _make(

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from gracetune import kernels
 from gracetune.adapters.delta import EPSILON
 from gracetune.adapters.fast.onto import goes_to_rank, is_thin, mixed_and_product, products
+from gracetune.kernels import pays_in_halves as pays_in_halves
 from gracetune.memory.planning.adapter_paths import Computation
 
 
@@ -56,11 +57,6 @@ def low_rank(x: Tensor, down: Tensor, up: Tensor, scale: Scale) -> Tensor:
     if isinstance(scale, float) and pays_in_halves(x):
         return low_rank_linears(x, [LowRank(down, up, scale)])[0]
     return F.linear(F.linear(x, down.to(x.dtype)), _scaled(up, scale).to(x.dtype))
-
-
-def pays_in_halves(x: Tensor) -> bool:
-    """Whether our own kernels are for this input."""
-    return x.dtype in kernels.HALVES and kernels.pay(x)
 
 
 def can_be_added_to(x: Tensor, base: nn.Linear) -> bool:

@@ -30,7 +30,7 @@ def use_sigmoid(model: nn.Module) -> None:
 class SigmoidGelu(GELU):
     def gelu(self, gate: Tensor) -> Tensor:
         """Under diffusers' own name for the argument."""
-        if not kernels.pay(gate) or gate.dtype not in kernels.HALVES:
+        if not kernels.pays_in_halves(gate):
             theirs: Tensor = super().gelu(gate)
             return theirs
         return gelu_by_sigmoid(gate)
@@ -41,7 +41,7 @@ class PlainSigmoidGelu(nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         """Under torch's own name for the argument."""
-        if not kernels.pay(input) or input.dtype not in kernels.HALVES:
+        if not kernels.pays_in_halves(input):
             return super().forward(input)
         return gelu_by_sigmoid(input)
 

@@ -41,7 +41,7 @@ class FusedBlock(WanTransformerBlock):
 
     def _fits(self, hidden_states: Tensor, temb: Tensor) -> bool:
         """Whether the kernels can do it: they give no gradients to the modulation and the norms' weights."""
-        if not kernels.pay(hidden_states) or hidden_states.dtype not in kernels.HALVES:
+        if not kernels.pays_in_halves(hidden_states):
             return False
         if temb.ndim != 3 or type(self.norm2) is not FP32LayerNorm:
             return False

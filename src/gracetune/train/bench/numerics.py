@@ -17,7 +17,7 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.state import Stage
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.models.attention import attention_facts, choose_attention
-from gracetune.models.spec import AttentionCalls, Fp8, Placement
+from gracetune.models.spec import Fp8, Placement
 from gracetune.train.bench.job import StepJob, config_of
 from gracetune.train.bench.random_data import random_batch
 from gracetune.train.bench.random_model import RandomModel
@@ -71,7 +71,9 @@ def _gradients(
     """One vector in float64, on the CPU."""
     config = config_of(job, model.source.folder, model.source.folder)
     fp8 = Fp8(model.spec.default_targets) if job.precision == "fp8" and how == "run" else None
-    attention = _attention(model.spec.attention, device) if how == "run" else None
+    # A run's own kernel: it has a backward pass of its own.
+    facts = attention_facts(device, torch.bfloat16, model.spec.attention)
+    attention = choose_attention("auto", facts).backend if how == "run" else None
     placement = Placement(device, torch.bfloat16, attention, fp8)
     denoiser: Any = model.spec.load_denoiser(model.source, model.expert, placement)
     if how == "reference":
@@ -104,14 +106,6 @@ def _gradients(
     missing = [name for name, parameter in parameters.items() if parameter.grad is None]
     assert not missing, f"no gradient for {missing[:4]}"
     return torch.cat([cast(Tensor, parameters[name].grad).flatten().cpu().double() for name in sorted(parameters)])
-
-
-def _attention(calls: AttentionCalls, device: torch.device) -> str | None:
-    """The kernel a run takes: it has a backward pass of its own."""
-    facts = attention_facts(
-        device, torch.bfloat16, head_dim=calls.head_dim, masked=calls.masked, dispatched=calls.dispatched
-    )
-    return choose_attention("auto", facts).backend
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def test_refreshing_under_readers(tmp_path: Path) -> None:
 
         with ThreadPoolExecutor(3) as pool:
             readers = [pool.submit(read) for _ in range(3)]
-            for number in range(2, 8):
+            for number in range(2, 12):
                 (tmp_path / "new").write_bytes(VERSIONS[number % 5])
                 (tmp_path / "new").rename(tmp_path / "a.png")
                 assert backend.refresh().changed == ("a.png",)

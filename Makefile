@@ -26,11 +26,12 @@ test-full: environment ## the long CPU tests (under 25 minutes; needs the networ
 
 # Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.
 in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"
-lint: environment ## ruff, mypy --strict (src, overlays, and what needs a GPU to run), import layers, shellcheck
+lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers, shellcheck
 	$(in_venv) ruff check .
 	$(in_venv) ruff format --check .
 	$(in_venv) mypy --strict src overlays/simpletuner/src
 	$(in_venv) MYPYPATH=tests mypy --strict --explicit-package-bases --follow-imports=silent tests/gpu benchmarks
+	$(in_venv) MYPYPATH=scripts/upstream_features:overlays/simpletuner/src mypy --strict --explicit-package-bases --follow-imports=silent scripts
 	$(in_venv) MYPYPATH=tests/unit/overlays/ai_toolkit/standin mypy --strict overlays/ai_toolkit/gracetune_overlay
 	$(in_venv) lint-imports
 	$(in_venv) shellcheck scripts/*.sh .ci/run

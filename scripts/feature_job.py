@@ -90,10 +90,9 @@ def make(folder: Path, family: str, steps: int, attention: Any) -> int:
 
 def obstacle(family: str, attention: Any) -> str | None:
     """Asks what training would ask, before it does."""
-    calls = spec_of(family).attention
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    facts = attention_facts(device, dtype, head_dim=calls.head_dim, masked=calls.masked, dispatched=calls.dispatched)
+    facts = attention_facts(device, dtype, spec_of(family).attention)
     try:
         choose_attention(attention, facts)
     except ConfigError as error:

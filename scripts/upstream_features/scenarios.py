@@ -415,8 +415,8 @@ def _ended(command: list[str], folder: Path, environment: dict[str, str], log: I
     finally:
         if process.poll() is None:
             # Upstream puts its training into a session of its own, which the end of the command does not reach.
-            started = psutil.Process(process.pid).children(recursive=True)
-            for one in (process, *started):
+            command_itself = psutil.Process(process.pid)
+            for one in (command_itself, *command_itself.children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     one.kill()
             process.wait()

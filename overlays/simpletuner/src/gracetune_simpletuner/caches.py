@@ -41,8 +41,8 @@ class Caches:
     def load(self, trainer: Any) -> None:
         """Everything upstream has written for this rank."""
         import torch
-        from simpletuner.helpers.caching.text_embeds import TextEmbeddingCache  # type: ignore[import-not-found]
-        from simpletuner.helpers.training.state_tracker import StateTracker  # type: ignore[import-not-found]
+        from simpletuner.helpers.caching.text_embeds import TextEmbeddingCache
+        from simpletuner.helpers.training.state_tracker import StateTracker
 
         check_reads("Trainer", trainer)
         check_reads("config.loader", trainer.config)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gracetune.adapters.attach import attach
 from gracetune.config.environment import Environment
@@ -37,11 +40,12 @@ def runtime() -> Iterator[Runtime]:
 class Watched(Gpu):
     """Waits, or not, as it is told."""
 
-    def __init__(self, waits: bool) -> None:
+    def __init__(self, waits: bool | None) -> None:
+        """None: it is asked."""
         self.recorded, self._waits = 0, waits
 
     def waits(self) -> bool:
-        return self._waits
+        return super().waits() if self._waits is None else self._waits
 
     def record(self, *given: Any) -> Recording:
         self.recorded += 1
@@ -98,7 +102,7 @@ def test_shapes_take_turns_and_their_texts_are_views(tmp_path: Path) -> None:
     )
     gradients = FlatGradients(attached.parameters())
     watched = Watched(waits=True)
-    replay = Replay(model.spec.predict, {denoiser: gradients}, gpu=watched)
+    replay = Replay(model.spec, {denoiser: gradients}, gpu=watched)
     shapes = [replace(StepJob("sdxl"), width=width, height=height) for width, height in ((256, 256), (384, 192))]
     wanted: list[Tensor] = []
     graphs = 0
@@ -121,6 +125,110 @@ def test_shapes_take_turns_and_their_texts_are_views(tmp_path: Path) -> None:
             graphs = prepared.stats.graphs
     assert watched.recorded == 2
     assert prepared.stats.graphs == graphs, "nothing is compiled while a step is recorded"
+
+
+class Toy(nn.Module):
+    """Many small kernels; with `stops`, one that waits for the GPU in the backward pass alone."""
+
+    def __init__(self, stops: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(60))
+        self.stops = stops
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.stops:
+            x.register_hook(lambda gradient: gradient * (1.0 if gradient.sum().item() > 0 else 2.0))
+        return x
+
+
+def toy(said: list[str], gpu: Gpu, stops: bool = False) -> Callable[[int], Tensor]:
+    """A step on so many samples, and the gradients it leaves."""
+    torch.manual_seed(0)
+    model = Toy(stops).cuda()
+    gradients = FlatGradients(dict(model.named_parameters()))
+    spec: Any = SimpleNamespace(
+        predict=lambda denoiser, noisy, level, batch, facts: denoiser(noisy), recorded_inputs=dict
+    )
+    replay = Replay(spec, {model: gradients}, say=said.append, gpu=gpu)
+
+    def step(size: int) -> Tensor:
+        noisy = torch.ones(size, 64, device="cuda")
+        facts: Any = None
+        gradients.open()
+        replay(model, noisy, torch.ones(size, device="cuda"), {}, facts).square().sum().backward()
+        gradients.collect()
+        gradients.finish(1.0, Clip(limit=None))
+        found = torch.cat([one.grad.flatten() for one in gradients.parameters if one.grad is not None])
+        gradients.close()
+        return found
+
+    return step
+
+
+def test_replayed_steps_that_are_still_to_be_done_do_not_keep_another_shape_from_being_recorded() -> None:
+    said: list[str] = []
+    watched = Watched(waits=None)
+    step = toy(said, watched)
+    busy = torch.rand(8192, 8192, device="cuda")
+    for size in (8, 16):
+        for _ in range(6):
+            for _ in range(20):
+                busy @ busy  # what a long step leaves to be done
+            step(size)
+    assert watched.recorded == 2, said
+
+
+def test_the_gpu_with_work_of_the_pass_itself_does_not_wait() -> None:
+    torch.cuda.synchronize()
+    busy = torch.rand(8192, 8192, device="cuda")
+    assert Gpu().waits()
+    for _ in range(20):
+        busy @ busy
+    assert not Gpu().waits()
+
+
+def test_what_waits_in_the_forward_pass_is_seen() -> None:
+    tensor = torch.ones(4, device="cuda")
+    with Gpu().watched() as waited:
+        tensor.sum().item()
+        tensor.sum().item()
+    assert len(waited) == 2
+    with Gpu().watched() as waited:
+        (tensor * 2).sum()
+        torch.ones(4).pin_memory().to("cuda", non_blocking=True)
+    assert waited == []
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_memory_is_given_back_while_replays_are_still_to_be_done() -> None:
+    watched = Watched(waits=True)
+    step = toy([], watched)
+    wanted = step(8).clone()
+    busy = torch.rand(8192, 8192, device="cuda")
+    for _ in range(3):
+        for _ in range(4):
+            for _ in range(20):
+                busy @ busy
+            found = step(8)
+        larger = step(4096)  # launched one by one, in memory others may have given back
+        assert torch.isfinite(larger).all()
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_recording_that_breaks_ends_the_run_with_its_own_reason() -> None:
+    """In a process of its own: torch cannot go on after it."""
+    code = (
+        "from gpu.test_replay_gpu import Watched, toy\n"
+        "step = toy([], Watched(waits=True), stops=True)\n"
+        "for _ in range(5): step(8)\n"
+    )
+    tests = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tests, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "MachineError: a step could not be recorded as a CUDA graph" in done.stderr
+    assert "training.compile=off" in done.stderr
 
 
 def in_a_slot(tensor: Tensor) -> Tensor:

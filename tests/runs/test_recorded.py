@@ -15,6 +15,7 @@ from gracetune.train.trainee import Trainee
 from gracetune.train.view import Heard
 from runs.made import TinyModel, config_for, run
 from runs.test_resume import STEPS, assert_same_end, losses
+from runs.test_validation import held_out
 from unit.train.test_replay import Device
 
 SECTIONS: dict[str, Any] = {
@@ -28,26 +29,38 @@ SECTIONS: dict[str, Any] = {
     },
     "model": {"switch_experts_every": 1},
     "validation": {
-        "every_steps": 5, "steps": 2, "width": 64, "height": 64, "num_frames": 1, "prompts": [{"prompt": "one"}]
+        "every_steps": 5,
+        "loss_every_steps": 7,
+        "steps": 2,
+        "width": 64,
+        "height": 64,
+        "num_frames": 1,
+        "prompts": [{"prompt": "one"}],
     },
-}  # fmt: skip
+}
 
 
 def test_recorded_steps_learn_what_others_learn(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two experts take turns, windows of two batches, averages, and samples in between, which let the recordings go."""
-    plain, replayed = (config_for("wan", tiny_model, tmp_path / name, **SECTIONS) for name in ("plain", "replayed"))
+    """Two experts take turns, windows of two batches, averages, and captions of unlike length. Samples and a held-out
+    loss in between let the recordings go."""
+    data = held_out(tmp_path)
+    for number, picture in enumerate(sorted((tmp_path / "pictures").glob("*.txt"))):
+        picture.write_text("one more word " * (number + 1))
+    plain, replayed = (
+        config_for("wan", tiny_model, tmp_path / name, datasets=data, **SECTIONS) for name in ("plain", "replayed")
+    )
     run(plain)
     device, heard = Device(waits=True, error=None, free=1 << 50, synchronises=False), Heard()
 
     def replay(config: Any, trainee: Trainee, gradients: dict[ExpertName, FlatGradients], *_: Any) -> Replay:
         flat = {trainee.host.module(name): one for name, one in gradients.items()}
-        return Replay(trainee.spec.predict, flat, say=heard.say, gpu=device)
+        return Replay(trainee.spec, flat, say=heard.say, gpu=device)
 
     monkeypatch.setattr("gracetune.train.assembly._replay", replay)
     run(replayed, heard)
     assert losses(replayed) == losses(plain)
     assert_same_end(replayed, plain)
-    assert (device.recorded, device.pools) == (4, 2), "each expert's, before and after samples were drawn"
+    assert (device.recorded, device.pools) == (5, 3), "each expert's, before and after samples; one after the loss"
     assert sum(line.startswith("CUDA graph: on") for line in heard.said) == 1

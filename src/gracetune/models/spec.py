@@ -189,5 +189,8 @@ class ModelSpec:
     attention: AttentionCalls = AttentionCalls()
     adjust: Callable[[nn.Module], None] | None = None
     """What `load_denoiser` and `build_denoiser` do to the library's own model, so that it computes the same faster."""
+    recorded_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    """What of a batch `predict` is given in a step recorded as a CUDA graph, in as few shapes as it can have: each is
+    recorded by itself. None: this family was never recorded on a GPU, so it is not."""
     from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"
     """Or why its samples need text encoders."""

@@ -172,7 +172,7 @@ def _replay(
         view.say(f"CUDA graph: off: {why}")
         return None
     flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
-    return Replay(trainee.spec.predict, flat, say=view.say)
+    return Replay(trainee.spec, flat, say=view.say)
 
 
 def why_not_recorded(config: RunConfig, trainee: Trainee) -> str | None:
@@ -180,6 +180,7 @@ def why_not_recorded(config: RunConfig, trainee: Trainee) -> str | None:
     adapter, prepared = config.adapter, trainee.prepared.values()
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
+        f"{trainee.facts.family} was never recorded on a GPU": trainee.spec.recorded_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",

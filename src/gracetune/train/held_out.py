@@ -72,6 +72,7 @@ class HeldOut:
     def _measure(self, job: Job) -> None:
         if not self._refs:
             return
+        job.step.release()
         with job.pausing():
             found = held_out_losses(job, self._batches(job), self._seed)
         for expert, losses in found.items():

@@ -1,8 +1,8 @@
 """A denoiser's forward and backward pass recorded once and replayed, where Python is slower than the GPU.
 
-    predict = Replay(spec.predict, {denoiser: gradients}, say=view.say)    # called as `models.spec.Predict`
+    predict = Replay(spec, {denoiser: gradients}, say=view.say)    # called as `models.spec.Predict`
     answer = predict(denoiser, noisy, level, batch, facts)
-    answer.sum().backward()                                                # adds to the window's gradients
+    answer.sum().backward()                                        # adds to the window's gradients
 
 A model of many small kernels keeps a GPU waiting for their launches. A recording is two CUDA graphs, which launch all
 of them at once: the same kernels on the same places in memory, so the same numbers. It is for one denoiser and one
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from gracetune.models.spec import ModelFacts, Predict
+from gracetune.errors import MachineError
+from gracetune.models.spec import ModelFacts, ModelSpec
 from gracetune.train.gradients import FlatGradients
 from gracetune.units import GIB, format_bytes, format_duration
 
@@ -33,6 +34,10 @@ MOST: Final = 16
 """Recordings at a time: each has memory of its own beside what they share."""
 ROOM: Final = 1.3
 """Times what is kept for the backward pass: what a step is given room for, and a GiB."""
+STATES: Final = 4
+"""Times the gradients: what an optimizer makes in its first step, and works with in every one."""
+WORTH: Final = 20
+"""Replays that make up for the time of a recording, by a rough count."""
 _PROBE_S: Final = 1e-3
 """A GPU with so little left to do, when all of a forward pass is launched, waits for Python most of the time."""
 
@@ -92,6 +97,10 @@ class _Replayed(torch.autograd.Function):
 class Gpu:
     """What is asked of the device; CUDA's current one."""
 
+    def finish(self) -> None:
+        """All it was given."""
+        torch.cuda.synchronize()
+
     def waits(self) -> bool:
         """Whether it is done with what it was given, or nearly."""
         event = torch.cuda.Event()
@@ -101,8 +110,7 @@ class Gpu:
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
-        """In here, what makes this thread wait for the device ends up in the list: a recording cannot have any of it,
-        and torch's memory is in disorder after one that tried."""
+        """In here, what makes this thread wait for the device ends up in the list: a recording can have none of it."""
         found: list[str] = []
         thread, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -116,7 +124,7 @@ class Gpu:
                 elif "Synchronization debug mode is a prototype" not in text:  # torch says so when it is asked to watch
                     shown(message, *others, **more)
 
-            warnings.simplefilter("always")
+            warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
             warnings.showwarning = show
             torch.cuda.set_sync_debug_mode("warn")
             try:
@@ -143,7 +151,11 @@ class Gpu:
         with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
             answer = run(places)
         gradient = torch.empty_like(answer)
-        with torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"):
+        # Autocast is for forward passes; autograd's own are never in it.
+        with (
+            torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"),
+            torch.autocast(answer.device.type, enabled=False),
+        ):
             gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
         return Recording(places, answer.detach(), gradient, (forward, backward), turns)
 
@@ -168,19 +180,21 @@ class _Shape:
 class Replay:
     def __init__(
         self,
-        predict: Predict,
+        spec: ModelSpec,
         gradients: Mapping[nn.Module, FlatGradients],
         *,
         say: Callable[[str], None] = lambda text: None,
         gpu: Gpu | None = None,
     ) -> None:
         """`gradients` are those of each denoiser that may be recorded; others are called as ever."""
-        self._predict, self._gradients = predict, gradients
+        assert spec.recorded_inputs is not None, "families that were never recorded are not"
+        self._predict, self._recorded_inputs, self._gradients = spec.predict, spec.recorded_inputs, gradients
         self._say, self._gpu = say, gpu or Gpu()
         self._shapes: dict[Key, _Shape] = {}
         self._turns: Turns | None = None
         self._anchor: Tensor | None = None
-        self._failed = False
+        self._off = False
+        self._made = self._replayed = 0
         self._said: set[str] = set()
 
     def __call__(
@@ -188,9 +202,10 @@ class Replay:
     ) -> Tensor:
         """See `models.spec.Predict`. With gradients, the answer's backward pass is to come before the next call."""
         gradients = self._gradients.get(denoiser)
-        if gradients is None or self._failed or not torch.is_grad_enabled():
+        if gradients is None or self._off or not torch.is_grad_enabled():
             return self._predict(denoiser, noisy, level, batch, facts)
-        names, inputs = sorted(batch), [noisy, level, *(batch[name] for name in sorted(batch))]
+        needed = self._recorded_inputs(batch)
+        names, inputs = sorted(needed), [noisy, level, *(needed[name] for name in sorted(needed))]
 
         def run(given: Sequence[Tensor]) -> Tensor:
             return self._predict(denoiser, given[0], given[1], dict(zip(names, given[2:], strict=True)), facts)
@@ -202,6 +217,7 @@ class Replay:
         if shape.recording is None and shape.passes > PROBES and not shape.refused:
             self._make(shape, run, inputs, denoiser, gradients)
         if shape.recording is not None:
+            self._replayed += 1
             answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
             return answer
         return self._launched(shape, run, inputs)
@@ -210,6 +226,7 @@ class Replay:
         """For who needs the memory, or moves weights. What comes next is recorded again."""
         if self._turns is None:
             return
+        self._gpu.finish()  # replays that wait for their turn use that memory
         for shape in self._shapes.values():
             shape.recording, shape.tensors = None, ()
         self._turns = None
@@ -223,6 +240,7 @@ class Replay:
         shape.passes += 1
         if shape.refused or shape.passes == 1:
             return run(given)
+        self._gpu.finish()  # earlier steps' work says nothing about this one
         before = self._gpu.held()
         with self._gpu.watched() as waited:
             answer = run(given)
@@ -244,7 +262,9 @@ class Replay:
             return
         self.release()
         if shape.refused:  # it is never recorded, and would take their memory every time
-            self._fail("there is no room for it beside samples of other shapes")
+            self._turn_off("there is no room for it beside samples of other shapes")
+        elif self._made > PROBES and self._replayed < WORTH * self._made:
+            self._turn_off("samples of many shapes take the memory from each other")
 
     def _make(
         self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
@@ -255,7 +275,8 @@ class Replay:
         began, free = time.perf_counter(), self._gpu.free()
         turns = self._turns or Turns(self._gpu.pool())
         returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
-        needed = max(0, int(ROOM * shape.kept) + returned - turns.size) + GIB
+        there = turns.size if any(one.recording and one.kept >= shape.kept for one in self._shapes.values()) else 0
+        needed = max(0, int(ROOM * shape.kept) + returned - there) + STATES * returned + GIB
         if free < needed:
             self._refuse(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
             return
@@ -263,10 +284,13 @@ class Replay:
             self._anchor = torch.zeros((), device=inputs[0].device, requires_grad=True)
         try:
             shape.recording = self._gpu.record(run, inputs, gradients, turns)
-        except RuntimeError as error:  # torch's own errors are: no memory, something a graph cannot have
+        except torch.OutOfMemoryError:
             torch.clear_autocast_cache()  # what was rounded there never was
-            self._fail((str(error).strip() or type(error).__name__).splitlines()[0])
+            self._refuse(shape, "the GPU's memory was full before all of it was recorded")
             return
+        except RuntimeError as error:
+            raise _broken(error) from error
+        self._made += 1
         turns.size += max(0, free - self._gpu.free())
         self._turns = turns
         shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
@@ -282,12 +306,25 @@ class Replay:
             self._said.add(why)
             self._say(f"CUDA graph: off for latents {[*shape.latents]}: {why}")
 
-    def _fail(self, why: str) -> None:
+    def _turn_off(self, why: str) -> None:
         """For all shapes and the whole run."""
-        self._failed = True
+        self._off = True
         self.release()
         self._say(f"CUDA graph: off, kernels are launched one by one: {why}")
 
 
 def _places(tensors: Sequence[Tensor]) -> list[int]:
     return [one.data_ptr() for one in tensors]
+
+
+def _broken(error: BaseException) -> MachineError:
+    """Of a recording that was begun and could not be ended: torch's streams, generators and memory stay as they were in
+    the middle of it (so its sources say), and a run that went on would fail somewhere else."""
+    first = error
+    while first.__context__ is not None:  # the end of a recording fails too, and says less
+        first = first.__context__
+    found = (str(first).strip() or type(first).__name__).splitlines()[0]
+    return MachineError(
+        f"a step could not be recorded as a CUDA graph: {found}\nNothing is lost: start again, or resume, with "
+        "--set training.compile=off, which records nothing, and please report this"
+    )

@@ -3,6 +3,8 @@ functions again instead of a GPU's graphs; those are in tests/gpu."""
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,10 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.config.run_config import Adapter
+from gracetune.errors import MachineError
+from gracetune.models.registry import spec_of
 from gracetune.train.assembly import why_not_recorded
 from gracetune.train.blocks import Preparation
 from gracetune.train.gradients import Clip, FlatGradients
-from gracetune.train.replay import MOST, PROBES, Gpu, Recording, Replay, Run, Turns
+from gracetune.train.replay import MOST, PROBES, STATES, WORTH, Gpu, Recording, Replay, Run, Turns
 from gracetune.units import GIB
 
 FACTS: Any = None
@@ -44,6 +48,9 @@ def predict(denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Any, facts
     return answer
 
 
+SPEC: Any = SimpleNamespace(predict=predict, recorded_inputs=dict)
+
+
 class Again:
     """Does what it was given to do."""
 
@@ -55,20 +62,24 @@ class Device(Gpu):
     """One of this test's making: busy or waiting, with so much memory. Every forward pass keeps a GiB."""
 
     def __init__(self, waits: bool, error: Exception | None, free: int, synchronises: bool) -> None:
-        self.asked = self.recorded = self.pools = 0
+        self.asked = self.recorded = self.pools = self.left = 0
         self._waits, self._error, self._free, self._synchronises = waits, error, free, synchronises
-        self._held, self._there = 0, WeakSet[Recording]()
+        self._held, self._kept, self._there = 0, GIB, WeakSet[Recording]()
+
+    def finish(self) -> None:
+        self.left = 0
 
     def waits(self) -> bool:
+        """Steps before this one would say that it is busy."""
         self.asked += 1
-        return self._waits
+        return self._waits and self.left == 0
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
         yield ["called a synchronizing CUDA operation"] if self._synchronises else []
 
     def held(self) -> int:
-        self._held += GIB
+        self._held += self._kept
         return self._held
 
     def free(self) -> int:
@@ -88,6 +99,7 @@ class Device(Gpu):
         gradient = torch.full_like(answer, torch.nan)
 
         def forward() -> None:
+            self.left += 1
             with torch.enable_grad():
                 self.live = run(places)
             answer.copy_(self.live.detach())
@@ -107,7 +119,7 @@ class Setup:
         self.net, self.said = Net(), list[str]()
         self.gpu = Device(waits, error, free, synchronises)
         self.gradients = FlatGradients(dict(self.net.named_parameters()), small=10)
-        self.replay = Replay(predict, {self.net: self.gradients}, say=self.said.append, gpu=self.gpu)
+        self.replay = Replay(SPEC, {self.net: self.gradients}, say=self.said.append, gpu=self.gpu)
 
     def window(self, seed: int, size: int = 3, micro_batches: int = 2, sizes: Sequence[int] = ()) -> list[Tensor]:
         """All gradients of a window, by the replaying way; they are those of the plain one, every time."""
@@ -163,6 +175,17 @@ def test_nothing_is_recorded_where_the_gpu_has_work() -> None:
     assert setup.said == [BUSY.format(3)]
 
 
+def test_work_left_of_replayed_steps_says_nothing_about_another_shape() -> None:
+    setup = Setup()
+    for seed in range(6):
+        setup.window(seed, 3)
+    assert setup.gpu.left > 0
+    for seed in range(2):
+        setup.window(seed, 2)
+    assert setup.gpu.recorded == 2
+    assert len(setup.said) == 1
+
+
 def test_each_shape_has_its_own_and_there_are_not_too_many() -> None:
     setup = Setup(free=64 * GIB)
     for _ in range(2):
@@ -189,7 +212,7 @@ def test_views_are_given_as_tensors_of_their_own_before_and_while_it_is_recorded
         seen.append(batch["text"]._is_view())
         return predict(denoiser, noisy, level, batch, facts)
 
-    replay = Replay(watched, {setup.net: setup.gradients}, gpu=setup.gpu)
+    replay = Replay(SimpleNamespace(predict=watched, recorded_inputs=dict), {setup.net: setup.gradients}, gpu=setup.gpu)
     slot = torch.rand(100)
     for _ in range(5):
         text = slot[:15].view(3, 5)
@@ -229,11 +252,43 @@ def test_without_gradients_it_is_the_plain_call() -> None:
     assert setup.gpu.asked == setup.gpu.recorded == 0
 
 
-def test_what_cannot_be_recorded_goes_on_as_before_and_says_why() -> None:
-    setup = Setup(error=RuntimeError("operation not permitted when stream is capturing\nand more"))
+def test_where_memory_ends_while_it_is_recorded_the_run_goes_on_without() -> None:
+    setup = Setup(error=torch.OutOfMemoryError("CUDA out of memory"))
     for seed in range(4):
         setup.window(seed)
-    assert setup.said == [OFF + "operation not permitted when stream is capturing"]
+    why = "the GPU's memory was full before all of it was recorded"
+    assert setup.said == [f"CUDA graph: off for latents [3, 6]: {why}"]
+
+
+def test_a_recording_that_breaks_ends_the_run_and_says_what_to_type() -> None:
+    """torch cannot go on after one."""
+    try:
+        try:
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+    except RuntimeError as error:
+        setup = Setup(error=error)
+    setup.window(0)
+    with pytest.raises(MachineError, match=r"(?s)CUDA graph: operation not permitted.*--set training.compile=off"):
+        setup.window(1)
+
+
+def test_shapes_that_take_the_memory_from_each_other_are_not_recorded_for_ever() -> None:
+    setup = Setup(free=SCARCE)
+    for size in range(2, 40):
+        setup.window(size, sizes=(1, 1, 1, 1, size))
+    assert setup.said[1:] == [OFF + "samples of many shapes take the memory from each other"]
+    assert setup.gpu.recorded == PROBES + 1
+
+
+def test_recordings_that_were_worth_it_make_room_for_another_shape() -> None:
+    setup = Setup(free=SCARCE)
+    for size in range(2, 6):
+        setup.window(size, sizes=(1,) * (WORTH + 1 + WARM_UP))
+        setup.window(size, size, micro_batches=1)
+    assert len(setup.said) == 1
+    assert setup.gpu.recorded == 4
 
 
 def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
@@ -244,18 +299,57 @@ def test_a_model_that_waits_for_the_device_is_not_recorded() -> None:
     assert setup.gpu.recorded == 0
 
 
+def test_the_watch_hears_of_waiting_every_time_and_leaves_other_warnings_as_they_were(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    modes: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def warn(text: str, kind: type[Warning] = UserWarning) -> None:
+        warnings.warn(text, kind, stacklevel=1)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with Gpu().watched() as found:
+            for _ in range(2):
+                warn("called a synchronizing CUDA operation")
+            elsewhere = threading.Thread(target=warn, args=("called a synchronizing CUDA operation",))
+            elsewhere.start()
+            elsewhere.join()
+            warn("Synchronization debug mode is a prototype feature")
+            warn("of no use any more", DeprecationWarning)
+            warn("of interest")
+    assert len(found) == 2
+    assert [str(one.message) for one in recwarn] == ["of interest"]
+    assert modes == ["warn", 0]
+
+
 GRADIENTS = 4 * sum(one.numel() for one in Net().parameters())
 
 
 @pytest.mark.parametrize(("missing", "recorded"), [(0, 1), (1, 0)])
 def test_it_needs_room_for_what_a_step_keeps_and_returns(missing: int, recorded: int) -> None:
-    setup = Setup(free=int(1.3 * GIB) + GRADIENTS + GIB - missing)
+    setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB - missing)
     for seed in range(4):
         setup.window(seed)
     assert setup.gpu.recorded == recorded
     if not recorded:
         why = "it takes 2.30 GiB of its own, and 2.30 GiB are free"
         assert setup.said == [f"CUDA graph: off for latents [3, 6]: {why}"]
+
+
+@pytest.mark.parametrize(("size", "recorded"), [(2, 2), (4, 1)])
+def test_what_others_have_is_enough_for_smaller_ones_only(size: int, recorded: int) -> None:
+    """A place of memory serves what is not larger than it."""
+    setup = Setup(free=8 * GIB)
+    for seed in range(3):
+        setup.window(seed, 3)
+    setup.gpu._kept = GIB * size // 3
+    setup.window(5, size, micro_batches=WARM_UP)
+    setup.gpu._free = 3 * GIB
+    setup.window(6, size)
+    assert setup.gpu.recorded == recorded
 
 
 def test_what_is_released_is_recorded_again() -> None:
@@ -314,5 +408,17 @@ def test_what_may_be_recorded(
 ) -> None:
     config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter))
     experts = {"high_noise": Preparation(2, compiled=True), "low_noise": prepared}
-    trainee: Any = SimpleNamespace(prepared=experts, strengths=strengths, host=SimpleNamespace(moves=moves))
+    trainee: Any = SimpleNamespace(
+        spec=spec_of("wan"), facts=SimpleNamespace(family="wan"), prepared=experts, strengths=strengths,
+        host=SimpleNamespace(moves=moves),
+    )  # fmt: skip
     assert (why_not_recorded(config, trainee) is None) is recorded
+
+
+def test_a_family_that_was_never_recorded_is_not() -> None:
+    config: Any = SimpleNamespace(adapter=Adapter())
+    trainee: Any = SimpleNamespace(
+        spec=spec_of("stable_audio"), facts=SimpleNamespace(family="stable_audio"), strengths={},
+        prepared={"": Preparation(2, compiled=True)}, host=SimpleNamespace(moves=False),
+    )  # fmt: skip
+    assert why_not_recorded(config, trainee) == "stable_audio was never recorded on a GPU"

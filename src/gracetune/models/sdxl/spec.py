@@ -28,6 +28,7 @@ SPEC = ModelSpec(
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
+    recorded_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
     keys=KEYS,

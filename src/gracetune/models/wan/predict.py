@@ -37,6 +37,12 @@ def predict(
     return answer
 
 
+def recorded_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Captions of any length are one shape, as they are for the denoiser. No mask: it sees the padding too."""
+    given = {name: one for name, one in batch.items() if name in ("condition", "image_embeds")}
+    return {**given, "prompt_embeds": padded(batch["prompt_embeds"])}
+
+
 def padded(embeds: Tensor) -> Tensor:
     """[B, T, D] -> [B, 512, D]."""
     return F.pad(embeds, (0, 0, 0, TEXT_TOKENS - embeds.shape[1]))

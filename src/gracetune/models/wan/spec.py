@@ -9,7 +9,7 @@ from gracetune.models.wan.facts import inspect
 from gracetune.models.wan.keys import KEYS
 from gracetune.models.wan.latents import load_latent_encoder
 from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline, with_fewer_passes
-from gracetune.models.wan.predict import predict
+from gracetune.models.wan.predict import predict, recorded_inputs
 from gracetune.models.wan.sample import sample
 from gracetune.models.wan.text import load_text_encoder
 from gracetune.models.wan.tiny import build_tiny
@@ -35,6 +35,7 @@ SPEC = ModelSpec(
     load_latent_encoder=load_latent_encoder,
     load_text_encoder=load_text_encoder,
     predict=predict,
+    recorded_inputs=recorded_inputs,
     load_pipeline=load_pipeline,
     sample=sample,
     keys=KEYS,

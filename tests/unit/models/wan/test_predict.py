@@ -53,6 +53,23 @@ def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, cas
     assert {call.component for call in calls} == set(denoisers)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_recorded_step_is_given_captions_of_any_length_in_one_shape(tiny_model: TinyModel, case: Case) -> None:
+    source = source_of(tiny_model, case.flavour)
+    facts = SPEC.inspect(source)
+    denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
+    assert SPEC.recorded_inputs is not None
+    shapes = []
+    for batch in entries(source, case, clip(case.size, case.frames), CAPTION, "a longer one than the other caption is"):
+        given = SPEC.recorded_inputs({**batch, "prompt_attention_mask": torch.ones(1, 3), "loss_mask": torch.ones(1)})
+        level = torch.full((1,), 0.95)
+        with torch.no_grad():
+            recorded, wanted = (SPEC.predict(denoiser, batch["latents"], level, one, facts) for one in (given, batch))
+        torch.testing.assert_close(recorded, wanted, rtol=0, atol=0)
+        shapes.append({name: one.shape for name, one in given.items()})
+    assert shapes[0] == shapes[1]
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.from_image], ids=str)
 def test_the_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)

@@ -76,6 +76,8 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
         ({"logging": {"trackers": ["wandb"]}}, "logging.trackers: wandb"),
         ({"logging": {"webhook": "ftp://here"}}, "logging.webhook"),
         ({"schedule": {"name": "cosine", "warmup_steps": 5}}, "fewer than the run's 5 optimizer steps"),
+        ({"adapter": {"targets": ["to_qq"]}}, "to_qq"),
+        ({"adapter": {"init_from": "nothing-there.safetensors"}}, "nothing-there.safetensors"),
     ],
 )
 def test_what_cannot_work_at_the_first_step_is_said_before_the_data_is_looked_at(
@@ -86,6 +88,17 @@ def test_what_cannot_work_at_the_first_step_is_said_before_the_data_is_looked_at
     shutil.rmtree(tmp_path / "pictures")
     with pytest.raises((ConfigError, TelemetryError), match=said):
         run(config)
+
+
+def test_a_file_to_begin_with_that_does_not_fit_is_refused_before_the_data_is_looked_at(
+    finished: RunConfig, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    file = f"{finished.output_dir}/tiny.safetensors"
+    config = config_for("flux", tiny_model, tmp_path / "next", adapter={"init_from": file, "rank": 3})
+    shutil.rmtree(tmp_path / "next" / "pictures")
+    with pytest.raises(ConfigError) as refused:
+        run(config)
+    assert "train with the rank, factor and targets the file was made with" in refused.value.problems[0].hint
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ import gracetune.models.flux.load
 import gracetune.models.flux.spec  # so that what is patched below is not what others import
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
-from gracetune.telemetry.events import HeldOutLoss, ValidationDone
+from gracetune.telemetry.events import HeldOutLoss, ValidationDone, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.request import ask_for_validation
 from gracetune.train.view import Heard
 from runs.made import TinyModel, config_for, pictures, run
-from runs.test_resume import DUAL_EXPERT, assert_same_end, losses
+from runs.test_resume import DUAL_EXPERT, assert_same_end, losses, states
 
 PROMPTS: dict[str, Any] = {
     "steps": 2,
@@ -41,6 +42,26 @@ class Asking(Heard):
             os.kill(os.getpid(), signal.SIGUSR1)
         elif step == 3:
             ask_for_validation(self.folder)
+
+
+class Falling(Heard):
+    """Falls over when samples are to be drawn, as no user's mistake would make it."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        if name.startswith("samples"):
+            raise RuntimeError("fell over")
+        return super().phase(name)
+
+
+class Removing(Heard):
+    """Somebody removes a file while the run goes on."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def on_step(self, step: int, steps: int) -> None:
+        self.file.unlink(missing_ok=True)
 
 
 def events(config: RunConfig, kind: type) -> list[Any]:
@@ -123,6 +144,46 @@ def test_cached_prompts_are_given_in_the_denoisers_precision(
     run(config)
     (drawn,) = events(config, ValidationDone)
     assert drawn.files
+
+
+def test_a_sample_that_cannot_be_drawn_is_said_before_anything_is_done(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("wan", tiny_model, tmp_path, validation={**PROMPTS, "width": 1000})
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError, match=r"validation.width\n.*1000\n.*a multiple of 16\n.*992"):
+            run(config, dry_run=dry_run)
+    assert not Path(config.output_dir).exists()
+
+
+def test_the_checkpoint_of_a_step_is_saved_before_its_samples_are_drawn(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for(
+        "flux", tiny_model, tmp_path, validation={**PROMPTS, "every_steps": 2}, checkpoints={"every_steps": 2}
+    )
+    with pytest.raises(RuntimeError, match="fell over"):
+        run(config, Falling())
+    assert states(config, 2)
+    assert run(config).step == 5
+    assert [one.step for one in events(config, ValidationDone)] == [4], "it went on from step 2"
+
+
+def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The other samples of the round are drawn, and training is as without any."""
+    stays, goes = (pictures(tmp_path / name, 1) / "00.png" for name in ("stays", "goes"))
+    prompts = [{"prompt": "one", "references": [str(goes)]}, {"prompt": "two", "references": [str(stays)]}]
+    options: dict[str, Any] = {"flavour": "ti2v-5b-2.2", "training": {"max_steps": 2}}
+    plain = config_for("wan", tiny_model, tmp_path / "plain", **options)
+    run(plain)
+    asked = {**PROMPTS, "prompts": prompts, "every_steps": 1}
+    config = config_for("wan", tiny_model, tmp_path / "watched", validation=asked, **options)
+    view = Removing(goes)
+    assert run(config, view).step == 2
+    drawn = events(config, ValidationDone)
+    assert [[file.prompt for file in one.files] for one in drawn] == [["two"], ["two"]]
+    told = [text for text in view.warnings if "not drawn" in text]
+    assert len(told) == 2
+    assert told[0].startswith("validation.prompts[0]: not drawn, and training goes on: references")
+    assert str(goes) in told[0]
+    assert [one.message for one in events(config, Warned) if "not drawn" in one.message] == told
+    assert losses(config) == losses(plain)
 
 
 def test_nobody_can_be_asked_where_nobody_trains(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from gracetune.models.encoders import encoders_of
 from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.registry import geometry
+from gracetune.train.asked import check_requests
 from gracetune.train.assembly import assemble, check_optimizer, open_host, open_memory, refuse_two_halves, where_of
 from gracetune.train.control import Stop, listening
 from gracetune.train.data import fill_caches, live_encoders, stage
@@ -46,7 +47,7 @@ from gracetune.train.resume import (
 )
 from gracetune.train.runtime import open_runtime
 from gracetune.train.saving import Saving
-from gracetune.train.trainee import load_trainee
+from gracetune.train.trainee import check_adapter, load_trainee
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
 
@@ -108,6 +109,8 @@ def train(
         trained = trained_experts(config.model.experts, facts)
         optimizer = check_optimizer(config, trained, runtime.device)
         check_trackers(config, main=runtime.is_main)
+        check_requests(config, spec, facts)
+        check_adapter(config, spec, source, facts)
         planned = make_plan(config, machine, spec, source, facts)
         view.planned(planned, machine)
         refuse_misfit(planned, allowed=options.allow_misfit)
@@ -164,12 +167,14 @@ def train(
         telemetry = stack.enter_context(open_telemetry(config, folder, view, main=runtime.is_main))
         resumed = None if start.checkpoint is None else start.step
         watchdog = stack.enter_context(watch(machine, memory, view))
-        # Guards first: what they find is part of what the others see. Saving last: it saves what the others did.
+        # Guards first: what they find is part of what the others see. Samples last: they take long, and whatever they
+        # meet, the step's checkpoint is saved.
         job.callbacks = [
             NanGuard(),
             MemoryGuard(memory, watchdog),
             Logging(telemetry, config, machine, view, resumed, dry.once_ms),
             HeldOut(config, cached, telemetry, view),
+            Saving(job, config, folder, store, metadata, telemetry, view),
             Sampling(
                 config,
                 folder,
@@ -178,7 +183,6 @@ def train(
                 room=host_room(machine, memory),
                 prompts=prompts_of(config.validation, spec, facts, cached),
             ),
-            Saving(job, config, folder, store, metadata, telemetry, view),
         ]
         began = time.monotonic()
         told = failure_told(job, folder, telemetry, began=began)

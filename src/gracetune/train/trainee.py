@@ -145,6 +145,17 @@ class Trainee:
                     module.training = training
 
 
+def check_adapter(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> None:
+    """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
+    loaded: all that will be attached is, to layers without weights."""
+    starts = _starts(config, facts)
+    for expert in facts.experts:
+        if expert.name in trained_experts(config.model.experts, facts):
+            attached = _made_trainable(config, spec, facts, spec.build_denoiser(source, expert), expert)
+            if expert.name in starts:
+                attached.load(starts[expert.name])
+
+
 def load_trainee(
     config: RunConfig,
     spec: ModelSpec,
@@ -167,7 +178,7 @@ def load_trainee(
         denoiser = spec.load_denoiser(source, experts[name], placement)
         if fp8 is not None:
             held.append(fp8_line(denoiser, fp8.layers))
-        attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices)
+        attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices.adapter_path)
         if name in starts:
             attached[name].load(starts[name])
         denoiser.train()
@@ -188,8 +199,9 @@ def load_trainee(
 
 
 def _made_trainable(
-    config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert, choices: Choices
-) -> Attached:
+    config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, expert: Expert,
+    adapter_path: PathChoice = "auto",
+) -> Attached:  # fmt: skip
     return attach(
         denoiser,
         config.adapter,
@@ -198,7 +210,7 @@ def _made_trainable(
         default_targets=spec.default_targets,
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
-        adapter_path=choices.adapter_path,
+        adapter_path=adapter_path,
     )
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,11 +15,13 @@ from PIL import Image
 from torch import nn
 
 from gracetune.checkpoint.random_state import RandomState
-from gracetune.config.run_config import RunConfig, ValidationPrompt
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
-from gracetune.models.spec import Placement, Sampled, SampleRequest
+from gracetune.models.spec import Placement, Sampled
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.telemetry.hub import Telemetry
+from gracetune.train.asked import Asked, requests_of
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
 from gracetune.train.loop import WindowDone
@@ -30,44 +30,6 @@ from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
 from gracetune.train.request import VALIDATE_NOW
 from gracetune.train.view import View
-
-DEFAULT_STEPS = 20
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One sample: what is drawn, and how strongly the adapter counts."""
-
-    request: SampleRequest
-    strength: float
-    references: tuple[str, ...]
-
-
-def requests_of(config: RunConfig) -> list[Asked]:
-    """Every sample of one round. Pure: the reference pictures are opened when they are needed."""
-    section = config.validation
-    found = []
-    for number, prompt in enumerate(section.prompts):
-        seed = next(one for one in (prompt.seed, section.seed, config.training.seed) if one is not None)
-        for copy in range(section.images_per_prompt):
-            walked = seed + (number if section.walk_seed else 0) + copy
-            found.append(Asked(_request(config, prompt, walked), prompt.adapter_strength, prompt.references))
-    return found
-
-
-def _request(config: RunConfig, prompt: ValidationPrompt, seed: int) -> SampleRequest:
-    section = config.validation
-    negative = section.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
-    return SampleRequest(
-        prompt=prompt.prompt,
-        negative_prompt=negative,
-        width=prompt.width or section.width or 0,
-        height=prompt.height or section.height or 0,
-        frames=prompt.num_frames or section.num_frames or 1,
-        steps=prompt.steps or section.steps or DEFAULT_STEPS,
-        guidance=section.guidance if prompt.guidance is None else prompt.guidance,
-        seed=seed,
-    )
 
 
 class Sampling:
@@ -80,7 +42,7 @@ class Sampling:
         self._room, self._prompts = room, prompts
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
-        self._asked = requests_of(config) if config.validation.enabled else []
+        self._asked = requests_of(config)
         section = config.validation
         timed = section.at_start or section.every_steps or section.every_epochs
         if section.enabled and timed and not self._asked:
@@ -128,13 +90,14 @@ class Sampling:
         job.step.release()
         files: list[SampleFile] = []
         pictures: list[Image.Image] = []
-        with untouched(job), self._view.phase(f"samples at step {step}"), self._pipeline(job) as pipeline:
+        phase = self._view.phase(f"samples at step {step}")
+        with self._going_on(job, "samples"), untouched(job), phase, self._pipeline(job) as pipeline:
             for number, asked in enumerate(self._asked):
-                sampled = self._sampled(job, pipeline, asked)
-                if not job.runtime.is_main:
-                    continue
-                files += self._written(step, number, asked, sampled)
-                pictures += sampled.frames[:1]
+                with self._going_on(job, f"validation.prompts[{asked.prompt}]"):
+                    sampled = self._sampled(job, pipeline, asked)
+                    if job.runtime.is_main:
+                        files += self._written(step, number, asked, sampled)
+                        pictures += sampled.frames[:1]
         if not job.runtime.is_main:
             return
         sheet = self._sheet(step, pictures)
@@ -149,7 +112,7 @@ class Sampling:
         try:
             contact_sheet(path, pictures)
         except NotWrittenError as error:
-            self._warn(step, error)
+            self._warn(step, str(error))
             return None
         return str(path.relative_to(self._folder.path))
 
@@ -159,18 +122,30 @@ class Sampling:
         try:
             path, kind = write_sample(stem, sampled, self._config.validation.fps)
         except NotWrittenError as error:
-            self._warn(step, error)
+            self._warn(step, str(error))
             return []
         name = str(path.relative_to(self._folder.path))
         return [SampleFile(path=name, kind=kind, prompt=asked.request.prompt, seed=asked.request.seed)]
 
-    def _warn(self, step: int, error: NotWrittenError) -> None:
-        self._view.warn(str(error))
-        self._telemetry.emit(Warned(message=str(error), step=step))
+    def _warn(self, step: int, message: str) -> None:
+        self._view.warn(message)
+        self._telemetry.emit(Warned(message=message, step=step))
+
+    @contextmanager
+    def _going_on(self, job: Job, what: str) -> Iterator[None]:
+        """What cannot be drawn, because a reference is gone meanwhile, is said, and training goes on.
+
+        Not where the model is shared out: the other ranks would wait for ever for the one that left off.
+        """
+        try:
+            yield
+        except (ConfigError, OSError) as error:
+            if job.runtime.is_sharded:
+                raise
+            self._warn(job.position.step, f"{what}: not drawn, and training goes on: {error}")
 
     def _sampled(self, job: Job, pipeline: Any, asked: Asked) -> Sampled:
-        pictures = tuple(Image.open(Path(name).expanduser()).convert("RGB") for name in asked.references)
-        request = replace(asked.request, references=pictures)
+        request = asked.with_pictures()
         if isinstance(self._prompts, Prompts):
             request = self._prompts.given(request, job.trainee.dtype)
         with job.trainee.evaluating(asked.strength), job.as_delivered(), job.runtime.autocast():

@@ -518,3 +518,14 @@ class TestFull:
             attached.load(AdapterState("wan", "", {}))
         with pytest.raises(GracetuneError, match="strength cannot be changed"), attached.disabled():
             pass
+
+
+@pytest.mark.parametrize(("family", "kind"), EVERY_KIND)
+def test_on_layers_without_weights_it_is_the_same_adapter(family: str, kind: str, tiny_model: TinyModel) -> None:
+    """So a run is told what does not fit before it loads any."""
+    real, empty = load(tiny_model, family), load(tiny_model, family)
+    empty.model.to("meta")
+    attached, without = real.attach(kind), empty.attach(kind)
+    shapes = [{name: one.shape for name, one in made.parameters().items()} for made in (attached, without)]
+    assert shapes[0] == shapes[1]
+    without.load(attached.state())

@@ -79,9 +79,14 @@ def decode_image(
     data: Bytes, path: str, fit: Fit, bucket: Bucket, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS
 ) -> Image.Image:
     """RGB of exactly the bucket's size. `own_colours` keeps what lies under transparency instead of white."""
-    with damage_named(path):
-        picture = _rgb(open_upright(data, path, max_pixels), path, own_colours)
+    picture = open_rgb(data, path, own_colours=own_colours, max_pixels=max_pixels)
     return fit_to_bucket(picture, path, fit, bucket)
+
+
+def open_rgb(data: Bytes, path: str, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """The same at the file's own size."""
+    with damage_named(path):
+        return _rgb(open_upright(data, path, max_pixels), path, own_colours)
 
 
 def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:

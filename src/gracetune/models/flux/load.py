@@ -15,6 +15,7 @@ from transformers import CLIPTextModel, T5EncoderModel
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
+from gracetune.models.common.packing import PATCH
 from gracetune.models.common.pipelines import assemble
 from gracetune.models.flux.attention import use_whole_gradients
 from gracetune.models.layout import (
@@ -55,6 +56,7 @@ def inspect(source: ModelSource) -> ModelFacts:
     guided = bool(part_config(source, TRANSFORMER, FluxTransformer2DModel)["guidance_embeds"])
     shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
     flavour = _flavour(name, guided=guided)
+    halvings = len(part_config(source, "vae", AutoencoderKL)["block_out_channels"]) - 1
     return ModelFacts(
         family="flux",
         flavour=flavour,
@@ -63,6 +65,7 @@ def inspect(source: ModelSource) -> ModelFacts:
         shift=shift,
         details={
             "pipeline": name,
+            "side_multiple": PATCH * 2**halvings,
             "guidance": TRAINING_GUIDANCE if guided else None,
             "caption_tokens": _TOKENS.get(flavour, _MOST_TOKENS),
             "resolution_shift": rule,

@@ -9,26 +9,36 @@ import torch
 from diffusers import FluxKontextPipeline
 
 from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import batched, checked_size, need_references, refuse_references
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _SHORT = 256
 """Caption tokens of weights without a guidance input: schnell."""
 
 
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    edits = facts.details["pipeline"] == FluxKontextPipeline.__name__
+    _check(request, facts.details["side_multiple"], edits=edits)
+
+
+def _check(request: SampleRequest, multiple: int, *, edits: bool) -> None:
+    model, pictures = ("FLUX.1 Kontext", 1) if edits else ("FLUX.1", 0)
+    sides = side_problems(*size_of(request), multiple)
+    refuse([*sides, *reference_problems(request, model, least=pictures, most=pictures)])
+
+
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
-    width, height = checked_size(request, PATCH * pipeline.vae_scale_factor)
+    edits = isinstance(pipeline, FluxKontextPipeline)
+    _check(request, PATCH * pipeline.vae_scale_factor, edits=edits)
+    width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     if request.negative_prompt:
         warnings.warn(
             "FLUX.1 is guided by a number it was taught, not by a negative prompt: it is left out", stacklevel=2
         )
-    if isinstance(pipeline, FluxKontextPipeline):
-        need_references(request, "FLUX.1 Kontext", most=1)
+    if edits:
         # It draws as many pixels as `max_area` says, whatever size it is asked for.
         options |= {"image": request.references[0], "max_area": width * height}
-    else:
-        refuse_references(request, "FLUX.1")
     if not pipeline.transformer.config.guidance_embeds:
         options["max_sequence_length"] = _SHORT
     if request.embeds is None:

@@ -8,7 +8,7 @@ from gracetune.models.flux.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.flux.keys import KEYS
 from gracetune.models.flux.load import build_denoiser, inspect, load_denoiser, load_pipeline, made_ready
 from gracetune.models.flux.predict import predict
-from gracetune.models.flux.sample import sample
+from gracetune.models.flux.sample import check_sample, sample
 from gracetune.models.flux.tiny import build_tiny
 from gracetune.models.spec import FromEmbeddings, ModelSpec
 
@@ -30,6 +30,7 @@ SPEC = ModelSpec(
     recorded_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
+    check_sample=check_sample,
     keys=KEYS,
     default_targets=(
         *(f"transformer_blocks.*.{layer}" for layer in _DOUBLE),

@@ -15,6 +15,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 from gracetune.diffusion.schedule import Flow
 from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
+from gracetune.models.common.packing import PATCH
 from gracetune.models.common.pipelines import assemble, load_tokenizer
 from gracetune.models.layout import (
     CONFIG,
@@ -52,7 +53,9 @@ def inspect(source: ModelSource) -> ModelFacts:
     name = pipeline_name(source, "qwen_image", PIPELINES)
     require_parts(source, _PARTS if name == QwenImagePipeline.__name__ else {**_PARTS, **_PROCESSOR})
     transformer = part_config(source, TRANSFORMER, QwenImageTransformer2DModel)
-    shift, rule = read_shift(read_config(source, "scheduler", SCHEDULER))
+    vae = part_config(source, "vae", AutoencoderKLQwenImage)
+    scheduler = read_config(source, "scheduler", SCHEDULER)
+    shift, rule = read_shift(scheduler)
     last = transformer["num_layers"] - 1
     return ModelFacts(
         family="qwen_image",
@@ -60,7 +63,12 @@ def inspect(source: ModelSource) -> ModelFacts:
         experts=(Expert("", TRANSFORMER),),
         schedule=Flow(time_scale=1.0),
         shift=shift,
-        details={"pipeline": name, "resolution_shift": rule},
+        details={
+            "pipeline": name,
+            "resolution_shift": rule,
+            "side_multiple": PATCH * 2 ** len(vae["temperal_downsample"]),
+            "stretched_schedule": bool(scheduler.get("shift_terminal")),
+        },
         untrained=tuple(f"transformer_blocks.{last}.{layer}" for layer in _NO_GRADIENT),
     )
 

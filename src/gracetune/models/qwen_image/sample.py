@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from diffusers import QwenImageEditPlusPipeline, QwenImagePipeline
 
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import Problem
 from gracetune.models.common.packing import PATCH
-from gracetune.models.common.sampling import batched, checked_size, need_references, refuse_references
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.qwen_image.load import PIPELINES
+from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 NO_WISH = " "
 """Guidance compares with the embedding of a negative prompt; this is the one the weights' authors use for none."""
@@ -18,17 +20,30 @@ NO_WISH = " "
 _FEWEST_STEPS = 2
 
 
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    known = facts.details
+    _check(request, PIPELINES[known["pipeline"]], known["side_multiple"], stretched=known["stretched_schedule"])
+
+
+def _check(request: SampleRequest, pipeline: Any, multiple: int, *, stretched: bool) -> None:
+    if pipeline is QwenImagePipeline:
+        references = reference_problems(request, "Qwen-Image")
+    elif pipeline is QwenImageEditPlusPipeline:
+        references = reference_problems(request, "Qwen-Image-Edit-Plus", least=1, most=None)
+    else:
+        references = reference_problems(request, "Qwen-Image-Edit", least=1, most=1)
+    steps = _step_problems(request) if stretched else ()
+    refuse([*side_problems(*size_of(request), multiple), *steps, *references])
+
+
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     options: dict[str, Any] = {} if request.guidance is None else {"true_cfg_scale": request.guidance}
-    width, height = checked_size(request, PATCH * pipeline.vae_scale_factor)
-    _check_steps(pipeline, request)
-    if isinstance(pipeline, QwenImagePipeline):
-        refuse_references(request, "Qwen-Image")
-    elif isinstance(pipeline, QwenImageEditPlusPipeline):
-        need_references(request, "Qwen-Image-Edit-Plus", most=None)
+    stretched = bool(pipeline.scheduler.config.shift_terminal)
+    _check(request, type(pipeline), PATCH * pipeline.vae_scale_factor, stretched=stretched)
+    width, height = size_of(request)
+    if isinstance(pipeline, QwenImageEditPlusPipeline):
         options["image"] = list(request.references)
-    else:
-        need_references(request, "Qwen-Image-Edit", most=1)
+    elif not isinstance(pipeline, QwenImagePipeline):
         options["image"] = request.references[0]
     options |= _texts(pipeline, request)
     drawn = pipeline(
@@ -52,9 +67,9 @@ def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
     return found
 
 
-def _check_steps(pipeline: Any, request: SampleRequest) -> None:
+def _step_problems(request: SampleRequest) -> Iterator[Problem]:
     """The schedule is stretched so that its last step ends at a set level: with one step that is a division by zero."""
-    if request.steps < _FEWEST_STEPS and pipeline.scheduler.config.shift_terminal:
+    if request.steps < _FEWEST_STEPS:
         expected = f"{_FEWEST_STEPS} or more: of one step this model's schedule makes no numbers"
         hint = f"ask for {_FEWEST_STEPS} steps; Qwen-Image itself is sampled with 50"
-        raise ConfigError([Problem("the sample's steps", str(request.steps), expected, hint)])
+        yield Problem("steps", str(request.steps), expected, hint)

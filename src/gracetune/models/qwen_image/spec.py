@@ -10,7 +10,7 @@ from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_en
 from gracetune.models.qwen_image.keys import KEYS
 from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.qwen_image.predict import predict
-from gracetune.models.qwen_image.sample import NO_WISH, sample
+from gracetune.models.qwen_image.sample import NO_WISH, check_sample, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
 
@@ -40,6 +40,7 @@ SPEC = ModelSpec(
     recorded_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
+    check_sample=check_sample,
     keys=KEYS,
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("QwenImageTransformerBlock",),

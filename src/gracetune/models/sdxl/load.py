@@ -63,7 +63,8 @@ def inspect(source: ModelSource) -> ModelFacts:
     pipeline_name(source, "sdxl", PIPELINES)
     require_parts(source, _PARTS)
     scheduler, unet = _scheduler_config(source), part_config(source, UNET, UNet2DConditionModel)
-    problems = [*_unknown(source, scheduler, unet)]
+    vae = part_config(source, "vae", AutoencoderKL)
+    problems = [*_unknown(source, scheduler, unet, vae)]
     if problems:
         raise ConfigError(problems)
     return ModelFacts(
@@ -71,6 +72,7 @@ def inspect(source: ModelSource) -> ModelFacts:
         flavour="base-1.0",
         experts=(Expert("", UNET),),
         schedule=_schedule(scheduler),
+        details={"side_multiple": 2 ** (len(vae["block_out_channels"]) - 1)},
     )
 
 
@@ -84,7 +86,9 @@ def _scheduler_config(source: ModelSource) -> dict[str, Any]:
     return config
 
 
-def _unknown(source: ModelSource, scheduler: Mapping[str, Any], unet: Mapping[str, Any]) -> Iterator[Problem]:
+def _unknown(
+    source: ModelSource, scheduler: Mapping[str, Any], unet: Mapping[str, Any], vae: Mapping[str, Any]
+) -> Iterator[Problem]:
     """Relatives of the base model that would load and then learn nonsense."""
     file, unet_file = str(source.part("scheduler") / SCHEDULER), str(source.part(UNET) / CONFIG)
     prediction = scheduler.get("prediction_type", "epsilon")
@@ -97,10 +101,9 @@ def _unknown(source: ModelSource, scheduler: Mapping[str, Any], unet: Mapping[st
         hint = "set prediction_type to v_prediction, if that is what these weights predict"
         found = "epsilon with rescale_betas_zero_snr: pure noise says nothing about the picture"
         yield Problem("prediction_type", found, "v_prediction", hint, file)
-    channels = part_config(source, "vae", AutoencoderKL)["latent_channels"]
-    if unet["in_channels"] != channels:
+    if unet["in_channels"] != vae["latent_channels"]:
         found = f"{unet['in_channels']}: a model for inpainting or of the like"
-        yield Problem("in_channels", found, f"{channels}, the VAE's channels", _BASE, unet_file)
+        yield Problem("in_channels", found, f"{vae['latent_channels']}, the VAE's channels", _BASE, unet_file)
 
 
 def _schedule(config: Mapping[str, Any]) -> Ddpm:

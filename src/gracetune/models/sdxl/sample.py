@@ -6,14 +6,22 @@ from typing import Any
 
 import torch
 
-from gracetune.models.common.sampling import batched, checked_size, refuse_references
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.models.common.sampling import batched, reference_problems, refuse, side_problems, size_of
+from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
+
+
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    _check(request, facts.details["side_multiple"])
+
+
+def _check(request: SampleRequest, multiple: int) -> None:
+    refuse([*side_problems(*size_of(request), multiple), *reference_problems(request, "SDXL")])
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     """Without a negative prompt guidance compares with what the pipeline's configuration says: zeros, for the base."""
-    refuse_references(request, "SDXL")
-    width, height = checked_size(request, pipeline.vae_scale_factor)
+    _check(request, pipeline.vae_scale_factor)
+    width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     options |= _texts(pipeline, request)
     drawn = pipeline(

@@ -8,7 +8,7 @@ from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.sdxl.keys import KEYS
 from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.sdxl.predict import predict
-from gracetune.models.sdxl.sample import sample
+from gracetune.models.sdxl.sample import check_sample, sample
 from gracetune.models.sdxl.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 
@@ -31,6 +31,7 @@ SPEC = ModelSpec(
     recorded_inputs=dict,
     load_pipeline=load_pipeline,
     sample=sample,
+    check_sample=check_sample,
     keys=KEYS,
     default_targets=tuple(
         f"{part}.attentions.*.transformer_blocks.*.{layer}"

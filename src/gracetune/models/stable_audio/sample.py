@@ -8,9 +8,14 @@ import torch
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.sampling import refuse_references
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _GUIDANCE = 7.0
+
+
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    """Seconds are left to `sample`, which knows the longest: no config asks for any."""
+    refuse_references(request, "Stable Audio")
 
 
 @torch.no_grad()
@@ -21,7 +26,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     longest = pipeline.transformer.config.sample_size * pipeline.vae.hop_length / rate
     if not 0 <= request.seconds <= longest:
         expected = f"at most {longest:.1f}, the longest these weights make"
-        raise ConfigError([Problem("the sample's seconds", f"{request.seconds:g}", expected, f"{longest:.1f}")])
+        raise ConfigError([Problem("seconds", f"{request.seconds:g}", expected, f"{longest:.1f}")])
     pipeline.set_progress_bar_config(disable=True)
     sounds = pipeline(
         prompt=request.prompt,

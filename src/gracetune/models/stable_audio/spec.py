@@ -8,7 +8,7 @@ from gracetune.models.stable_audio.keys import KEYS
 from gracetune.models.stable_audio.latents import load_latent_encoder
 from gracetune.models.stable_audio.load import build_denoiser, load_denoiser, load_pipeline
 from gracetune.models.stable_audio.predict import predict
-from gracetune.models.stable_audio.sample import sample
+from gracetune.models.stable_audio.sample import check_sample, sample
 from gracetune.models.stable_audio.text import load_text_encoder
 from gracetune.models.stable_audio.tiny import build_tiny
 
@@ -28,6 +28,7 @@ SPEC = ModelSpec(
     predict=predict,
     load_pipeline=load_pipeline,
     sample=sample,
+    check_sample=check_sample,
     keys=KEYS,
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("StableAudioDiTBlock",),

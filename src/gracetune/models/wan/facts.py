@@ -94,10 +94,13 @@ def inspect(source: ModelSource) -> ModelFacts:
         shift=found.shift,
         details={
             "recognised": reason,
+            "pipeline": found.index["_class_name"],
             "from_image": found.from_image,
             "image_encoder": found.image_encoder,
             "expand_timesteps": found.expand_timesteps,
             "patch_size": tuple(found.transformer["patch_size"]),
+            "side_multiple": found.vae["scale_factor_spatial"] * found.transformer["patch_size"][1],
+            "frame_step": found.vae["scale_factor_temporal"],
         },
     )
 

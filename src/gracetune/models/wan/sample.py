@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from PIL import ImageOps
 
-from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.sampling import batched
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.errors import Problem
+from gracetune.models.common.sampling import batched, refuse, side_problems
+from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 from gracetune.models.wan.facts import FROM_IMAGE, FROM_TEXT
 from gracetune.models.wan.load import PIPELINES
 from gracetune.models.wan.predict import padded
@@ -23,14 +23,22 @@ _GUIDANCE_TWO_EXPERTS = {FROM_TEXT: (4.0, 3.0), FROM_IMAGE: (3.5, 3.5)}
 """High and low noise, as the 2.2 weights are published with."""
 
 
+def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
+    known = facts.details
+    starts_from_picture = known["pipeline"] == FROM_IMAGE or bool(known["expand_timesteps"] and request.references)
+    refuse(_problems(request, known["side_multiple"], known["frame_step"], starts_from_picture=starts_from_picture))
+
+
 @torch.no_grad()
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     """Frames of the asked-for size. Image-to-video weights start from the first reference; the 5B may."""
     pipeline = _that_takes(pipeline, request)
-    width, height = request.width or _WIDTH, request.height or _HEIGHT
-    _check(pipeline, request, width, height)
+    multiple = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[1]
+    step, starts_from_picture = pipeline.vae_scale_factor_temporal, _takes_picture(pipeline)
+    refuse(_problems(request, multiple, step, starts_from_picture=starts_from_picture))
+    width, height = _size(request)
     options: dict[str, Any] = dict(_guidance(pipeline, request.guidance))
-    if _takes_picture(pipeline):
+    if starts_from_picture:
         # Cut to shape as the data is; the pipeline would stretch it.
         options["image"] = ImageOps.fit(request.references[0].convert("RGB"), (width, height))
     pipeline.set_progress_bar_config(disable=True)
@@ -77,25 +85,20 @@ def _guidance(pipeline: Any, asked: float | None) -> dict[str, float]:
     return {"guidance_scale": high, "guidance_scale_2": low}
 
 
-def _check(pipeline: Any, request: SampleRequest, width: int, height: int) -> None:
+def _size(request: SampleRequest) -> tuple[int, int]:
+    return request.width or _WIDTH, request.height or _HEIGHT
+
+
+def _problems(request: SampleRequest, multiple: int, step: int, *, starts_from_picture: bool) -> Iterator[Problem]:
     """What the pipeline would round, or stop at with an error of its own."""
-    multiple = pipeline.vae_scale_factor_spatial * pipeline.transformer.config.patch_size[1]
-    step = pipeline.vae_scale_factor_temporal
-    problems = []
-    for name, side in (("width", width), ("height", height)):
-        if side % multiple:
-            near = max(multiple, round(side / multiple) * multiple)
-            problems.append(Problem(f"validation.{name}", str(side), f"a multiple of {multiple}", str(near)))
+    yield from side_problems(*_size(request), multiple)
     if request.frames < 1 or (request.frames - 1) % step:
         near = max(0, round((request.frames - 1) / step)) * step + 1
-        problems.append(Problem("validation.num_frames", str(request.frames), f"{step} k + 1 frames", str(near)))
-    takes_picture = _takes_picture(pipeline)
-    if takes_picture and not request.references:
+        yield Problem("num_frames", str(request.frames), f"{step} k + 1 frames", str(near))
+    if starts_from_picture and not request.references:
         expected = "a picture: these weights go on from a first frame"
-        problems.append(Problem("validation.prompts.references", "none", expected, "the path of a picture"))
-    if request.references and (not takes_picture or len(request.references) > 1):
-        expected = "one: the first frame" if takes_picture else "none: these weights start from text alone"
-        hint = "leave them out" if not takes_picture else "leave the others out"
-        problems.append(Problem("validation.prompts.references", f"{len(request.references)} pictures", expected, hint))
-    if problems:
-        raise ConfigError(problems)
+        yield Problem("references", "none", expected, "the path of a picture")
+    if request.references and (not starts_from_picture or len(request.references) > 1):
+        expected = "one: the first frame" if starts_from_picture else "none: these weights start from text alone"
+        hint = "leave the others out" if starts_from_picture else "leave them out"
+        yield Problem("references", f"{len(request.references)} pictures", expected, hint)

@@ -10,7 +10,7 @@ from gracetune.models.wan.keys import KEYS
 from gracetune.models.wan.latents import load_latent_encoder
 from gracetune.models.wan.load import build_denoiser, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.wan.predict import predict, recorded_inputs
-from gracetune.models.wan.sample import sample
+from gracetune.models.wan.sample import check_sample, sample
 from gracetune.models.wan.text import load_text_encoder
 from gracetune.models.wan.tiny import build_tiny
 
@@ -38,6 +38,7 @@ SPEC = ModelSpec(
     recorded_inputs=recorded_inputs,
     load_pipeline=load_pipeline,
     sample=sample,
+    check_sample=check_sample,
     keys=KEYS,
     default_targets=tuple(f"blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("WanTransformerBlock",),

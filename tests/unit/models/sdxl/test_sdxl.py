@@ -250,9 +250,7 @@ def test_a_vae_that_needs_no_float32_is_known_by_the_dtype_it_works_in(folder: P
 @pytest.mark.parametrize("side", [30, 100])
 def test_a_size_it_cannot_draw(side: int, folder: Path) -> None:
     pipeline = loaded.pipeline(SPEC.family, folder)
-    with pytest.raises(
-        ConfigError, match=rf"the sample's height\n.*{side}\n.*a multiple of 8\n.*{round(side / 8) * 8}"
-    ):
+    with pytest.raises(ConfigError, match=rf"height\n.*{side}\n.*a multiple of 8\n.*{round(side / 8) * 8}"):
         SPEC.sample(pipeline, SampleRequest(SHORT, width=32, height=side))
 
 

@@ -1,0 +1,93 @@
+"""The samples a config asks for: what each of them is, and whether it can be drawn at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from PIL import Image
+
+from gracetune.config.run_config import RunConfig, ValidationPrompt
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.media.image import open_rgb
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.spec import ModelFacts, ModelSpec, SampleRequest
+
+DEFAULT_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One sample: what is drawn, and how strongly the adapter counts."""
+
+    prompt: int
+    """Its place in `validation.prompts`."""
+    request: SampleRequest
+    strength: float
+    references: tuple[str, ...]
+
+    def with_pictures(self) -> SampleRequest:
+        """ConfigError where one of them is no picture (any more). They are seen as those of a dataset are."""
+        return replace(self.request, references=tuple(_opened(name) for name in self.references))
+
+
+def requests_of(config: RunConfig) -> list[Asked]:
+    """Every sample of one round. Pure: the reference pictures are opened when they are needed."""
+    section = config.validation
+    found = []
+    for number, prompt in enumerate(section.prompts if section.enabled else ()):
+        seed = next(one for one in (prompt.seed, section.seed, config.training.seed) if one is not None)
+        for copy in range(section.images_per_prompt):
+            walked = seed + (number if section.walk_seed else 0) + copy
+            found.append(Asked(number, _request(config, prompt, walked), prompt.adapter_strength, prompt.references))
+    return found
+
+
+def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> None:
+    """ConfigError for samples that could not be drawn: said before the first step, not at the first validation."""
+    one_of_each = {asked.prompt: asked for asked in requests_of(config)}  # the others differ in their seed alone
+    problems = [problem for asked in one_of_each.values() for problem in _problems(asked, config, spec, facts)]
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+
+
+def _problems(asked: Asked, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:
+    try:
+        spec.check_sample(asked.with_pictures(), facts)
+    except ConfigError as error:
+        for problem in error.problems:
+            yield replace(problem, key=_where(problem.key, asked.prompt, config))
+
+
+def _where(name: str, number: int, config: RunConfig) -> str:
+    """The key to change: the prompt's own, or the section's where the prompt leaves it to that."""
+    own = config.validation.prompts[number].model_dump()
+    if name in own and own[name] is None:
+        return f"validation.{name}"
+    return f"validation.prompts[{number}].{name}"
+
+
+def _request(config: RunConfig, prompt: ValidationPrompt, seed: int) -> SampleRequest:
+    section = config.validation
+    negative = section.negative_prompt if prompt.negative_prompt is None else prompt.negative_prompt
+    return SampleRequest(
+        prompt=prompt.prompt,
+        negative_prompt=negative,
+        width=prompt.width or section.width or 0,
+        height=prompt.height or section.height or 0,
+        frames=prompt.num_frames or section.num_frames or 1,
+        steps=prompt.steps or section.steps or DEFAULT_STEPS,
+        guidance=section.guidance if prompt.guidance is None else prompt.guidance,
+        seed=seed,
+    )
+
+
+def _opened(name: str) -> Image.Image:
+    try:
+        return open_rgb(Path(name).expanduser().read_bytes(), name)
+    except UnreadableMediaError as error:
+        found = f"{name}: {error.reason}"
+    except OSError as error:
+        found = f"{name}: {error.strerror or error}"
+    raise ConfigError([Problem("references", found, "a picture", "name another file, or save this one as PNG")])

@@ -137,10 +137,11 @@ def test_an_output_that_cannot_be_is_told(tiny_model: TinyModel, tmp_path: Path)
 def test_what_is_measured_is_the_config_without_what_happens_between_steps(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    config = config_for("flux", tiny_model, tmp_path, cache={"text_cache_dir": str(tmp_path / "texts")})
+    cache = {"text_cache_dir": str(tmp_path / "texts"), "vae_cache_dir": str(tmp_path / "vae")}
+    config = config_for("flux", tiny_model, tmp_path, cache=cache)
     measured = measured_config(config, tmp_path / "run", Asked(20, tmp_path))
     assert (measured.output_dir, measured.training.max_steps) == (str(tmp_path / "run"), 20)
-    assert measured.cache.text_cache_dir is None
+    assert (measured.cache.text_cache_dir, measured.cache.vae_cache_dir) == (None, None)
     assert (measured.model, measured.adapter, measured.optimizer) == (config.model, config.adapter, config.optimizer)
     shared = measured_config(config, tmp_path / "run", Asked(20, tmp_path, use_caches=True))
     assert shared.cache.text_cache_dir == config.cache.text_cache_dir

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from gracetune.cli.main import main
@@ -92,10 +93,14 @@ def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
     assert estimate["hours"] == pytest.approx(1000 * told["first_batch"]["seconds"] / 3600)
     assert estimate["cost"] == pytest.approx(3.5 * estimate["hours"])
     assert not list((tmp_path / "out").glob("*.safetensors"))
-    assert gracetune("train", str(file), "--dry-run", "--price-per-hour", "3.5") == 0
-    shown = capsys.readouterr().out
-    assert re.search(r"s/it x 1000 steps = \S+ hours", shown)
-    assert "at 3.5 an hour" in shown
+    idle = ["--set", "adapter.full_rank=true", "--set", "memory.enable_uvm_hints=true"]
+    assert gracetune("train", str(file), "--dry-run", "--price-per-hour", "3.5", *idle) == 0
+    captured = capsys.readouterr()
+    assert re.search(r"s/it x 1000 steps = \S+ hours", captured.out)
+    assert "at 3.5 an hour" in captured.out
+    heard = " ".join(captured.err.split())  # what was asked for and is not done: said, wherever lines break
+    assert "adapter.full_rank: no effect, because adapter.kind is lora" in heard
+    assert "memory.enable_uvm_hints: not available" in heard or torch.cuda.is_available()
 
 
 def test_mistakes_are_told_without_a_traceback(

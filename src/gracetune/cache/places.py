@@ -1,6 +1,7 @@
 """Which folder holds what. Below each folder a config names, the stores have folders of their own:
 
-<cache.cache_dir>/latents      latents that stay right for good; <dataset.cache_dir>/latents where a dataset has one
+<cache.cache_dir>/latents      latents that stay right for good; <dataset.cache_dir>/latents where a dataset has one,
+                               else <cache.vae_cache_dir>/latents where one is named
 <cache.cache_dir>/text         embeddings; <cache.text_cache_dir>/text where one is named
 <any of these>/epochs/<n>      what `cache_mode: refresh_each_epoch` draws anew for epoch n, counted from 0
 
@@ -29,7 +30,7 @@ class Places:
     base: Path
     text_base: Path
     own: Mapping[str, Path]
-    """By dataset id, of those that name a folder."""
+    """By dataset id, of those whose latents are not in `base`."""
 
     def latents(self, dataset: str, epoch: int | None = None) -> Path:
         """`epoch` is given for what is drawn anew in each."""
@@ -56,7 +57,11 @@ def places_of(config: RunConfig) -> Places:
     return Places(
         base,
         _folder(cache.text_cache_dir) if cache.text_cache_dir else base,
-        {dataset.id: _folder(dataset.cache_dir) for dataset in config.datasets if dataset.cache_dir},
+        {
+            dataset.id: _folder(named)
+            for dataset in config.datasets
+            if (named := dataset.cache_dir or cache.vae_cache_dir) is not None
+        },
     )
 
 

@@ -194,5 +194,5 @@ def sheet_name(index: DataIndex, group: Group) -> str:
     shape = f"{own.audio_samples}x{own.audio_channels}" if own.audio_samples else f"{own.width}x{own.height}"
     frames = f"x{own.frames}" if own.frames > 1 else ""
     references = "".join(f"+{bucket.width}x{bucket.height}" for bucket in others)
-    safe = re.sub(r"[^\w.-]+", "_", index.datasets[group.source].id)
+    safe = re.sub(r"[^\w.-]+", "_", index.datasets[group.source].id).encode()[:100].decode(errors="ignore")
     return f"{group.source + 1:02}_{safe}_{shape}{frames}{references}.png"

@@ -61,8 +61,14 @@ def _train(console: Console, folder: Path) -> bool:
 def _folder(output: Path | None) -> Path:
     if output is None:
         return Path(tempfile.mkdtemp(prefix="gracetune-demo-"))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError([Problem("--output", f"{output}, which is there", "a new folder", "another --output")])
+    try:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ConfigError([Problem("--output", f"{output}, which is there", "a new folder", "another --output")])
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = Problem("--output", f"{output}: {error.strerror}", "a folder that can be made and written to",
+                          "choose another one with --output")  # fmt: skip
+        raise ConfigError([problem]) from error
     return output.absolute()
 
 

@@ -76,9 +76,12 @@ def demand_of(config: RunConfig, machine: Machine, samples: int | None) -> tuple
 def read_machine(path: Path) -> Machine:
     """A machine from a doctor report (its key "machine") or from a file that holds nothing else."""
     data = _read_json(path)
-    found = data["machine"] if isinstance(data, dict) and "machine" in data else data
+    if isinstance(data, dict) and "machine" in data:
+        if len(data) > 1 and "checks" not in data:  # a benchmark's result names a machine too
+            raise _refusal(path, f"another kind of file, with {', '.join([*data][:4])}")
+        data = data["machine"]
     try:
-        return Machine.model_validate(found)
+        return Machine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"

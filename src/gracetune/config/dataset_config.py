@@ -7,8 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from gracetune.config.base import (
+    LONGEST_SIDE,
+    BatchSize,
     Flag,
     Fraction,
+    FrameRate,
     Name,
     NonNegativeFloat,
     Number,
@@ -20,14 +23,17 @@ from gracetune.config.base import (
     WholeNumber,
 )
 
+Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]
+AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
+
 
 class InMemory(Section):
     """How a dataset of type `in_memory` is staged."""
 
     compression: Literal["none", "lz4", "zlib", "snappy", "zstd"] = "none"
-    num_workers: PositiveInt | None = None
+    num_workers: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
     """Staging threads; unset means min(72, CPUs)."""
-    memory_limit_gb: PositiveFloat | None = None
+    memory_limit_gb: Annotated[float, Strict(), Field(gt=0, le=1e6)] | None = None
     file_extensions: tuple[Name, ...] | None = None
     """Media to stage; unset means everything the dataset type can read."""
 
@@ -61,7 +67,7 @@ class Captions(Section):
     shuffle_tags: Flag = False
     keep_tags: WholeNumber = 0
     """This many leading tags stay where they are when the rest is shuffled."""
-    shuffle_variants: PositiveInt = 1
+    shuffle_variants: Annotated[int, Strict(), Field(ge=1, le=1000)] = 1
     tag_separator: Text = ","
     table: CaptionTable | None = None
 
@@ -70,7 +76,7 @@ class Crop(Section):
     enabled: Flag = False
     style: Literal["random", "center", "corner", "face"] = "random"
     aspect: Literal["square", "preserve", "closest", "random"] = "square"
-    aspect_buckets: tuple[PositiveFloat, ...] = ()
+    aspect_buckets: tuple[Annotated[float, Strict(), Field(ge=1 / 16, le=16)], ...] = ()
 
 
 class Augmentation(Section):
@@ -85,7 +91,7 @@ class Augmentation(Section):
 class Video(Section):
     num_frames: PositiveInt | None = None
     """Frames per clip (4k+1); unset means the family's own length."""
-    fps: PositiveFloat | None = None
+    fps: FrameRate | None = None
     """Resample to this rate; unset keeps every frame as it is."""
     min_frames: PositiveInt | None = None
     max_frames: PositiveInt | None = None
@@ -100,11 +106,11 @@ class Video(Section):
 
 
 class Audio(Section):
-    sample_rate: PositiveInt | None = None
+    sample_rate: Annotated[int, Strict(), Field(ge=1, le=1_000_000)] | None = None
     """Unset means the family's own rate."""
-    channels: PositiveInt | None = None
-    duration_interval: PositiveFloat = 3.0
-    max_duration_seconds: PositiveFloat | None = None
+    channels: Annotated[int, Strict(), Field(ge=1, le=64)] | None = None
+    duration_interval: Annotated[float, Strict(), Field(ge=0.01, le=86_400)] = 3.0
+    max_duration_seconds: Annotated[float, Strict(), Field(gt=0, le=86_400)] | None = None
     truncation: Literal["beginning", "end", "random"] = "beginning"
 
 
@@ -127,15 +133,15 @@ class Dataset(Section):
     disabled: Flag = False
     in_memory: InMemory = InMemory()
 
-    resolution: PositiveFloat = 1024
+    resolution: Resolution = 1024
     """Pixels, or megapixels where `resolution_type` is `area`."""
     resolution_type: Literal["pixel", "pixel_area", "area"] = "pixel_area"
     minimum_size: NonNegativeFloat = 0
     maximum_size: PositiveFloat | None = None
-    downsample_to: PositiveFloat | None = None
+    downsample_to: Resolution | None = None
     """Images above `maximum_size` are scaled to this before cropping; both are given or neither."""
-    minimum_aspect_ratio: PositiveFloat | None = None
-    maximum_aspect_ratio: PositiveFloat | None = None
+    minimum_aspect_ratio: AspectRatio | None = None
+    maximum_aspect_ratio: AspectRatio | None = None
     crop: Crop = Crop()
     captions: Captions = Captions()
     augmentation: Augmentation = Augmentation()
@@ -143,10 +149,10 @@ class Dataset(Section):
     audio: Audio = Audio()
     mask: Mask = Mask()
 
-    repeats: WholeNumber = 0
+    repeats: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
     """Extra visits per epoch: 0 is once, 1 is twice."""
-    probability: Annotated[float, Strict(), Field(gt=0)] = 1.0
-    batch_size: PositiveInt | None = None
+    probability: PositiveFloat = 1.0
+    batch_size: BatchSize | None = None
     max_samples: PositiveInt | None = None
     start_epoch: PositiveInt = 1
     end_epoch: PositiveInt | None = None
@@ -154,7 +160,8 @@ class Dataset(Section):
     end_step: PositiveInt | None = None
     regularisation: Flag = False
     """An adapter learns the base model's own answer on these samples, so that it changes less beside its subject."""
-    loss_weight: NonNegativeFloat = 1.0
+    loss_weight: Annotated[float, Strict(), Field(ge=0, le=1e300)] = 1.0
+    """One that is too much for a loss is found by the run's first batch."""
     adapter_strength: Number = 1.0
 
     conditioning: tuple[Name, ...] = ()
@@ -162,7 +169,7 @@ class Dataset(Section):
     conditioning_type: Literal["reference_strict", "reference_loose", "mask"] | None = None
     source_dataset_id: Name | None = None
     cache_dir: Name | None = None
-    """A latent cache folder of its own; unset means one below the run's cache folder."""
+    """A latent cache folder of its own; unset means `cache.vae_cache_dir`, or one below the run's cache folder."""
     cache_latents: Literal["disk", "memory", "none"] | None = None
     """Overrides `cache.vae_cache_type` for this dataset."""
     corrupt_threshold: Fraction = 0.01

@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
+from gracetune.config.base import LONGEST_FILE_NAME, file_name
 from gracetune.config.draft import Draft, Path, describe, dotted
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt, nearest
@@ -142,6 +143,8 @@ def _allowed(option: Mapping[str, Any]) -> list[Any]:
 def _in_words(option: Mapping[str, Any]) -> str:
     if choices := _allowed(option):
         return ("one of " if len(choices) > 1 else "") + ", ".join(str(choice) for choice in choices)
+    if option.get("format") == "file-name":
+        return f"a file name: no folder, no / or \\, at most {LONGEST_FILE_NAME} bytes"
     nouns = {
         "integer": "a whole number",
         "number": "a number",
@@ -156,12 +159,16 @@ def _in_words(option: Mapping[str, Any]) -> str:
 
 def _bounds(option: Mapping[str, Any]) -> str:
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {option[name]:g}" for name, sign in signs.items() if name in option]
+    limits = [f"{sign} {_digits(option[name])}" for name, sign in signs.items() if name in option]
     if option.get("minLength"):
         limits.append("that is not empty")
     if "minItems" in option and option.get("minItems") == option.get("maxItems"):
         limits.append(f"of {option['minItems']}")
     return " and ".join(limits)
+
+
+def _digits(limit: float) -> str:
+    return f"{limit:,.0f}" if limit >= 10_000 else f"{limit:g}"
 
 
 _LEADING_NUMBER = re.compile(r"\s*([-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
@@ -179,7 +186,10 @@ def suggestion(path: Path, found: Any, key: str, *, by_flag: bool = False) -> st
     meant = next((text for kind in types if (text := _meant(kind, found, options)) is not None), None)
     if meant is not None and not _other_unit(path, found):
         return _typed(meant, key, by_flag)
-    example = _example(options)
+    usual = node.get("default") if node is not None else None
+    # Beside a number that is far off, the usual one says most.
+    numeric = isinstance(usual, int | float) and not isinstance(usual, bool) and usual != 0
+    example = f"{usual:g}" if numeric else _example(options)
     if example is None:
         return f"remove `{key}`"
     return f"{_typed(example, key, True)}, for example" if by_flag else f"give `{key}` {example}, for example"
@@ -204,6 +214,8 @@ def _meant(kind: str, found: Any, options: list[Mapping[str, Any]]) -> str | Non
         return f"{int(number)}" if number.is_integer() else f"{number:g}"
     if kind == "string" and isinstance(found, bool | int | float):
         return f'"{describe(found)}"'
+    if kind == "string" and isinstance(found, str) and options[0].get("format") == "file-name":
+        return file_name(found) or "my-run"
     if kind == "boolean":
         word = str(found).strip().lower()
         return "true" if word in _TRUE else "false" if word in _FALSE else None
@@ -249,6 +261,6 @@ _EXAMPLES = {"string": '"some text"', "boolean": "true", "array": "[]", "object"
 def _some_number(option: Mapping[str, Any]) -> str:
     low = option.get("minimum", option.get("exclusiveMinimum", 0))
     high = option.get("maximum", option.get("exclusiveMaximum"))
-    if high is not None:
+    if high is not None and high <= 1000:
         return f"{(low + high) / 2:g}"
     return f"{max(low, 0) + ('exclusiveMinimum' in option):g}"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from gracetune.config.base import Flag, OpenFraction, Section, WholeNumber
+from gracetune.config.base import Flag, OpenFraction, Section
 
 AccessPattern = Literal["gpu_first", "balanced", "cpu_first"]
 
@@ -16,13 +16,13 @@ class MemoryOptions(Section):
 
     use_uvm: Flag = False
     """Reserve the overflow arena in managed memory and run the two-stage governor."""
-    uvm_oversubscription_ratio: Annotated[float, Strict(), Field(gt=1.0)] = 5.0
+    uvm_oversubscription_ratio: Annotated[float, Strict(), Field(gt=1.0, le=1000)] = 5.0
     """The arena is (ratio - 1) x the GPU's memory, clamped to what the host can spare."""
     uvm_access_pattern: AccessPattern = "cpu_first"
     """Where the arena's pages prefer to live."""
     uvm_stage1_threshold: OpenFraction = 0.10
     """Memory pressure begins when less than this fraction of the GPU's memory is available."""
-    uvm_stage1_min_bytes: WholeNumber = 0
+    uvm_stage1_min_bytes: Annotated[int, Strict(), Field(ge=0, lt=2**63)] = 0
     """The same floor in bytes; the larger of both counts."""
     enable_uvm_hints: Flag = False
     """Give residency hints and prefetch cached batches."""

@@ -15,10 +15,12 @@ from gracetune.config import aitoolkit, native, simpletuner
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
+from gracetune.config.limits import beyond_limits
 from gracetune.config.plain import DEEPEST, NotPlainError, plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, open_document, parse_scalar
+from gracetune.config.without_effect import without_effect
 from gracetune.errors import ConfigError, Problem
 
 Reader = Callable[[Document, Draft, Environment], None]
@@ -192,12 +194,14 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
     config, unknown, schema_problems = _validate(draft)
     unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
     problems += schema_problems
-    for broken in broken_rules(config) if config is not None else ():
+    for broken in (*broken_rules(config), *beyond_limits(config)) if config is not None else ():
         if not _rests_on(broken, unknown):
             key, where = draft.place(broken.path)
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
     if problems or config is None:
         raise UnresolvedError(_once(problems), dialect, draft.notes)
+    for note in without_effect(config, draft):
+        draft.note(note)
     return Resolved(config, dialect, file, dict(draft.origins), tuple(draft.notes))
 
 

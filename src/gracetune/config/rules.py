@@ -63,7 +63,7 @@ def _determinism(config: RunConfig) -> Iterator[Broken]:
                      "write `auto`, or turn training.deterministic off", (("training", "deterministic"),))  # fmt: skip
 
 
-def _known_flavour(config: RunConfig) -> Flavour | None:
+def known_flavour(config: RunConfig) -> Flavour | None:
     """The flavour whose nature we know without opening the weights."""
     model = config.model
     if model.flavour is not None:
@@ -72,7 +72,7 @@ def _known_flavour(config: RunConfig) -> Flavour | None:
 
 
 def _model(config: RunConfig) -> Iterator[Broken]:
-    model, flavour = config.model, _known_flavour(config)
+    model, flavour = config.model, known_flavour(config)
     if model.flavour is not None and flavour is None:
         names = [known.name for known in flavours(model.family)]
         hint = misspelt(model.flavour, names, "choose one of them, or give model.path instead")
@@ -136,7 +136,7 @@ def _something_to_train_on(config: RunConfig) -> Iterator[Broken]:
 
 def _datasets(config: RunConfig) -> Iterator[Broken]:
     ids = [dataset.id for dataset in config.datasets]
-    flavour = _known_flavour(config)
+    flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
         for rule in (_sizes, _frames, _periods):
             yield from rule(dataset, ("datasets", index))
@@ -197,7 +197,7 @@ def _modality(dataset: Dataset, path: Path, flavour: Flavour) -> Iterator[Broken
 
 def _edit_sources(config: RunConfig) -> Iterator[Broken]:
     """A model that edits learns from pairs: what the picture was, and what it became."""
-    flavour = _known_flavour(config)
+    flavour = known_flavour(config)
     if flavour is None or not flavour.edits:
         return
     enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]

@@ -7,8 +7,12 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from gracetune.config.base import (
+    LONGEST_SIDE,
+    BatchSize,
+    FileName,
     Flag,
     Fraction,
+    FrameRate,
     Name,
     NonNegativeFloat,
     Number,
@@ -17,12 +21,19 @@ from gracetune.config.base import (
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     Text,
     WholeNumber,
 )
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
+
+Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
+"""LoKr takes a huge one for "as it is": ai-toolkit writes 9999999999. `limits.py` has what others may be."""
+Side = Annotated[int, Strict(), Field(ge=1, le=LONGEST_SIDE)]
+Frames = Annotated[int, Strict(), Field(ge=1, le=10_000)]
+DrawingSteps = Annotated[int, Strict(), Field(ge=1, le=10_000)]
 
 
 class Model(Section):
@@ -49,13 +60,13 @@ class Model(Section):
 
 class Adapter(Section):
     kind: Literal["lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta", "full_finetune"] = "lora"
-    rank: PositiveInt = 16
+    rank: Rank = 16
     alpha: PositiveFloat | None = None
     """Unset means equal to the rank."""
     dropout: Fraction = 0.0
-    conv_rank: PositiveInt | None = None
+    conv_rank: Rank | None = None
     conv_alpha: PositiveFloat | None = None
-    factor: Annotated[int, Strict(), Field(ge=-1)] = -1
+    factor: Annotated[int, Strict(), Field(ge=-1, le=10**9)] = -1
     """LoKr's split of a dimension; -1 takes the most even one."""
     full_rank: Flag = False
     """LoKr only: keep the second factor whole instead of decomposing it to the rank."""
@@ -77,11 +88,12 @@ class Cache(Section):
     cache_dir: Name | None = None
     """Unset means `cache` inside the run's folder."""
     text_cache_dir: Name | None = None
-    image_embeds_dir: Name | None = None
+    vae_cache_dir: Name | None = None
+    """Latents of every dataset without a `cache_dir` of its own."""
     persistent_cache: Flag = True
     """False removes at a clean end what this run added."""
-    vae_batch_size: PositiveInt = 4
-    text_encoder_batch_size: PositiveInt = 1
+    vae_batch_size: BatchSize = 4
+    text_encoder_batch_size: BatchSize = 1
 
 
 class Ema(Section):
@@ -102,8 +114,8 @@ class BatchRamp(Section):
 
 class Training(Section):
     max_steps: PositiveInt | None = None
-    epochs: PositiveInt | None = None
-    batch_size: PositiveInt = 1
+    epochs: Annotated[int, Strict(), Field(ge=1, le=100_000)] | None = None
+    batch_size: BatchSize = 1
     gradient_accumulation_steps: PositiveInt = 1
     gradient_checkpointing: Literal["off", "auto", "full"] = "auto"
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -111,7 +123,7 @@ class Training(Section):
     grad_clip: Literal["norm", "value"] = "norm"
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "math", "flash_attn_2", "flash_attn_3"] = "auto"
     compile: Literal["off", "auto", "on"] = "auto"
-    seed: WholeNumber = 42
+    seed: Seed = 42
     deterministic: Flag = False
     """Repeatable kernels only, so that two runs on one GPU agree to the last bit; slower."""
     ema: Ema = Ema()
@@ -178,12 +190,12 @@ class ValidationPrompt(Section):
 
     prompt: Text
     negative_prompt: Text | None = None
-    width: PositiveInt | None = None
-    height: PositiveInt | None = None
-    num_frames: PositiveInt | None = None
-    seed: WholeNumber | None = None
+    width: Side | None = None
+    height: Side | None = None
+    num_frames: Frames | None = None
+    seed: Seed | None = None
     guidance: NonNegativeFloat | None = None
-    steps: PositiveInt | None = None
+    steps: DrawingSteps | None = None
     adapter_strength: Number = 1.0
     references: tuple[Name, ...] = ()
     """Pictures an edit or image-to-video model starts from."""
@@ -196,17 +208,17 @@ class Validation(Section):
     at_start: Flag = False
     prompts: tuple[ValidationPrompt, ...] = ()
     negative_prompt: Text = ""
-    width: PositiveInt | None = None
-    height: PositiveInt | None = None
-    num_frames: PositiveInt | None = None
-    fps: PositiveFloat | None = None
-    seed: WholeNumber | None = None
+    width: Side | None = None
+    height: Side | None = None
+    num_frames: Frames | None = None
+    fps: FrameRate | None = None
+    seed: Seed | None = None
     walk_seed: Flag = False
     """Each prompt of one round takes the next seed."""
     guidance: NonNegativeFloat | None = None
     guidance_rescale: Fraction = 0.0
-    steps: PositiveInt | None = None
-    images_per_prompt: PositiveInt = 1
+    steps: DrawingSteps | None = None
+    images_per_prompt: Annotated[int, Strict(), Field(ge=1, le=1000)] = 1
     loss_every_steps: PositiveInt | None = None
     """Held-out loss at fixed noise levels."""
 
@@ -232,7 +244,8 @@ class Logging(Section):
 class RunConfig(Section):
     """One training run, complete and frozen."""
 
-    name: Name
+    name: FileName
+    """Of the files with the result."""
     output_dir: Name
     model: Model
     datasets: tuple[Dataset, ...]

@@ -5,6 +5,7 @@ Of a video the first frame of its clip is shown, of a sound its waveform, of an 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,10 +20,12 @@ from gracetune.data.media.augment import augmented, augmented_mask
 from gracetune.data.media.image import decode_image
 from gracetune.data.media.mask import decode_mask, weights
 from gracetune.data.media.video import decode_video
-from gracetune.data.refs import Clip, Fit, SampleRef
+from gracetune.data.refs import Bucket, Clip, Fit, SampleRef
 
 HEIGHT = 192
 """Of a thumbnail."""
+LARGEST = 2048
+"""Side of what a thumbnail is made from."""
 WIDEST = 400
 SHEET_WIDTH = 1300
 _GAP, _MARGIN, _HEADER, _NARROWEST = 20, 24, 84, 640
@@ -76,12 +79,22 @@ def thumbnails(index: DataIndex, ref: SampleRef) -> tuple[Image.Image, ...]:
     """The sample, then its references."""
     if ref.fit is None:
         return (_waveform(index, ref),)
-    picture = _picture(index, ref, ref.fit)
+    fit, bucket = reduced(ref.fit, ref.bucket)
+    picture = _picture(index, replace(ref, bucket=bucket), fit)
     if ref.mask is not None:
-        mask = decode_mask(index.backend_of(ref.mask.dataset).read(ref.mask.path), ref.mask, ref.fit, ref.bucket)
+        mask = decode_mask(index.backend_of(ref.mask.dataset).read(ref.mask.path), ref.mask, fit, bucket)
         picture = _masked(picture, weights(augmented_mask(mask, ref.augmentation, ref.digest), ref.mask))
     others = (thumbnails(index, other)[0] for other in ref.conditioning)
     return _small(picture), *others
+
+
+def reduced(fit: Fit, bucket: Bucket) -> tuple[Fit, Bucket]:
+    """The same view in fewer pixels where it has many: a thumbnail needs no more, and they take seconds each."""
+    scale = min(1.0, LARGEST / max(bucket.width, bucket.height))
+    left, top = int(fit.left * scale), int(fit.top * scale)
+    width, height = max(1, int(bucket.width * scale)), max(1, int(bucket.height * scale))
+    scaled = math.ceil(fit.resized[0] * scale), math.ceil(fit.resized[1] * scale)
+    return Fit(fit.original, scaled, left, top), replace(bucket, width=width, height=height)
 
 
 def _picture(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:

@@ -14,6 +14,7 @@ from gracetune.data.buckets import (
     audio_length,
     bucket_size,
     clip_frames,
+    resized,
     trained_aspect,
     unfit_picture,
 )
@@ -21,6 +22,7 @@ from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
 from gracetune.data.clips import available_frames
 from gracetune.data.draws import draw
 from gracetune.data.geometry import Geometry
+from gracetune.data.media.image import MAX_PIXELS
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.refs import Bucket, MaskRef, Transform
 from gracetune.data.scan import MediaFile
@@ -118,6 +120,10 @@ def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) 
         return unfit
     aspect = trained_aspect(size, dataset, seed=seed, digest=file.digest)
     width, height = bucket_size(aspect, dataset, geometry.side_multiple)
+    scaled = resized(size, (width, height), dataset)
+    if scaled[0] * scaled[1] > MAX_PIXELS:
+        detail = f"{size[0]}x{size[1]} would be scaled to {scaled[0]}x{scaled[1]}; lower the resolution"
+        return Unfit(f"more than {MAX_PIXELS / 1e6:.0f} megapixels when scaled", detail)
     if isinstance(facts, ImageFacts):
         return Bucket(width, height)
     frames = _frames(facts, dataset, geometry)

@@ -9,9 +9,11 @@ know how many there are; what is left of a group makes a smaller batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -129,8 +131,9 @@ class Order:
             source.probability * sum(self._totals[number] for number in members)
             for source, members in zip(self.sources, self._members, strict=True)
         )
-        # One epoch's queues, and the next one's while looking ahead.
-        self._queue = lru_cache(maxsize=2 * max(1, len(self.groups)))(self._make_queue)
+        self._ends = tuple(_round_ends(group) for group in self.groups)
+        # One round of each group, and the next one while looking ahead.
+        self._round = lru_cache(maxsize=2 * max(1, len(self.groups)))(self._make_round)
 
     def start(self) -> Cursor:
         return Cursor(taken=(0,) * len(self.groups))
@@ -163,8 +166,11 @@ class Order:
         wanted = self.size(position, size) * world_size
         count = min(wanted, left[number])
         begin = cursor.taken[number]
-        queue = self._queue(cursor.epoch, number)[begin : begin + count]
-        visits = tuple(Visit(int(sample), int(turn)) for sample, turn in queue)
+        visits = tuple(
+            Visit(int(sample), turn)
+            for turn, samples in self._rounds(cursor.epoch, number, begin, begin + count)
+            for sample in samples
+        )
         taken = (*cursor.taken[:number], begin + count, *cursor.taken[number + 1 :])
         behind = Cursor(
             taken, cursor.epoch, cursor.consumed + count, cursor.batches + 1, cursor.short + (count < wanted)
@@ -176,14 +182,22 @@ class Order:
 
     def handed_out(self, cursor: Cursor, number: int) -> npt.NDArray[np.int64]:
         """The samples of a group that were visited in the cursor's epoch, one for every visit."""
-        return self._queue(cursor.epoch, number)[: cursor.taken[number], 0]
+        rounds = self._rounds(cursor.epoch, number, 0, cursor.taken[number])
+        return np.concatenate([np.empty(0, np.int64), *(samples for _, samples in rounds)])
 
     def whole_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
         """The cursor behind an epoch of equal batches: its `batches` and `short` are what a plan wants to know."""
-        cursor = replace(self.start(), epoch=epoch)
-        while (drawn := self.draw(cursor, size, step, world_size)) is not None:
-            cursor = drawn[1]
-        return cursor
+        active = self.active(epoch, step)
+        # Whatever order they come in, a group gives full batches and what is left of it.
+        taken = tuple(group.total if active[group.source] else 0 for group in self.groups)
+        whole = [self.size(group.source, size) * world_size for group in self.groups]
+        return Cursor(
+            taken,
+            epoch,
+            consumed=sum(taken),
+            batches=sum(-(-visits // wanted) for visits, wanted in zip(taken, whole, strict=True)),
+            short=sum(visits % wanted > 0 for visits, wanted in zip(taken, whole, strict=True)),
+        )
 
     def _draw_source(self, candidates: list[int], epoch: int, place: int) -> int:
         if len(candidates) == 1:
@@ -204,15 +218,25 @@ class Order:
                 return number
         raise AssertionError("a ticket below the sum of all belongs to one of them")
 
-    def _make_queue(self, epoch: int, number: int) -> npt.NDArray[np.int64]:
-        """Rows of (sample, round): every sample once before any is visited twice."""
+    def _rounds(self, epoch: int, number: int, begin: int, end: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """A piece of a group's queue, by round: every sample comes once before any is visited twice."""
+        ends = self._ends[number]
+        for turn in range(bisect_right(ends, begin), bisect_left(ends, end) + 1 if begin < end else 0):
+            start = ends[turn - 1] if turn else 0
+            yield turn, self._round(epoch, number, turn)[max(0, begin - start) : end - start]
+
+    def _make_round(self, epoch: int, number: int, turn: int) -> npt.NDArray[np.int64]:
         group = self.groups[number]
-        samples, visits = np.array(group.samples, np.int64), np.array(group.visits, np.int64)
-        names = np.array(group.names, np.uint64)
+        among = np.array(group.visits, np.int64) > turn
         source = self.sources[group.source].id
-        rounds = []
-        for turn in range(int(visits.max(initial=0))):
-            members = samples[visits > turn]
-            order = ordered(names[visits > turn], self.seed, "order", source, group.name, epoch, turn)
-            rounds.append(np.stack([members[order], np.full(len(members), turn)], axis=1))
-        return np.concatenate(rounds) if rounds else np.empty((0, 2), np.int64)
+        names = np.array(group.names, np.uint64)[among]
+        order = ordered(names, self.seed, "order", source, group.name, epoch, turn)
+        return np.array(group.samples, np.int64)[among][order]
+
+
+def _round_ends(group: Group) -> Sequence[int]:
+    """Where the rounds of a group's queue end. A million equal ones (`repeats`) must not take memory."""
+    count, most = len(group.visits), max(group.visits, default=0)
+    if count and most == min(group.visits):
+        return range(count, count * most + 1, count)
+    return [*accumulate(sum(visits > turn for visits in group.visits) for turn in range(most))]

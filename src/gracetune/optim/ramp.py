@@ -59,6 +59,16 @@ class Ramp:
             yield window
             consumed += window.accumulation
 
+    def samples(self, consumed: int, windows: int) -> int:
+        """Of one rank, in so many windows from `consumed` on."""
+        found = 0
+        while windows and consumed < self.ramp_steps:
+            window = self.window(consumed)
+            found, windows = found + window.micro_batch * window.accumulation, windows - 1
+            consumed += window.accumulation
+        last = self.window(consumed)
+        return found + windows * last.micro_batch * last.accumulation
+
     @property
     def first_line(self) -> str | None:
         """What the log says at the start; None without a ramp."""

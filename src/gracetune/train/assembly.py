@@ -55,6 +55,8 @@ def open_memory(
     if runtime.device.type != "cuda":
         if config.memory.use_uvm:
             view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
+        if config.memory.enable_uvm_hints:
+            view.warn("memory.enable_uvm_hints: not available, this run has no GPU that hints could be about")
         return None
     allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
     memory = UnifiedMemory.open(

@@ -135,7 +135,7 @@ def measured_config(config: RunConfig, run_folder: Path, asked: Asked) -> RunCon
     )
 
 
-_CACHE_PLACES = ("cache_dir", "text_cache_dir", "image_embeds_dir")
+_CACHE_PLACES = ("cache_dir", "text_cache_dir", "vae_cache_dir")
 
 
 def _refuse_several(environment: Environment) -> None:

@@ -62,12 +62,8 @@ def dry_batch(job: Job, size: int, planned: Planned) -> DryBatch:
 
 def hours_left(job: Job, dry: DryBatch, batch_size: int) -> float:
     """The windows still to come at this pace; smaller micro-batches of a ramp take their share of the time."""
-    windows = job.ramp.windows(job.position.micro_batches)
-    shares = (
-        window.accumulation * window.micro_batch / batch_size
-        for window, _ in zip(windows, range(job.length.steps - job.position.step), strict=False)
-    )
-    return sum(shares) * dry.seconds / 3600
+    samples = job.ramp.samples(job.position.micro_batches, job.length.steps - job.position.step)
+    return samples / batch_size * dry.seconds / 3600
 
 
 @contextmanager

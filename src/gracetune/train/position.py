@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gracetune.data.index import DataIndex
+from gracetune.data.sampler import Order
 from gracetune.optim.ramp import Ramp
 
 
@@ -31,12 +32,30 @@ class Length:
 
 
 def length_of(index: DataIndex, ramp: Ramp, *, batch_size: int, max_steps: int | None, epochs: int | None) -> Length:
-    """`epochs` are counted out by going through their batches as the run will, without looking at any sample."""
+    """`epochs` are counted out as the run will go through them, without looking at any sample."""
     if max_steps is not None:
         return Length(max_steps, "as asked")
     if epochs is None:
         raise ValueError("neither steps nor epochs: config.rules lets no such config pass")
     order = index.order(batch_size)
+    by_step = any(source.start_step or source.end_step is not None for source in order.sources)
+    steps, micro_batches = (_walked if by_step or ramp.ramp_steps else _counted)(order, ramp, epochs)
+    return Length(steps, f"{epochs} epochs of {micro_batches} micro-batches in all")
+
+
+def _counted(order: Order, ramp: Ramp, epochs: int) -> tuple[int, int]:
+    """Steps and micro-batches where nothing depends on the step: an epoch's batches are known without drawing them."""
+    window, micro_batches = ramp.window(0), 0
+    for epoch in range(epochs):
+        batches = order.whole_epoch(epoch, window.micro_batch, 0, ramp.world_size).batches
+        if not batches:
+            break  # no dataset is active any more
+        micro_batches += batches
+    return -(-micro_batches // window.accumulation), micro_batches  # the last window may be short
+
+
+def _walked(order: Order, ramp: Ramp, epochs: int) -> tuple[int, int]:
+    """The same where windows grow, or datasets come and go with the steps."""
     cursor = order.start()
     micro_batches = steps = filled = 0
     window = ramp.window(0)
@@ -52,5 +71,4 @@ def length_of(index: DataIndex, ramp: Ramp, *, batch_size: int, max_steps: int |
         if filled == window.accumulation:
             steps, filled = steps + 1, 0
             window = ramp.window(micro_batches)
-    steps += filled > 0  # the last window may be short
-    return Length(steps, f"{epochs} epochs of {micro_batches} micro-batches in all")
+    return steps + (filled > 0), micro_batches

@@ -143,6 +143,19 @@ class TestPlaces:
         named = places_of(config(tmp_path, {"path": "p"}, cache=cache))
         assert (named.latents("d0"), named.text()) == (tmp_path / "c" / "latents", tmp_path / "t" / "text")
 
+    def test_a_folder_for_all_latents_and_one_for_those_of_a_dataset(self, tmp_path: Path) -> None:
+        found = places_of(
+            config(
+                tmp_path, {"path": "p"}, {"path": "p", "cache_dir": str(tmp_path / "own")},
+                cache={"vae_cache_dir": str(tmp_path / "vae")},
+            )
+        )  # fmt: skip
+        assert found.latents("d0") == tmp_path / "vae" / "latents"
+        assert found.latents("d1") == tmp_path / "own" / "latents"
+        assert found.latents("d0", 2) == tmp_path / "vae" / "epochs" / "2"
+        assert found.text() == tmp_path / "out" / "cache" / "text"
+        assert found.epoch_folders() == [tmp_path / name / "epochs" for name in ("out/cache", "own", "vae")]
+
     def test_finds_epochs_that_are_there(self, tmp_path: Path) -> None:
         places = Places(tmp_path / "a", tmp_path / "a", {"d1": tmp_path / "b"})
         for name in ("a/epochs/0", "a/epochs/10", "b/epochs/2", "a/epochs/notes", "a/epochs/007"):

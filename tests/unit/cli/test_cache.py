@@ -172,6 +172,30 @@ class TestBuild:
         assert any("persistent_cache is false" in note for note in report["notes"])
         assert (tmp_path / "vae" / "old.pt").read_bytes().endswith(b"somebody else")
 
+    def test_the_latent_folder_of_a_simpletuner_config(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+        """`cache_dir_vae` for all datasets, unless one has a folder of its own; the audit looks there too."""
+        photos(tmp_path)
+        write(tmp_path / "more", {"0.png": image(112, 80, seed=50), "0.txt": "another picture"})
+        shared = {"resolution": 64, "resolution_type": "pixel", "caption_strategy": "textfile"}
+        entries = [
+            {"id": "a", "instance_data_dir": str(tmp_path / "photos"), **shared},
+            {"id": "b", "instance_data_dir": str(tmp_path / "more"), "cache_dir_vae": str(tmp_path / "own"), **shared},
+        ]
+        options = {
+            "model_family": "flux", "model_flavour": "dev", "model_type": "lora", "optimizer": "adamw_bf16",
+            "pretrained_model_name_or_path": str(tiny_model("flux", "dev")), "output_dir": str(tmp_path / "out"),
+            "max_train_steps": 2, "num_train_epochs": 0, "cache_dir_vae": str(tmp_path / "vae"), "datasets": entries,
+        }  # fmt: skip
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(options))
+        report = said("build", str(file))
+        kept = {Path(store["folder"]): store["entries"] for store in report["stores"]}
+        assert kept.pop(tmp_path / "out" / "cache" / "text") > 0
+        assert kept == {tmp_path / "vae" / "latents": 6, tmp_path / "own" / "latents": 1}
+        assert not (tmp_path / "out" / "cache" / "latents").exists()
+        assert run("audit", str(file)).exit_code == 0
+        assert encoded(said("build", str(file))) == (0, 0)
+
     def test_what_is_not_cached_is_said(self, job: Job, tmp_path: Path) -> None:
         report = said("build", job(photos(tmp_path, cache_latents="none")))
         assert encoded(report) == (6, 0)

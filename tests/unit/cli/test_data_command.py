@@ -174,6 +174,18 @@ class TestSheets:
         names = {file.name for file in (tmp_path / "out" / "data_show").iterdir()}
         assert {"01_a_b_c__128x128.png", "02_a_b_c_128x128.png"} <= names
 
+    def test_however_long_the_id(self, tmp_path: Path, photos: str) -> None:
+        run(write(tmp_path, {"path": photos, "id": "é" * 300}))
+        assert (tmp_path / "out" / "data_show" / f"01_{'é' * 50}_128x128.png").exists()
+
+    def test_pictures_no_memory_could_hold_are_dropped_with_the_reason(self, tmp_path: Path) -> None:
+        folder = str(write_files(tmp_path / "strips", {"a.png": image(640, 64), "b.png": image(64, 64)}))
+        dataset = {"path": folder, "resolution": 4096, "resolution_type": "pixel"}
+        found = json.loads(run(write(tmp_path, dataset), "--json").stdout)["datasets"][0]
+        assert found["dropped"][0]["reason"] == "more than 89 megapixels when scaled"
+        assert "640x64 would be scaled to 40960x4096" in found["dropped"][0]["files"][0]["detail"]
+        assert [bucket["width"] for bucket in found["buckets"]] == [4096]
+
     def test_damage_that_only_decoding_finds(self, tmp_path: Path, photos: str) -> None:
         data = bytearray(image(200, 200))
         data[300:2_000] = bytes(1_700)

@@ -212,6 +212,13 @@ def test_only_commands_that_exist_are_said_to_work_here() -> None:
     assert {word.strip() for word in works.split(",") if word.strip()} <= known
 
 
+@pytest.mark.parametrize("place", ["/proc/x", "file/x", "n" * 300])
+def test_a_demo_needs_a_folder_that_can_be_made(tmp_path: Path, place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run("demo", "--output", str(tmp_path / place)) == 1
+    assert "choose another one with --output" in capsys.readouterr().err
+
+
 def test_the_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the demo does is tested with the other whole runs."""
     (tmp_path / "mine").write_text("keep me")

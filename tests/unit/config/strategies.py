@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from gracetune.config.base import file_name
 from gracetune.config.explain import schema
 
 
@@ -74,7 +75,7 @@ _BY_TYPE = {
     "array": _array,
     "number": _number,
     "integer": _integer,
-    "string": lambda _node: TEXT,
+    "string": lambda node: TEXT.map(file_name) if node.get("format") == "file-name" else TEXT,
     "boolean": lambda _node: st.booleans(),
     "null": lambda _node: st.none(),
 }

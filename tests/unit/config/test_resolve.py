@@ -109,7 +109,7 @@ def test_all_problems_arrive_together(tmp_path: Path) -> None:
     assert found["model.family"].hint == "write `wan`"
     assert found["model.flavor"].hint == "write `flavour`"
     assert found["datasets[0].video.num_frames"].hint == "write 13 or 17"
-    assert found["training.batch_size"].expected == "a whole number >= 1"
+    assert found["training.batch_size"].expected == "a whole number >= 1 and <= 16,384"
     assert found["optimizer.name"].hint == "write `adamw`"
     assert found["--set training.max_steps"].file is None
     assert all(problem.found and problem.expected and problem.hint for problem in found.values())
@@ -365,7 +365,7 @@ def test_captions_in_a_table_below_the_folder_or_beside_the_run(
 
 
 def test_without_a_known_size_nothing_is_warned_about(tmp_path: Path) -> None:
-    dataset = {"id": "a", "path": "p", "in_memory": {"memory_limit_gb": 1e9}}
+    dataset = {"id": "a", "path": "p", "in_memory": {"memory_limit_gb": 1e6}}
     assert size_warnings(resolve(tmp_path, {"datasets": [dataset]}), host_bytes=None) == []
 
 

@@ -183,12 +183,11 @@ def test_uniform_sampling_matters_with_more_than_one_dataset(tmp_path: Path) -> 
 def test_where_embeddings_are_cached(tmp_path: Path) -> None:
     embeds = [TEXTS, {"id": "more", "dataset_type": "text_embeds", "cache_dir": "other"},
               {"id": "images", "dataset_type": "image_embeds", "cache_dir": "cache/images"}]  # fmt: skip
-    cache = resolve(tmp_path, datasets=[ENTRY, *embeds]).config.cache
-    assert (cache.text_cache_dir, cache.image_embeds_dir, cache.text_cache_type) == (
-        "cache/text/wan",
-        "cache/images",
-        "disk",
-    )
+    resolved = resolve(tmp_path, {"cache_dir_vae": "cache/vae"}, datasets=[ENTRY, *embeds])
+    cache = resolved.config.cache
+    assert (cache.text_cache_dir, cache.vae_cache_dir, cache.text_cache_type) == ("cache/text/wan", "cache/vae", "disk")
+    unused = [note.partition(":")[0] for note in resolved.notes if "nothing is kept there" in note]
+    assert unused == ["[2].cache_dir", "[3].cache_dir"]
     memory = {"id": "t", "dataset_type": "text_embeds", "type": "memory", "text_encoder_batch_size": 8}
     cache = resolve(tmp_path, datasets=[ENTRY, memory]).config.cache
     assert (cache.text_cache_type, cache.text_encoder_batch_size) == ("memory", 8)

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image, ImageFont
 
-from gracetune.data.contact_sheet import contact_sheet, draw_waveform, thumbnails, wrapped
+from gracetune.data.contact_sheet import LARGEST, contact_sheet, draw_waveform, reduced, thumbnails, wrapped
 from gracetune.data.index import DataIndex
-from gracetune.data.refs import SampleRef
+from gracetune.data.refs import Bucket, Fit, SampleRef
 from gracetune.models.registry import geometry
 from unit.data.folders import image, index_of, write
 from unit.data.media.generated import audio_bytes, every, image_bytes, tone, video_bytes
@@ -43,6 +45,18 @@ class TestThumbnails:
         ref = all_refs(index)[0]
         small = thumbnails(index, ref)[0]
         assert small.width / small.height == pytest.approx(ref.bucket.width / ref.bucket.height, rel=0.02)
+
+    @given(st.integers(1, 9000), st.integers(1, 9000), st.integers(0, 9000), st.integers(0, 9000))
+    def test_large_pictures_are_made_small_before_they_are_decoded(
+        self, width: int, height: int, left: int, top: int
+    ) -> None:
+        fit = Fit((640, 480), (width + left, height + top), left, top)
+        small, bucket = reduced(fit, Bucket(width, height))
+        assert max(bucket.width, bucket.height) <= LARGEST
+        assert small.left + bucket.width <= small.resized[0]
+        assert small.top + bucket.height <= small.resized[1]
+        if max(width, height) <= LARGEST:
+            assert (small, bucket) == (fit, Bucket(width, height))
 
     def test_masked_parts_are_dark(self, tmp_path: Path) -> None:
         mask = Image.new("L", (64, 64))

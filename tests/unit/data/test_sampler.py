@@ -57,6 +57,29 @@ def expected(order: Order) -> Counter[tuple[int, int, int]]:
 
 class TestAnEpoch:
     @settings(deadline=None)
+    @given(orders(), st.integers(1, 7), st.integers(1, 3))
+    def test_is_known_without_drawing_it(self, order: Order, size: int, world_size: int) -> None:
+        _, behind = epoch(order, order.start(), [size], world_size)
+        assert order.whole_epoch(0, size, 0, world_size) == behind
+
+    def test_with_a_million_repeats_is_drawn_a_round_at_a_time(self) -> None:
+        order = Order([Source("d")], [group(0, A, [1_000_001] * 2_000)], seed=1, batch_size=4)
+        assert order.whole_epoch(0, 4, 0, 1).batches == 500_000_500
+        late = replace(order.start(), taken=(2_000_001_998,))
+        drawn, behind = order.draw(late, 4, 0, 1) or pytest.fail("there are two left")
+        assert [visit.round for visit in drawn.visits] == [1_000_000] * 2
+        assert order.draw(behind, 4, 0, 1) is None
+
+    @settings(deadline=None)
+    @given(orders(), st.integers(1, 7))
+    def test_what_was_handed_out_is_remembered(self, order: Order, size: int) -> None:
+        batches, cursor = epoch(order, order.start(), [size])
+        for number, of in enumerate(order.groups):
+            drawn = [visit.sample for batch in batches for visit in batch.visits
+                     if (batch.source, batch.shape) == (of.source, of.shape)]  # fmt: skip
+            assert order.handed_out(cursor, number).tolist() == drawn
+
+    @settings(deadline=None)
     @given(orders(), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 5))
     def test_visits_every_sample_as_often_as_asked_whatever_the_batches(
         self, order: Order, sizes: list[int], world_size: int

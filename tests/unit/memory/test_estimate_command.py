@@ -148,6 +148,7 @@ class TestRefusals:
             ("[]", "the whole file"),
             ('{"machine": {"profile": 3}}', "profile"),
             ('{"machine": null}', "the whole file"),
+            ('{"bench": "data", "rows": [], "machine": {}}', "another kind of file, with bench, rows, machine"),
         ],
     )
     def test_a_file_that_is_no_machine(self, config: Path, tmp_path: Path, content: Any, words: str) -> None:

@@ -19,6 +19,16 @@ def ramps(draw: st.DrawFn) -> Ramp:
     return Ramp(initial, target, draw(st.integers(0, 400)), draw(st.integers(1, 64)), world)
 
 
+@given(ramps(), st.integers(0, 500), st.integers(0, 100))
+def test_samples_are_those_of_the_windows(ramp: Ramp, consumed: int, count: int) -> None:
+    sizes = [window.micro_batch * window.accumulation for window in islice(ramp.windows(consumed), count)]
+    assert ramp.samples(consumed, count) == sum(sizes)
+
+
+def test_a_run_without_an_end_is_counted_at_once() -> None:
+    assert Ramp(1, 8, 100, 4).samples(200, 10**9) == 8 * 10**9
+
+
 @given(ramps(), st.integers(0, 1000))
 def test_a_window_is_as_near_to_the_wanted_batch_as_whole_micro_batches_allow(ramp: Ramp, consumed: int) -> None:
     window = ramp.window(consumed)

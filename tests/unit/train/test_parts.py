@@ -22,29 +22,31 @@ from gracetune import gh200
 from gracetune.cli.console import Session, start
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config.run_config import RunConfig
+from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.models.spec import Sampled
 from gracetune.optim.ramp import Ramp
 from gracetune.telemetry.errors import TelemetryError
+from gracetune.train.asked import requests_of
 from gracetune.train.control import Control, listening
 from gracetune.train.media import contact_sheet, write_sample
 from gracetune.train.position import length_of
-from gracetune.train.validation import requests_of
 from unit.data.folders import made_up
 
 DATA = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_step": 2, "batch_size": 3})
+BY_EPOCH = made_up({"counts": [5, 3], "repeats": 1}, {"counts": [2, 4], "start_epoch": 2, "batch_size": 3})
 
 
 @given(
     initial=st.integers(1, 6), more=st.integers(0, 12), steps=st.integers(0, 20), micro=st.integers(1, 4),
-    epochs=st.integers(1, 3),
+    epochs=st.integers(1, 3), data=st.sampled_from([DATA, BY_EPOCH]),
 )  # fmt: skip
 def test_the_length_in_steps_is_what_the_loop_will_do(
-    initial: int, more: int, steps: int, micro: int, epochs: int
+    initial: int, more: int, steps: int, micro: int, epochs: int, data: DataIndex
 ) -> None:
     ramp = Ramp(initial, initial + more, steps, micro)
-    loader = Loader(DATA, batch_size=micro, epochs=epochs)
+    loader = Loader(data, batch_size=micro, epochs=epochs)
     done = consumed = 0
     while True:
         window, filled = ramp.window(consumed), 0
@@ -58,7 +60,7 @@ def test_the_length_in_steps_is_what_the_loop_will_do(
         done, consumed = done + 1, consumed + filled
         if filled < window.accumulation:
             break
-    assert length_of(DATA, ramp, batch_size=micro, max_steps=None, epochs=epochs).steps == done
+    assert length_of(data, ramp, batch_size=micro, max_steps=None, epochs=epochs).steps == done
 
 
 def test_a_number_of_steps_is_taken_as_it_is() -> None:

@@ -7,10 +7,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gracetune.config.aitoolkit.dataset_keys import DATASET
-from gracetune.config.aitoolkit.keys import Block, Reading, number, put_rows, real, whole
+from gracetune.config.aitoolkit.keys import PEER, Block, Reading, number, put_rows, real, whole
 from gracetune.config.aitoolkit.model import Target
 from gracetune.config.aitoolkit.train import Training
-from gracetune.config.draft import Path
+from gracetune.config.draft import Origin, Path
 
 CONTROL_RESOLUTION = 1024
 """Upstream scales the references of Qwen-Image-Edit-2509 to this square's area, whatever the target's size."""
@@ -65,6 +65,8 @@ def put_dataset(reading: Reading, cut: Cut, root: Path) -> None:
         _video(reading, cut.entry, root)
     if block.get("mask_path"):
         reading.put((*root, "mask", "path"), block.get("mask_path"), block.key("mask_path"))
+    elif number(block.get("mask_min_value")) == 0.1:  # the web interface writes it into every job: nobody asked for it
+        reading.draft.put((*root, "mask", "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
     if block.get("num_repeats") is not None:
         # Upstream counts visits, we count the visits after the first.
         visits = number(block.get("num_repeats"))

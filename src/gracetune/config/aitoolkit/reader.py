@@ -14,6 +14,7 @@ from gracetune.config.aitoolkit.network import NETWORK, read_network
 from gracetune.config.aitoolkit.samples import SAMPLE, read_samples
 from gracetune.config.aitoolkit.train import read_logging, read_save, read_train
 from gracetune.config.aitoolkit.train_keys import LOGGING, SAVE, TRAIN
+from gracetune.config.base import file_name
 from gracetune.config.draft import Draft, Said
 from gracetune.config.environment import Environment
 from gracetune.config.spelling import misspelt
@@ -167,7 +168,7 @@ def _place(reading: Reading, config: Block, process: Block) -> None:
     """Name and folder; the run's folder is `training_folder/name`, as upstream has it."""
     own = process if process.get("name") is not None else config
     name = own.get("name")
-    reading.put(("name",), name, own.key("name"))
+    reading.put(("name",), file_name(name) if isinstance(name, str) else name, own.key("name"))
     place = process if process.get("training_folder") is not None else config
     folder = place.get("training_folder")
     if folder is None:

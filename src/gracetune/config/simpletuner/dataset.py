@@ -138,8 +138,6 @@ class DatasetReader:
         for block in [*direct, *(block for block in blocks if block is not None)]:
             for name in keys.IN_MEMORY_KEYS:
                 block.put(self.draft, name, (*here, "in_memory", name), _IN_MEMORY[name])
-        if "in_memory" in entry and self.draft.get((*here, "type")) in (None, "local"):
-            self.draft.note(f"{entry.key('in_memory')} does nothing while `type` is local; write in_memory to stage")
 
     def _crop(self, entry: Options, here: Path) -> None:
         buckets = entry.get("crop_aspect_buckets")

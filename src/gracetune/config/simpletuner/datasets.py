@@ -162,8 +162,12 @@ def _embeds(entries: list[Options], draft: Draft, reader: DatasetReader) -> None
         reader.harmless += [name for name in entry.values if name in HARMLESS and not is_off(entry.get(name))
                             and name not in ("default", "text_encoder_batch_size")]  # fmt: skip
     _text_cache([entry for entry in entries if entry.get("dataset_type") == "text_embeds"], draft)
-    for entry in [entry for entry in entries if entry.get("dataset_type") != "text_embeds"][:1]:
-        entry.put(draft, "cache_dir", ("cache", "image_embeds_dir"))
+    for entry in entries:
+        if not is_off(entry.get("cache_dir")) and "cache_dir" not in entry.used:
+            # SimpleTuner keeps no latents in an image_embeds folder either: only its storage is used.
+            draft.note(f"{entry.key('cache_dir')}: nothing is kept there. Embeddings of captions are in the folder of "
+                       "the default text_embeds entry, latents and all else that is made of a picture where "
+                       "`cache_dir_vae` says, the dataset's or the config's")  # fmt: skip
 
 
 def _embed_keys(entry: Options, draft: Draft) -> None:

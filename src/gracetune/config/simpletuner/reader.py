@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from gracetune.config.base import file_name
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
 from gracetune.config.simpletuner.adapter import read_adapter
@@ -89,17 +90,18 @@ def _identity(options: Options, draft: Draft) -> None:
         draft.missing(("output_dir",), "output_dir", "a folder for the results", hint)
     options.put(draft, "output_dir", ("output_dir",))
     if "tracker_run_name" in options:
-        options.put(draft, "tracker_run_name", ("name",), _file_name)
+        options.put(draft, "tracker_run_name", ("name",), _as_file_name)
     elif isinstance(options.get("output_dir"), str):
-        draft.put(("name",), PurePath(options.get("output_dir")).name or "run", options.origin("output_dir"))
+        folder = PurePath(options.get("output_dir")).name
+        draft.put(("name",), file_name(folder) or "run", options.origin("output_dir"))
     else:
         draft.reported_missing.add(("name",))
 
 
-def _file_name(value: Any) -> Any:
+def _as_file_name(value: Any) -> Any:
     """Adapter files are named after the run."""
     value = as_text(value)
-    return value.replace("/", "-").replace("\\", "-") if isinstance(value, str) else value
+    return file_name(value) if isinstance(value, str) else value
 
 
 def _refusals(options: Options, draft: Draft, family: str) -> None:

@@ -59,7 +59,7 @@ ROWS: dict[str, tuple[Path, Converter, Any]] = {
     "resume_from_checkpoint": (("checkpoints", "resume"), _resume, _UNSET),
     "cache_dir": (("cache", "cache_dir"), as_given, _UNSET),
     "cache_dir_text": (("cache", "text_cache_dir"), as_given, _UNSET),
-    "cache_dir_vae": (("cache", "image_embeds_dir"), as_given, _UNSET),
+    "cache_dir_vae": (("cache", "vae_cache_dir"), as_given, _UNSET),
     "vae_batch_size": (("cache", "vae_batch_size"), as_number, _UNSET),
     "text_encoder_batch_size": (("cache", "text_encoder_batch_size"), as_number, _UNSET),
     "tracker_project_name": (("logging", "project"), as_text, _UNSET),

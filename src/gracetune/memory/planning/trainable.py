@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from gracetune.config.run_config import Adapter, Optimizer
+from gracetune.errors import ConfigError, Problem
 from gracetune.memory.planning.footprint import Block, Footprint, Linear
 
 Dimensions = tuple[int, ...]
@@ -92,9 +95,16 @@ _FIELDS = {"dim": "rank", "linear_dim": "rank", "factor": "factor", "full_matrix
 def _options(adapter: Adapter, linear: Linear) -> Adapter:
     own: Mapping[str, Any] = adapter.by_module.get(linear.owner, {})
     changes: dict[str, Any] = {field: own[name] for name, field in _FIELDS.items() if name in own}
-    if own.get("algo") in _KINDS:
+    if str(own.get("algo")) in _KINDS:
         changes["kind"] = _KINDS[own["algo"]]
-    return adapter.model_copy(update=changes) if changes else adapter
+    try:
+        return Adapter.model_validate(adapter.model_dump() | changes) if changes else adapter
+    except ValidationError as error:
+        key = f"adapter.by_module.{linear.owner}"
+        raise ConfigError(
+            [Problem(f"{key} ({fault['loc'][0]})", str(fault["input"]), fault["msg"], "correct it")
+             for fault in error.errors()]
+        ) from error  # fmt: skip
 
 
 def factorization(dimension: int, factor: int) -> tuple[int, int]:

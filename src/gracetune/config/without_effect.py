@@ -1,0 +1,129 @@
+"""What was asked for and does nothing, because the switch it belongs to says otherwise.
+
+No error: people keep such keys beside a switch they turn off and on again, and peers' files are full of them. But who
+forgot the switch trains something else than was meant, so each is named. What a reader filled in by itself is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gracetune.config.base import Section
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.draft import Draft, parse_path
+from gracetune.config.rules import known_flavour
+from gracetune.config.run_config import RunConfig
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Keys of one section, and what decides whether they count."""
+
+    off: bool
+    where: str
+    section: Section
+    keys: str
+    why: str
+    """Why they do not count while it is off."""
+    remedy: str
+    """What to type so that they do."""
+
+
+def without_effect(config: RunConfig, draft: Draft) -> list[str]:
+    """One note for each reason, however many datasets it holds for."""
+    found: dict[str, tuple[list[str], list[str]]] = {}
+    for switch in switches(config):
+        keys = _asked_for(switch, draft) if switch.off else []
+        if keys:
+            named, remedies = found.setdefault(switch.why, ([], []))
+            named += keys
+            remedies.append(switch.remedy)
+    return [
+        f"{', '.join(dict.fromkeys(keys))}: no effect, because {why}; {' '.join(dict.fromkeys(remedies))}"
+        for why, (keys, remedies) in found.items()
+    ]
+
+
+def _asked_for(switch: Switch, draft: Draft) -> list[str]:
+    """In the words of whoever set them to something else than the default."""
+    changed = switch.section.model_dump(exclude_defaults=True)
+    paths = [(*parse_path(switch.where), key) for key in switch.keys.split() if key in changed]
+    origins = {path: draft.origin(path) for path in paths}
+    return [draft.place(path)[0] for path, origin in origins.items() if origin is not None and origin.kind != "default"]
+
+
+def switches(config: RunConfig) -> Iterator[Switch]:
+    yield from _of_the_model(config)
+    yield from _of_training(config)
+    yield from _of_memory(config)
+    for index, dataset in enumerate(config.datasets):
+        if not dataset.disabled:
+            yield from _of_a_dataset(dataset, f"datasets[{index}]")
+
+
+def _of_the_model(config: RunConfig) -> Iterator[Switch]:
+    model, adapter, flavour = config.model, config.adapter, known_flavour(config)
+    yield Switch(flavour is not None and not flavour.dual_expert, "model", model, "switch_experts_every",
+                 "the model has a single expert", "remove it")  # fmt: skip
+    yield Switch(model.experts != "both", "model", model, "switch_experts_every",
+                 f"model.experts is {model.experts}, and a single expert takes no turns",
+                 "--set model.experts=both")  # fmt: skip
+    kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
+    yield Switch("lokr" not in kinds, "adapter", adapter, "factor full_rank decompose_both",
+                 f"adapter.kind is {adapter.kind}, and only lokr has them", "--set adapter.kind=lokr")  # fmt: skip
+    yield Switch(adapter.kind == "full_finetune", "adapter", adapter,
+                 "rank alpha dropout conv_rank conv_alpha by_module strength",
+                 "adapter.kind is full_finetune, which trains the weights themselves",
+                 "--set adapter.kind=lora")  # fmt: skip
+
+
+def _of_training(config: RunConfig) -> Iterator[Switch]:
+    training, objective = config.training, config.objective
+    yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",
+                 "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
+    yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,
+                 "initial_effective_batch_size target_effective_batch_size batch_rampup_steps",
+                 "training.ramp.enabled is false", "--set training.ramp.enabled=true")  # fmt: skip
+    yield Switch(training.max_grad_norm is None, "training", training, "grad_clip",
+                 "training.max_grad_norm is unset, so nothing is clipped",
+                 "--set training.max_grad_norm=1.0")  # fmt: skip
+    yield Switch(objective.loss not in ("huber", "smooth_l1"), "objective", objective, "huber_delta",
+                 f"objective.loss is {objective.loss}", "--set objective.loss=huber")  # fmt: skip
+    yield Switch(objective.timesteps not in ("sigmoid", "logit_normal"), "objective", objective, "sigmoid_scale",
+                 f"objective.timesteps is {objective.timesteps}", "--set objective.timesteps=sigmoid")  # fmt: skip
+    yield Switch(objective.timesteps != "beta", "objective", objective, "beta_alpha beta_beta",
+                 f"objective.timesteps is {objective.timesteps}", "--set objective.timesteps=beta")  # fmt: skip
+    yield Switch(objective.noise_offset == 0, "objective", objective, "noise_offset_probability",
+                 "objective.noise_offset is 0", "--set objective.noise_offset=0.1")  # fmt: skip
+
+
+def _of_memory(config: RunConfig) -> Iterator[Switch]:
+    memory = config.memory
+    unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
+    yield Switch(not memory.use_uvm, "memory", memory, "uvm_oversubscription_ratio uvm_access_pattern",
+                 "memory.use_uvm is false, so there is no overflow arena", "--set memory.use_uvm=true")  # fmt: skip
+    yield Switch(not (memory.use_uvm or memory.enable_uvm_hints or unified), "memory", memory,
+                 "uvm_stage1_threshold uvm_stage1_min_bytes",
+                 "nothing asks for unified memory", "--set memory.use_uvm=true")  # fmt: skip
+
+
+def _of_a_dataset(dataset: Dataset, where: str) -> Iterator[Switch]:
+    crop, captions = dataset.crop, dataset.captions
+    yield Switch(dataset.type != "in_memory", f"{where}.in_memory", dataset.in_memory,
+                 "compression num_workers memory_limit_gb file_extensions",
+                 f"the dataset's type is {dataset.type}", f"--set {where}.type=in_memory")  # fmt: skip
+    # Without a crop a picture keeps its shape and its middle: who asks for `preserve` or `center` gets that.
+    anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
+    yield Switch(not crop.enabled, f"{where}.crop", crop, " ".join(name for name, same in anyway.items() if not same),
+                 "the dataset's crop.enabled is false", f"--set {where}.crop.enabled=true")  # fmt: skip
+    masks = dataset.mask.path is not None or dataset.mask.from_alpha or dataset.conditioning_type == "mask"
+    yield Switch(not masks, f"{where}.mask", dataset.mask, "min_weight invert",
+                 "the dataset names no mask (a dataset of masks has its own options)",
+                 f"--set {where}.mask.path=FOLDER")  # fmt: skip
+    yield Switch(not captions.shuffle_tags, f"{where}.captions", captions, "keep_tags shuffle_variants tag_separator",
+                 "the dataset's captions.shuffle_tags is false",
+                 f"--set {where}.captions.shuffle_tags=true")  # fmt: skip
+    yield Switch(captions.strategy != "instanceprompt" and not captions.prepend_instance_prompt,
+                 f"{where}.captions", captions, "instance_prompt", f"captions come from {captions.strategy}",
+                 f"--set {where}.captions.prepend_instance_prompt=true")  # fmt: skip

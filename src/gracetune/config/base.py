@@ -17,9 +17,9 @@ class Section(BaseModel):
 Flag = StrictBool
 """true or false; `"yes"` and 1 are refused rather than guessed at."""
 
-WholeNumber = Annotated[int, Strict(), Field(ge=0, le=10**9)]
-PositiveInt = Annotated[int, Strict(), Field(ge=1, le=10**9)]
-"""Nobody counts further; what does is a slip, and would make lists that fill the memory."""
+WholeNumber = Annotated[int, Strict(), Field(ge=0, le=10**10)]
+PositiveInt = Annotated[int, Strict(), Field(ge=1, le=10**10)]
+"""Nobody counts further; people write 9999999999 for "never"."""
 BatchSize = Annotated[int, Strict(), Field(ge=1, le=16_384)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 Number = Annotated[float, Strict(), Field(ge=-1e12, le=1e12)]

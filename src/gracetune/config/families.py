@@ -24,17 +24,19 @@ class Flavour:
     makes: Modality
     dual_expert: bool = False
     edits: bool = False
+    from_picture: bool = False
+    """Clips go on from a first frame, and only so."""
 
 
 _FLAVOURS: dict[str, tuple[Flavour, ...]] = {
     "wan": (
         Flavour("t2v-14b-2.2", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "video", dual_expert=True),
-        Flavour("i2v-14b-2.2", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "video", dual_expert=True),
+        Flavour("i2v-14b-2.2", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "video", dual_expert=True, from_picture=True),
         Flavour("ti2v-5b-2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "video"),
         Flavour("t2v-1.3b-2.1", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "video"),
         Flavour("t2v-14b-2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "video"),
-        Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video"),
-        Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video"),
+        Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video", from_picture=True),
+        Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video", from_picture=True),
     ),
     "qwen_image": (
         Flavour("t2i", "Qwen/Qwen-Image", "image"),

@@ -27,7 +27,15 @@ def read(document: Document, draft: Draft, _environment: Environment) -> None:
         draft.problem(VERSION_KEY, version, f"format version {VERSION}", f"write `{VERSION_KEY}: {VERSION}`")
     for key, value in document.data.items():
         if key != VERSION_KEY:
-            draft.put_tree((str(key),), value, Origin("file", str(key), document.name))
+            kept = _without_retired(value, draft) if key == "cache" and isinstance(value, Mapping) else value
+            draft.put_tree((str(key),), kept, Origin("file", str(key), document.name))
+
+
+def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:
+    """Configs of earlier runs have every key there was; this one was never read."""
+    if cache.get("image_embeds_dir") is not None:
+        draft.note("cache.image_embeds_dir: never had an effect, and is gone; latents have cache.vae_cache_dir")
+    return {key: value for key, value in cache.items() if key != "image_embeds_dir"}
 
 
 def write(config: RunConfig, origins: Mapping[Path, Origin] | None = None) -> str:

@@ -16,6 +16,7 @@ from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
 from gracetune.config.limits import beyond_limits
+from gracetune.config.peer_samples import settle_samples
 from gracetune.config.plain import DEEPEST, NotPlainError, plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
@@ -79,6 +80,8 @@ def load(
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
     _read_overrides(draft, overrides)
     _switch_hints_on(draft)
+    if dialect.name != "native":
+        settle_samples(draft)
     return _build(draft, dialect.name, path, allow_unsupported)
 
 

@@ -91,9 +91,11 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(objective.loss not in ("huber", "smooth_l1"), "objective", objective, "huber_delta",
                  f"objective.loss is {objective.loss}", "--set objective.loss=huber")  # fmt: skip
     yield Switch(objective.timesteps not in ("sigmoid", "logit_normal"), "objective", objective, "sigmoid_scale",
-                 f"objective.timesteps is {objective.timesteps}", "--set objective.timesteps=sigmoid")  # fmt: skip
+                 f"objective.timesteps is {objective.timesteps}, which has no scale",
+                 "--set objective.timesteps=sigmoid")  # fmt: skip
     yield Switch(objective.timesteps != "beta", "objective", objective, "beta_alpha beta_beta",
-                 f"objective.timesteps is {objective.timesteps}", "--set objective.timesteps=beta")  # fmt: skip
+                 f"objective.timesteps is {objective.timesteps}, and only beta has them",
+                 "--set objective.timesteps=beta")  # fmt: skip
     yield Switch(objective.noise_offset == 0, "objective", objective, "noise_offset_probability",
                  "objective.noise_offset is 0", "--set objective.noise_offset=0.1")  # fmt: skip
 

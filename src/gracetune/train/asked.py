@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,12 +44,18 @@ def requests_of(config: RunConfig) -> list[Asked]:
     return found
 
 
-def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> None:
-    """ConfigError for samples that could not be drawn: said before the first step, not at the first validation."""
+def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: Callable[[str], None]) -> None:
+    """ConfigError for samples that could not be drawn: said before the first step, not at the first validation.
+
+    Where they are drawn on request alone, which may never come, it is a warning.
+    """
     one_of_each = {asked.prompt: asked for asked in requests_of(config)}  # the others differ in their seed alone
     problems = [problem for asked in one_of_each.values() for problem in _problems(asked, config, spec, facts)]
-    if problems:
+    section = config.validation
+    if problems and (section.at_start or section.every_steps or section.every_epochs):
         raise ConfigError(dict.fromkeys(problems))
+    for problem in dict.fromkeys(problems):
+        warn(f"samples cannot be drawn as they are asked for: {problem}")
 
 
 def _problems(asked: Asked, config: RunConfig, spec: ModelSpec, facts: ModelFacts) -> Iterator[Problem]:

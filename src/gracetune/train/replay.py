@@ -276,7 +276,8 @@ class Replay:
         turns = self._turns or Turns(self._gpu.pool())
         returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
         there = turns.size if any(one.recording and one.kept >= shape.kept for one in self._shapes.values()) else 0
-        needed = max(0, int(ROOM * shape.kept) + returned - there) + STATES * returned + GIB
+        states = 0 if shape.places else STATES * returned  # who was recorded before has made them since
+        needed = max(0, int(ROOM * shape.kept) + returned - there) + states + GIB
         if free < needed:
             self._refuse(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
             return
@@ -325,6 +326,6 @@ def _broken(error: BaseException) -> MachineError:
         first = first.__context__
     found = (str(first).strip() or type(first).__name__).splitlines()[0]
     return MachineError(
-        f"a step could not be recorded as a CUDA graph: {found}\nNothing is lost: start again, or resume, with "
-        "--set training.compile=off, which records nothing, and please report this"
+        f"a step could not be recorded as a CUDA graph: {found}\nThe same command with --set training.compile=off, "
+        "which records nothing, goes on from the last checkpoint; please report this"
     )

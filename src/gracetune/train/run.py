@@ -109,8 +109,6 @@ def train(
         trained = trained_experts(config.model.experts, facts)
         optimizer = check_optimizer(config, trained, runtime.device)
         check_trackers(config, main=runtime.is_main)
-        check_requests(config, spec, facts)
-        check_adapter(config, spec, source, facts)
         planned = make_plan(config, machine, spec, source, facts)
         view.planned(planned, machine)
         refuse_misfit(planned, allowed=options.allow_misfit)
@@ -130,6 +128,8 @@ def train(
         if there:
             return Result(Stop("finished", LONGER), start.step, start.step, there, planned, None, 0.0)
         refuse_other_optimizer(start, config, optimizer, folder, trained)
+        check_requests(config, spec, facts, view.warn)
+        check_adapter(config, spec, source, facts)
 
         memory = open_memory(config, machine, runtime, environment, view, stack)
         if memory is not None:

@@ -25,7 +25,7 @@ def dataset(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "key", "expected", "hint"),
     [
-        ({"training": {"max_steps": 10**26}}, "training.max_steps", "<= 1,000,000,000", "1, for example"),
+        ({"training": {"max_steps": 10**26}}, "training.max_steps", "<= 10,000,000,000", "1, for example"),
         ({"training": {"epochs": 10**6}}, "training.epochs", "<= 100,000", "1, for example"),
         ({"training": {"max_steps": 1, "seed": 2**63}}, "training.seed", "< 9,223,372,036,854,775,808", "42, for"),
         ({"training": {"max_steps": 1, "batch_size": 10**8}}, "training.batch_size", ">= 1 and <= 16,384", "1, for"),

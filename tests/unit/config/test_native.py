@@ -7,7 +7,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 
-from gracetune.config import native
+from gracetune.config import Environment, load, native
 from gracetune.config.draft import Origin
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document
@@ -85,3 +85,17 @@ def test_only_the_version_key_marks_the_dialect() -> None:
     assert native.looks_like({"gracetune": 1})
     assert not native.looks_like({"name": "x"})
     assert not native.looks_like(["gracetune"])
+
+
+@pytest.mark.parametrize(("value", "notes"), [("null", 0), ("/images", 1)])
+def test_a_config_of_an_earlier_run_is_read(value: str, notes: int, tmp_path: Path) -> None:
+    """It has a key that never had an effect, and is gone."""
+    values = {"name": "n", "output_dir": "o", "model": {"family": "wan"}, "datasets": [{"id": "d", "path": "p"}]}
+    config = RunConfig.model_validate({**values, "training": {"max_steps": 1}})
+    lines = native.write(config).splitlines()
+    lines.insert(lines.index("cache:") + 1, f"  image_embeds_dir: {value}")
+    path = tmp_path / "config.yaml"
+    path.write_text("\n".join(lines))
+    found = load(path, environment=Environment({}))
+    assert found.config == config
+    assert sum("image_embeds_dir" in note for note in found.notes) == notes

@@ -32,9 +32,9 @@ def asked_for(family: str, validation: dict[str, Any]) -> RunConfig:
 
 
 def refused(family: str, flavour: str, tiny_model: TinyModel, validation: dict[str, Any]) -> list[Problem]:
-    config, spec = asked_for(family, validation), spec_of(family)
+    config, spec = asked_for(family, {"every_steps": 1, **validation}), spec_of(family)
     with pytest.raises(ConfigError) as error:
-        check_requests(config, spec, facts_of(config, spec, ModelSource("tiny", tiny_model(family, flavour))))
+        check_requests(config, spec, facts_of(config, spec, ModelSource("tiny", tiny_model(family, flavour))), print)
     return list(error.value.problems)
 
 
@@ -85,9 +85,14 @@ def test_what_is_not_drawn_is_not_judged(tiny_model: TinyModel) -> None:
     spec = spec_of("wan")
     facts = spec.inspect(ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2")))
     prompts = [{"prompt": "a", "width": 90}]
-    check_requests(asked_for("wan", {"enabled": False, "prompts": prompts}), spec, facts)
+    warned: list[str] = []
+    check_requests(asked_for("wan", {"enabled": False, "prompts": prompts}), spec, facts, warned.append)
+    assert warned == []
+    check_requests(asked_for("wan", {"prompts": prompts}), spec, facts, warned.append)  # on request alone
+    assert warned
+    assert all("samples cannot be drawn as they are asked for" in line for line in warned)
     outside = replace(spec, check_sample=type(spec).check_sample)  # a family that says nothing about its requests
-    check_requests(asked_for("wan", {"prompts": prompts}), outside, facts)
+    check_requests(asked_for("wan", {"every_steps": 1, "prompts": prompts}), outside, facts, warned.append)
 
 
 def test_a_generator_takes_every_seed_a_config_may_have() -> None:

@@ -352,6 +352,16 @@ def test_what_others_have_is_enough_for_smaller_ones_only(size: int, recorded: i
     assert setup.gpu.recorded == recorded
 
 
+def test_what_was_recorded_once_needs_no_room_for_states_again() -> None:
+    setup = Setup(free=int(1.3 * GIB) + (1 + STATES) * GRADIENTS + GIB)
+    for seed in range(3):
+        setup.window(seed)
+    setup.replay.release()
+    setup.gpu._free -= STATES * GRADIENTS  # they are there now
+    setup.window(7)
+    assert setup.gpu.recorded == 2
+
+
 def test_what_is_released_is_recorded_again() -> None:
     setup = Setup()
     for seed in range(3):

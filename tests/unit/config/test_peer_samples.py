@@ -1,0 +1,62 @@
+"""Published files train unchanged: the samples they ask for can be drawn, or are left out with a note."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from gracetune.config import Environment, Resolved, load
+from gracetune.config.rules import known_flavour
+from gracetune.models.registry import spec_of
+from gracetune.models.source import ModelSource
+from gracetune.train.asked import requests_of
+from unit.config.aitoolkit_jobs import write
+from unit.config.test_aitoolkit_peers import PEERS
+
+ACCEPTED = {peer["name"]: peer["keys"] for peer in PEERS if peer["with_allow_unsupported"] == "accepted"}
+TinyModel = Callable[[str, str], Path]
+
+
+def resolved(folder: Path, name: str, *flags: str, **sample: Any) -> Resolved:
+    keys = {**ACCEPTED[name]}
+    if sample:
+        process = keys["config"]["process"][0]
+        keys["config"] = {**keys["config"], "process": [{**process, "sample": {**process["sample"], **sample}}]}
+    path = write(folder, keys, "job.json")
+    return load(path, environment=Environment({}), overrides=flags, allow_unsupported=True)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_samples_of_published_jobs_can_be_drawn(name: str, tmp_path: Path, tiny_model: TinyModel) -> None:
+    config = resolved(tmp_path, name).config
+    flavour = known_flavour(config)
+    assert flavour is not None
+    spec, folder = spec_of(config.model.family), tiny_model(config.model.family, flavour.name)
+    facts = spec.inspect(ModelSource(str(folder), folder))
+    for asked in requests_of(config):
+        pictures = tuple(Image.new("RGB", (64, 64)) for _ in asked.references)
+        spec.check_sample(replace(asked.request, references=pictures), facts)
+
+
+def test_frames_are_rounded_as_upstream_rounds_them(tmp_path: Path) -> None:
+    found = resolved(tmp_path, "train_lora_wan21_1b_24gb")
+    assert found.config.validation.num_frames == 41
+    assert any("num_frames: 40 frames are drawn as 41" in note for note in found.notes)
+    asked = resolved(tmp_path, "train_lora_wan21_1b_24gb", "validation.num_frames=40").config
+    assert asked.validation.num_frames == 40, "a flag is meant as it is said"
+
+
+def test_a_sample_without_a_picture_is_left_out_where_the_model_starts_from_one(tmp_path: Path) -> None:
+    none = resolved(tmp_path, "ui:wan22_14b_i2v")
+    assert none.config.validation.prompts == ()
+    assert any("not drawn, because i2v-14b-2.2 starts from a picture" in note for note in none.notes)
+    (tmp_path / "start.png").touch()
+    samples = [{"prompt": "one"}, {"prompt": "two", "ctrl_img": str(tmp_path / "start.png"), "seed": 7}]
+    some = resolved(tmp_path, "ui:wan22_14b_i2v", samples=samples)
+    assert [(one.prompt, one.seed) for one in some.config.validation.prompts] == [("two", 7)]
+    assert some.origins["validation", "prompts", 0, "seed"].key.endswith("samples[1].seed")

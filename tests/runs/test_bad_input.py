@@ -185,6 +185,16 @@ def test_an_output_folder_that_cannot_be_made(tiny_model: TinyModel, tmp_path: P
         run(config_for("flux", tiny_model, tmp_path))
 
 
+def test_an_output_folder_that_cannot_be_written_is_said_before_the_data_is_looked_at(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = config_for("flux", tiny_model, tmp_path)
+    (tmp_path / "out" / ".config.yaml.tmp").mkdir(parents=True)  # in the way, for root too
+    shutil.rmtree(tmp_path / "pictures")
+    with pytest.raises(ConfigError, match="a folder we may write to"):
+        run(config)
+
+
 def test_weights_that_are_not_there(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = changed(config_for("flux", tiny_model, tmp_path), "model", path="nobody/such-model")
     with pytest.raises(ConfigError, match="nobody/such-model"):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from gracetune.cli.console import mark, out, print_json, print_problems, session, shown
+from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
 from gracetune.config.draft import visible
 from gracetune.config.explain import schema as config_schema
@@ -37,15 +37,11 @@ class Checked:
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        problems = [
-            {"key": p.key, "found": p.found, "expected": p.expected, "hint": p.hint, "file": p.file}
-            for p in self.problems
-        ]
         return {
             "path": str(self.path),
             "dialect": self.dialect,
             "ok": not self.problems,
-            "problems": problems,
+            "problems": [problem_json(one) for one in self.problems],
             "notes": list(self.notes),
         }
 

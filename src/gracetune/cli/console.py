@@ -29,8 +29,11 @@ class Session:
     environment: Environment
 
 
-def start(run: Callable[[Session], int]) -> int:
-    """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1."""
+def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
+    """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1.
+
+    With `as_json` an object about it is on stdout, where a script looks for the result.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character gets its escape, not a traceback.
@@ -42,14 +45,18 @@ def start(run: Callable[[Session], int]) -> int:
             print(line, file=sys.stderr)
         return run(Session(environment))
     except GracetuneError as error:
-        say_error(error)
+        ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
-        say_error(GracetuneError(str(error)))
+        ours = GracetuneError(str(error))
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
         where = f" for {error.filename}" if error.filename else ""
-        say_error(GracetuneError(f"no space left on the disk{where}: make room and run the same command again"))
+        ours = GracetuneError(f"no space left on the disk{where}: make room and run the same command again")
+    say_error(ours)
+    if as_json:
+        problems = ours.problems if isinstance(ours, ConfigError) else ()
+        print_json({"ok": False, "error": str(ours), "problems": [problem_json(one) for one in problems]})
     return 1
 
 
@@ -85,6 +92,11 @@ def say_error(error: GracetuneError) -> None:
     else:
         console.print(f"[bold red]error[/] {escape(str(error))}")
     sys.stderr.flush()
+
+
+def problem_json(problem: Problem) -> dict[str, Any]:
+    return {"key": problem.key, "found": problem.found, "expected": problem.expected, "hint": problem.hint,
+            "file": problem.file}  # fmt: skip
 
 
 def print_problems(console: Console, problems: tuple[Problem, ...], file: str | None = None) -> None:

@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
         app(args=arguments, obj=session)
         return 0
 
-    sys.exit(start(run))
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.exit(start(run, as_json="--json" in given))
 
 
 if __name__ == "__main__":

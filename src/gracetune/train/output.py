@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -67,15 +68,26 @@ class RunFolder:
     def logs(self) -> Path:
         return self.path / "logs"
 
+    def check(self) -> None:
+        """ConfigError where nothing can be written: said before the model is loaded, not when there is a result."""
+        with self._writing() as temporary:
+            temporary.touch()
+            temporary.unlink(missing_ok=True)  # another process of this run may have been first
+
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""
-        try:
-            for folder in (self.path, self.samples, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
-            temporary = self.path / f".{CONFIG}.tmp"
+        with self._writing() as temporary:
+            for folder in (self.samples, self.logs):
+                folder.mkdir(exist_ok=True)
             temporary.touch(0o644 if config.logging.webhook is None else 0o600)  # its address is its password
             temporary.write_text(write_native(config), encoding="utf-8")
             temporary.replace(self.path / CONFIG)
+
+    @contextmanager
+    def _writing(self) -> Iterator[Path]:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            yield self.path / f".{CONFIG}.tmp"
         except OSError as error:
             hint = "--set output_dir=FOLDER"
             problem = Problem(

@@ -225,3 +225,23 @@ def test_the_demo_writes_over_nothing(tmp_path: Path, capsys: pytest.CaptureFixt
     assert run("demo", "--output", str(tmp_path)) == 1
     assert "a new folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data", "show", "nothing.yaml"], ["estimate", "nothing.yaml"], ["cache", "clear", "nothing.yaml"],
+        ["doctor", "--from-recording", "nothing"], ["train", "nothing.yaml"], ["baseline", "compare", "a", "b"],
+        ["adapter", "convert", "nothing.safetensors", "-o", "x.safetensors", "--to", "comfyui"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)  # fmt: skip
+def test_with_json_an_error_is_one_object_too(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*arguments, "--json") == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["ok"] is False
+    assert found["error"]
+    assert "nothing" in said.err or "found" in said.err
+    assert run(*arguments) == 1
+    assert capsys.readouterr().out == ""

@@ -17,6 +17,7 @@ from gracetune.memory.planning.footprint import (
     Stream,
     Text,
 )
+from gracetune_auraflow import FAMILY
 
 WIDTH, FFN, HEADS = 3072, 8192, 12
 JOINT, SINGLE = 4, 32
@@ -102,7 +103,7 @@ def _single() -> Block:
 
 FOOTPRINTS = (
     Footprint(
-        family="auraflow",
+        family=FAMILY,
         flavour="v0.3",
         denoisers=("transformer",),
         parameters=6_858_605_568,

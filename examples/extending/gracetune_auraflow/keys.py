@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gracetune.models.keys import KeyMap, Rule
+from gracetune_auraflow import FAMILY
 
 _ATTENTION = (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
 _CONTEXT = (("add_q_proj", "q"), ("add_k_proj", "k"), ("add_v_proj", "v"), ("to_add_out", "o"))
@@ -32,7 +33,7 @@ def _single() -> Iterator[Rule]:
 
 
 KEYS = KeyMap(
-    family="auraflow",
+    family=FAMILY,
     component="transformer",
     rules=(
         Rule("pos_embed.proj", "init_x_linear"),

@@ -28,6 +28,7 @@ from gracetune.models.layout import (
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune_auraflow import FAMILY
 
 TRANSFORMER = "transformer"
 _PIPELINES: Mapping[str, Any] = {AuraFlowPipeline.__name__: AuraFlowPipeline}
@@ -42,11 +43,11 @@ _PARTS = {
 
 def inspect(source: ModelSource) -> ModelFacts:
     """Refuses a folder of another family, or one that lacks a part, before any weight is read."""
-    pipeline_name(source, "auraflow", _PIPELINES)
+    pipeline_name(source, FAMILY, _PIPELINES)
     require_parts(source, _PARTS)
     shift, _ = read_shift(read_config(source, "scheduler", SCHEDULER))
     return ModelFacts(
-        family="auraflow",
+        family=FAMILY,
         flavour="v0.3",
         experts=(Expert("", TRANSFORMER),),
         schedule=Flow(time_scale=1.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gracetune.models.spec import AttentionCalls, ModelSpec
+from gracetune_auraflow import FAMILY
 from gracetune_auraflow.encode import load_latent_encoder, load_text_encoder
 from gracetune_auraflow.keys import KEYS
 from gracetune_auraflow.load import build_denoiser, inspect, load_denoiser, load_pipeline
@@ -19,7 +20,7 @@ _JOINT = (
 _SINGLE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", *(f"ff.{name}" for name in _FEED_FORWARD))
 
 SPEC = ModelSpec(
-    family="auraflow",
+    family=FAMILY,
     inspect=inspect,
     load_denoiser=load_denoiser,
     build_denoiser=build_denoiser,

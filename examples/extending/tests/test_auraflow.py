@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AuraFlowPipeline
+from gracetune_auraflow import FAMILY
 from gracetune_auraflow.footprint import FOOTPRINTS
 from gracetune_auraflow.keys import KEYS
 from gracetune_auraflow.published import build_published
@@ -38,7 +39,7 @@ WIDTH, HEIGHT = 48, 32  # not square, so that exchanging them shows
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached("auraflow", "v0.3", tmp_path_factory.mktemp("tiny"))
+    return cached(FAMILY, "v0.3", tmp_path_factory.mktemp("tiny"))
 
 
 def source(folder: Path) -> ModelSource:
@@ -162,7 +163,7 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
         {
             "name": "aura",
             "output_dir": str(tmp_path / "out"),
-            "model": {"family": "auraflow", "path": str(folder), "base_precision": "fp32"},
+            "model": {"family": FAMILY, "path": str(folder), "base_precision": "fp32"},
             "datasets": [{"id": "pictures", "path": str(data), "resolution": 64}],
             "adapter": {"kind": "lora", "rank": 4},
             "training": {"max_steps": 3, "batch_size": 2, "mixed_precision": "fp32"},

@@ -56,6 +56,11 @@ class Attached(ABC):
     def parameters(self) -> dict[str, nn.Parameter]:
         """Everything that is trained, as it is now, by names that stay the same over runs, libraries and sharding."""
 
+    @property
+    @abstractmethod
+    def alphas(self) -> dict[str, float]:
+        """Of every decomposed layer, by path: the parameters alone do not tell how they are scaled."""
+
     @abstractmethod
     def state(self) -> AdapterState:
         """A copy, on the CPU and in fp32. The strength is not in it: it belongs to the run, not to the file."""
@@ -208,6 +213,10 @@ class _LayersAttached(Attached):
             for name, parameter in layer.parameters().items()
         }
 
+    @property
+    def alphas(self) -> dict[str, float]:
+        return {path: layer.alpha for path, layer in self._layers.items() if layer.rank is not None}
+
     def state(self) -> AdapterState:
         return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
 
@@ -263,6 +272,10 @@ class _FullAttached(Attached):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return full.trained_parameters(self._model, self.selection)
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        return {}
 
     def state(self) -> AdapterState:
         raise GracetuneError(_WHOLE + "save the model's own weights")

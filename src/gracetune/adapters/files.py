@@ -29,6 +29,7 @@ from gracetune.memory.weights.files import open_weights
 
 SUFFIX = ".safetensors"
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+_CHECKPOINT_FILES = ("parameters.safetensors", "ema.safetensors")
 _PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl")
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 _DTYPES = {
@@ -69,7 +70,22 @@ def read(path: Path) -> AdapterFile:
     config = path.with_name(_PEFT_CONFIG_FILE)
     if path.name == _PEFT_FILE and config.is_file():
         metadata[PEFT_CONFIG] = config.read_text(encoding="utf-8", errors="replace")
+    if path.name in _CHECKPOINT_FILES:
+        tensors |= _alphas_beside(path)
     return AdapterFile(path, tensors, metadata)
+
+
+def _alphas_beside(path: Path) -> dict[str, Tensor]:
+    """What `train.pieces` wrote beside a checkpoint's tensors. Without it their scale is unknown, and they are refused
+    for that later on."""
+    try:
+        found = json.loads(path.with_suffix(".json").read_bytes())
+    except (OSError, ValueError, RecursionError):  # the last: brackets nested by the thousand
+        return {}
+    alphas = found.get("alphas") if isinstance(found, dict) else None
+    if not isinstance(alphas, dict):
+        return {}
+    return {f"{layer}.alpha": torch.tensor(alpha) for layer, alpha in alphas.items() if isinstance(alpha, float)}
 
 
 def _refuse_pickle(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from gracetune.adapters import files, metadata
 from gracetune.adapters.file_errors import BrokenLayerError, MixedStagesError, UnclearFamilyError
 from gracetune.adapters.formats.detect import Detected, detect
+from gracetune.adapters.formats.names import is_of_text_encoder, split
 from gracetune.adapters.formats.reading import Reading
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.formats.writing import FormatName
@@ -25,6 +26,8 @@ class Opened:
     file: files.AdapterFile
     detected: Detected
     reading: Reading
+    left_out: tuple[str, ...] = ()
+    """Layers of text encoders, where the caller wanted the file without them."""
 
     def states(self) -> list[AdapterState]:
         """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""
@@ -46,9 +49,12 @@ class Opened:
         return found[0]
 
 
-def open_adapter(path: Path, family: str | None = None) -> Opened:
+def open_adapter(path: Path, family: str | None = None, *, without_text_encoders: bool = False) -> Opened:
     """Reads a file in any of the known spellings; `family` is only needed where the keys fit two."""
     file = files.read(path)
+    left_out: tuple[str, ...] = ()
+    if without_text_encoders:
+        file, left_out = _without_text_encoders(file)
     try:
         detected = detect(file.tensors, file.metadata, name=file.path.stem, family=family)
     except UnclearFamilyError as error:
@@ -56,7 +62,19 @@ def open_adapter(path: Path, family: str | None = None) -> Opened:
     spelled = FORMATS["comfyui" if detected.format == "other" else detected.format]
     reading = spelled.read(file.tensors, file.metadata, detected.family)
     states = _with_stages(reading.states, detected, file)
-    return Opened(file, detected, replace(reading, states=states, contradictions=detected.contradictions))
+    return Opened(file, detected, replace(reading, states=states, contradictions=detected.contradictions), left_out)
+
+
+def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, tuple[str, ...]]:
+    """The rest of the file, and which layers were left out."""
+    kept = {key: tensor for key, tensor in file.tensors.items() if not is_of_text_encoder(key)}
+    if file.tensors and not kept:
+        hint = "give another file: there is nothing in this one to train on or to convert"
+        problem = Problem("layers", "of text encoders only", "layers of a denoiser", hint, str(file.path))
+        raise BrokenLayerError([problem])
+    gone = (key for key in file.tensors if key not in kept)
+    stems = {parts.stem if (parts := split(key)) is not None else key for key in gone}
+    return replace(file, tensors=kept), tuple(sorted(stems))
 
 
 def _with_stages(

@@ -24,14 +24,22 @@ class Norms:
     largest_layer: str
     unchanged: tuple[str, ...]
     """Layers whose change is exactly zero: as they are before the first step."""
+    not_finite: tuple[str, ...]
+    """Layers with a NaN or an infinity in them, or in the norm of their change: in none of the numbers above."""
 
 
 def norms(state: AdapterState) -> Norms:
-    found = {path: change_norm(layer) for path, layer in state.layers.items()}
-    largest = max(found, key=lambda path: found[path] if math.isfinite(found[path]) else -1.0)
-    finite = [value for value in found.values() if math.isfinite(value)] or [math.nan]
+    changes = {path: change_norm(layer) for path, layer in state.layers.items() if _is_finite(layer)}
+    found = {path: value for path, value in changes.items() if math.isfinite(value)}
+    values = list(found.values()) or [math.nan]
+    largest = max(found, key=lambda path: found[path], default="")
     unchanged = tuple(path for path, value in found.items() if value == 0)
-    return Norms(min(finite), statistics.median(finite), max(finite), largest, unchanged)
+    not_finite = tuple(path for path in state.layers if path not in found)
+    return Norms(min(values), statistics.median(values), max(values), largest, unchanged, not_finite)
+
+
+def _is_finite(layer: Layer) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in layer.tensors.values())
 
 
 def change_norm(layer: Layer) -> float:

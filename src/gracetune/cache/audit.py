@@ -67,6 +67,8 @@ class Audit:
     missing: Group
     missing_examples: tuple[str, ...]
     corrupt: Group
+    corrupt_examples: tuple[str, ...]
+    """Of those that are wanted; what the others were made of is no longer known here."""
     damaged_shards: tuple[DamagedShard, ...]
     stale: Group
     stale_parts: dict[str, int]
@@ -90,6 +92,7 @@ class Audit:
             "orphaned": self.orphaned.as_json(),
             "extra_copies": self.extra_copies.as_json(),
             "missing_examples": [*self.missing_examples],
+            "corrupt_examples": [*self.corrupt_examples],
             "damaged_shards": [asdict(shard) for shard in self.damaged_shards],
             "stale_parts": self.stale_parts,
             "stale_examples": [asdict(one) for one in self.stale_examples],
@@ -143,6 +146,7 @@ def audit(
         missing=Group(len(missing), None if missing else 0, missing),
         missing_examples=tuple(asked[key].what for key in missing[:_EXAMPLES]),
         corrupt=corrupt.group(),
+        corrupt_examples=tuple(asked[key].what for key in bad if key in asked)[:_EXAMPLES],
         damaged_shards=store.damaged,
         stale=look.stale.group(),
         stale_parts=dict(look.parts.most_common()),

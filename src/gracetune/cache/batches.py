@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gracetune.cache.collate import UnlikeEntriesError, collate
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, latent_key, text_key
 from gracetune.cache.stats import SourceStats, StoreStats, merged
 from gracetune.data.index import freshness
@@ -379,7 +379,7 @@ class _Fetcher:
 
     def finish(self, fetching: _Fetching) -> dict[str, Stacked]:
         entries = [
-            _joined(_had(latent), _had(text), sample.path)
+            _joined(_had(latent, sample), _had(text, sample), sample.path)
             for latent, text, sample in zip(fetching.latents, fetching.texts, fetching.ref.samples, strict=True)
         ]
         return collate(entries, [sample.path for sample in fetching.ref.samples])
@@ -406,8 +406,13 @@ class _Fetcher:
         return entry
 
 
-def _had(fetch: Fetch) -> Mapping[str, Tensor]:
-    return fetch() if callable(fetch) else fetch
+def _had(fetch: Fetch, sample: SampleRef) -> Mapping[str, Tensor]:
+    if not callable(fetch):
+        return fetch
+    try:
+        return fetch()
+    except (MissingEntryError, CorruptEntryError) as error:  # the store knows keys only
+        raise type(error)(error.keys, error.folder, f"{sample.path} of {sample.dataset}") from error
 
 
 def _joined(latent: Mapping[str, Tensor], text: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:

@@ -42,21 +42,23 @@ class CacheBusyError(CacheError):
 class EntriesError(CacheError):
     """Some entries cannot be had; `keys` names them all."""
 
-    def __init__(self, keys: Iterable[str], problem: Problem) -> None:
+    def __init__(self, keys: Iterable[str], folder: Path, problem: Problem) -> None:
         super().__init__(problem)
         self.keys = tuple(keys)
+        self.folder = folder
 
 
 class MissingEntryError(EntriesError):
     """The cache has no such entries."""
 
-    def __init__(self, keys: Iterable[str], folder: Path) -> None:
+    def __init__(self, keys: Iterable[str], folder: Path, sample: str | None = None) -> None:
         keys = tuple(keys)
         super().__init__(
             keys,
+            folder,
             Problem(
                 key=f"{len(keys):,} cache entries are missing",
-                found=listed(keys),
+                found=_of(sample, listed(keys)),
                 expected="every entry the run wants",
                 hint="gracetune cache build CONFIG; it encodes only what is missing",
                 file=str(folder),
@@ -67,18 +69,24 @@ class MissingEntryError(EntriesError):
 class CorruptEntryError(EntriesError):
     """The bytes of these entries are not those that were written. From here on the store counts them as missing."""
 
-    def __init__(self, keys: Iterable[str], folder: Path) -> None:
+    def __init__(self, keys: Iterable[str], folder: Path, sample: str | None = None) -> None:
         keys = tuple(keys)
         super().__init__(
             keys,
+            folder,
             Problem(
                 key=f"{len(keys):,} cache entries are damaged",
-                found=f"bytes that do not match their checksum: {listed(keys)}",
+                found=f"bytes that do not match their checksum: {_of(sample, listed(keys))}",
                 expected="the bytes that were written",
                 hint="gracetune cache build CONFIG encodes them again; look at the disk (`dmesg`, `smartctl -a`) too",
                 file=str(folder),
             ),
         )
+
+
+def _of(sample: str | None, keys: str) -> str:
+    """A key means nothing to people: the sample goes first, where it is known."""
+    return keys if sample is None else f"{sample} (entry {keys})"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -95,6 +95,9 @@ def convert(
         str | None, typer.Option(metavar="MODEL", help="Merge into this model's weights, into the folder --output.")
     ] = None,
     split: Annotated[bool, typer.Option("--split", help="A file of both experts becomes two files.")] = False,
+    without_text_encoders: Annotated[
+        bool, typer.Option("--without-text-encoders", help="Leave layers of text encoders out.")
+    ] = False,
     family: FamilyName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -104,7 +107,7 @@ def convert(
 
     others = {"--to": to, "--lora-rank": lora_rank, "--model": model, "--dtype": dtype, "--split": split or None}
     _refuse_contradictions(merge_into, output, others)
-    opened = open_adapter(file, _family(family))
+    opened = open_adapter(file, _family(family), without_text_encoders=without_text_encoders)
     states = opened.states() if split or merge_into else [opened.state()]
     if merge_into is not None:
         assert output is not None
@@ -113,9 +116,11 @@ def convert(
         assert to is not None
         done = _converted(opened, states, to, output, dtype, lora_rank, model)
     if as_json:
-        print_json(conversions_json(done))
+        print_json(conversions_json(done, opened.left_out))
     else:
         print_conversions(done, out())
+        if without_text_encoders:
+            out().print(f"    {len(opened.left_out)} layers of text encoders left out")
 
 
 @app.command()

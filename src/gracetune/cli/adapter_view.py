@@ -54,6 +54,7 @@ def inspected(opened: Opened) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("alpha")),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
         "adapters": [_state(state) for state in opened.reading.states.values()],
+        "refused_layers": list(opened.reading.broken),
         "not_finite": list(opened.reading.not_finite),
         "zero": list(zero_tensors(tensors)),
         "problems": problems,
@@ -76,6 +77,7 @@ def _state(state: AdapterState) -> dict[str, Any]:
             "largest_layer": found.largest_layer,
         },
         "unchanged_layers": list(found.unchanged),
+        "not_finite_layers": list(found.not_finite),
     }
 
 
@@ -103,9 +105,13 @@ def print_inspected(report: dict[str, Any], console: Console) -> None:
         norm = adapter["norm"]
         three = [norm[key] for key in ("smallest", "median", "largest")]
         values = " / ".join("not a number" if value is None else f"{value:.4g}" for value in three)
-        table.add_row("norms", _plain(f"{values} (smallest, median, largest: {norm['largest_layer']})"))
-        if adapter["unchanged_layers"]:
-            table.add_row("unchanged", _plain(_some(adapter["unchanged_layers"])))
+        largest = norm["largest_layer"] or "no layer is finite"
+        table.add_row("norms", _plain(f"{values} (smallest, median, largest: {largest})"))
+        for label, key in (("unchanged", "unchanged_layers"), ("not finite", "not_finite_layers")):
+            if adapter[key]:
+                table.add_row(label, _plain(_some(adapter[key])))
+    if report["refused_layers"]:
+        table.add_row("refused", _plain(_some(report["refused_layers"])))
     table.add_row("told by", _plain("; ".join(report["evidence"])))
     for key in ("not_finite", "zero"):
         if report[key]:
@@ -134,8 +140,9 @@ def _listed_counts(counts: dict[str, int]) -> str:
 # -- convert ----------------------------------------------------------------------------------------------------------
 
 
-def conversions_json(done: Sequence[Converted]) -> dict[str, Any]:
+def conversions_json(done: Sequence[Converted], left_out: Sequence[str]) -> dict[str, Any]:
     return {
+        "left_out": list(left_out),
         "written": [
             {
                 "path": one.path,
@@ -147,7 +154,7 @@ def conversions_json(done: Sequence[Converted]) -> dict[str, Any]:
                 "relative_error": one.error,
             }
             for one in done
-        ]
+        ],
     }
 
 

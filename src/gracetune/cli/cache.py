@@ -36,6 +36,9 @@ TakeOver = Annotated[
         help="Take over what fits of ai-toolkit's caches beside the data; a few entries are encoded anew to compare.",
     ),
 ]
+OnlyDamaged = Annotated[
+    bool, typer.Option("--damaged", help="Remove only damaged files, which hold nothing a run can use; entries stay.")
+]
 
 INTERRUPTED = 3
 
@@ -135,6 +138,7 @@ def clear(
     context: typer.Context,
     config_file: Config,
     overrides: Overrides = None,
+    only_damaged: OnlyDamaged = False,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
 ) -> None:
@@ -143,7 +147,8 @@ def clear(
 
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
-        view = ClearedView(tuple(_cleared(job)), job.notes)
+        cleared = _without_damaged(job) if only_damaged else _cleared(job)
+        view = ClearedView(tuple(cleared), job.notes, only_damaged=only_damaged)
     if json_output:
         print_json(view.as_json())
     else:
@@ -264,13 +269,32 @@ def _cleared(job: Job) -> list[Cleared]:
             with DiskStore.open(folder, writable=True) as store:
                 removal = clear_store(store, [item.key for item in items])
                 damaged = remove_damaged(store)
-                found.append(Cleared(folder, removal.entries, removal.size, len(store.keys()), damaged))
+                found.append(Cleared(folder, removal.entries, removal.size, len(store.keys()), damaged, store.damaged))
     for epoch, folder in [*job.places.epochs()]:
         drawn = needs(job.config, job.index, job.encoders, job.places, epoch=epoch, part="epoch").all
         if is_cache(folder):
             removal = remove_items(folder, [item for item in drawn if item.folder == folder])
             found.append(Cleared(folder, removal.entries, removal.size, left=_left(folder)))
     job.encoders.forget_tiling()
+    return found
+
+
+def _without_damaged(job: Job) -> list[Cleared]:
+    """Encoding takes hours, so every entry stays; those inside damaged files count as missing already."""
+    from gracetune.cache.session import is_cache, needs
+    from gracetune.cache.store import DiskStore
+    from gracetune.cache.upkeep import leave_out_damaged, remove_damaged
+    from gracetune.cache.wanted import by_folder
+    from gracetune.cli.cache_view import Cleared
+
+    found = []
+    lasting = needs(job.config, job.index, job.encoders, job.places, part="lasting").all
+    for folder in [*by_folder(lasting), *(folder for _, folder in job.places.epochs())]:
+        if is_cache(folder):
+            with DiskStore.open(folder, writable=True) as store:
+                leave_out_damaged(store)
+                damaged = remove_damaged(store)
+                found.append(Cleared(folder, 0, 0, len(store.keys()), damaged, store.damaged))
     return found
 
 

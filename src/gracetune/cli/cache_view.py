@@ -210,7 +210,9 @@ def nothing_there(wanted: list[Wanted]) -> Audit:
     keys = {one.origin.key: one.what for one in wanted}
     none = Group(0, 0, ())
     missing = Group(len(keys), None if keys else 0, tuple(keys))
-    return Audit(len(keys), none, missing, tuple([*keys.values()][:20]), none, (), none, {}, (), none, none, 0, True)
+    return Audit(
+        len(keys), none, missing, tuple([*keys.values()][:20]), none, (), (), none, {}, (), none, none, 0, True
+    )
 
 
 @dataclass(frozen=True)
@@ -258,6 +260,8 @@ def _print_group(console: Console, name: str, group: Group) -> None:
 def _print_details(console: Console, one: Audit) -> None:
     for what in one.missing_examples[:_EXAMPLES]:
         console.print(f"    missing: {shown(what)}")
+    for what in one.corrupt_examples[:_EXAMPLES]:
+        console.print(f"    corrupt: {shown(what)}")
     for part, count in one.stale_parts.items():
         example = next((difference for stale in one.stale_examples for difference in stale.differences
                         if difference.part == part), None)  # fmt: skip
@@ -268,7 +272,9 @@ def _print_details(console: Console, one: Audit) -> None:
     for shard in one.damaged_shards:
         console.print(f"    damaged file: {shown(shard.name)}, {format_bytes(shard.size)}: {shown(shard.reason)}")
     if one.damaged_shards:
-        console.print("    damaged files take room and nothing else; gracetune cache clear CONFIG removes them")
+        console.print(
+            "    damaged files take room and nothing else; gracetune cache clear CONFIG --damaged removes them"
+        )
     if one.imported:
         console.print(f"    {one.imported} of the present ones were imported")
 
@@ -288,15 +294,18 @@ class Cleared:
     entries: int
     size: int
     left: int
-    """Entries that this configuration does not want."""
+    """Entries that were not asked to go: those this configuration does not want, or with `only_damaged` all."""
     damaged: tuple[DamagedShard, ...] = ()
     """Files that could not be used, and are gone."""
+    damaged_left: tuple[DamagedShard, ...] = ()
+    """Files that may be whole: of another release, or not readable this time."""
 
 
 @dataclass(frozen=True)
 class ClearedView:
     stores: tuple[Cleared, ...]
     notes: tuple[str, ...]
+    only_damaged: bool = False
 
     def as_json(self) -> dict[str, Any]:
         stores = [
@@ -306,6 +315,7 @@ class ClearedView:
                 "bytes": one.size,
                 "left": one.left,
                 "damaged_files": [asdict(shard) for shard in one.damaged],
+                "damaged_files_left": [asdict(shard) for shard in one.damaged_left],
             }
             for one in self.stores
         ]
@@ -313,16 +323,20 @@ class ClearedView:
 
     def print(self, console: Console) -> None:
         for one in self.stores:
-            left = f"; {_entries(one.left)} of other configurations or settings left" if one.left else ""
-            console.print(
-                f"[bold]cache[/] {shown(str(one.folder))}: {_entries(one.entries)} removed, "
-                f"{format_bytes(one.size)}{left}"
-            )
+            console.print(f"[bold]cache[/] {shown(str(one.folder))}: {self._words(one)}")
             for shard in one.damaged:
                 console.print(f"    damaged file removed: {shown(shard.name)}, {format_bytes(shard.size)}")
+            for shard in one.damaged_left:
+                console.print(f"    left, it may be whole: {shown(shard.name)}: {shown(shard.reason)}")
         if not self.stores:
             console.print("there are no caches of this configuration")
         _print_notes(console, self.notes)
+
+    def _words(self, one: Cleared) -> str:
+        if self.only_damaged:
+            return f"{counted(len(one.damaged), 'damaged file')} removed; {_entries(one.left)} left"
+        left = f"; {_entries(one.left)} of other configurations or settings left" if one.left else ""
+        return f"{_entries(one.entries)} removed, {format_bytes(one.size)}{left}"
 
 
 def _entries(count: int) -> str:

@@ -17,6 +17,7 @@ from gracetune.config import load
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
+from gracetune.hardware.doctor import REPORT_FORMAT
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
@@ -79,13 +80,35 @@ def read_machine(path: Path) -> Machine:
     if isinstance(data, dict) and "machine" in data:
         if len(data) > 1 and "checks" not in data:  # a benchmark's result names a machine too
             raise _refusal(path, f"another kind of file, with {', '.join([*data][:4])}")
+        if data.get("format", REPORT_FORMAT) != REPORT_FORMAT:
+            raise _refusal(path, f"format {data['format']!r}; this release reads format {REPORT_FORMAT}")
         data = data["machine"]
     try:
-        return Machine.model_validate(data)
+        machine = Machine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
         raise _refusal(path, f"{where}: {first['msg']}") from error
+    for where, amount in _amounts(machine).items():
+        if amount is not None and amount < 0:
+            raise _refusal(path, f"{where}: {amount} bytes, less than nothing")
+    return machine
+
+
+def _amounts(machine: Machine) -> dict[str, int | None]:
+    """The memory a plan is made with, by its place in the file."""
+    host, cgroup = machine.host, machine.host.cgroup
+    found = {
+        "host.mem_total": host.mem_total,
+        "host.mem_available": host.mem_available,
+        "host.cpu_mem_total": host.cpu_mem_total,
+        "host.cpu_mem_available": host.cpu_mem_available,
+        "host.cgroup.limit": cgroup.limit if cgroup else None,
+        "host.cgroup.available": cgroup.available if cgroup else None,
+    }
+    for at, gpu in enumerate(machine.gpus):
+        found |= {f"gpus[{at}].memory_total": gpu.memory_total, f"gpus[{at}].memory_free": gpu.memory_free}
+    return found
 
 
 def _read_json(path: Path) -> Any:

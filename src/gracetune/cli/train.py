@@ -16,7 +16,7 @@ from gracetune.cli.console import out, print_json, session
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import Environment, Resolved, load
 from gracetune.config.this_machine import path_problems
-from gracetune.errors import ConfigError
+from gracetune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     from gracetune.train.run import Result
@@ -91,6 +91,7 @@ def steps_override(max_steps: int | None) -> list[str]:
 
 def run_training(request: TrainRequest, environment: Environment) -> int:
     """The exit code; errors of ours are raised."""
+    _check_resume(request.resume)
     resolved = load(
         request.config,
         environment=environment,
@@ -127,6 +128,13 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
     if first:
         _show(result, request, resolved)
     return _exit_code(result)
+
+
+def _check_resume(resume: str | None) -> None:
+    """Nothing is what a shell makes of an unset variable: a run that begins anew would not be what was meant."""
+    if resume is not None and not resume.strip():
+        hint = "name one; without --resume it is as the config says; an unset shell variable may be the cause"
+        raise ConfigError([Problem("--resume", "nothing", "latest, none or the path of a checkpoint", hint)])
 
 
 def _exit_code(result: Result) -> int:

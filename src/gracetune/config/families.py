@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from gracetune.config.installed_families import GROUP, InstalledFamilies
+from pydantic import AfterValidator
+
+from gracetune.config.installed_families import GROUP, InstalledFamilies, refused
 
 Modality = Literal["image", "video", "audio"]
 
@@ -57,10 +59,6 @@ _FLAVOURS: dict[str, tuple[Flavour, ...]] = {
 
 INSTALLED = InstalledFamilies(tuple(entry_points(group=GROUP)), ours=tuple(_FLAVOURS))
 FAMILIES: tuple[str, ...] = (*_FLAVOURS, *INSTALLED.names)
-if TYPE_CHECKING:
-    Family = str  # what is installed is not known to a type checker
-else:
-    Family = Literal[FAMILIES]
 
 
 def flavours(family: str) -> tuple[Flavour, ...]:
@@ -68,8 +66,22 @@ def flavours(family: str) -> tuple[Flavour, ...]:
     if not INSTALLED.has(family):
         return _FLAVOURS.get(family, ())
     found: tuple[Flavour, ...] = INSTALLED.part(family, "flavours", "FLAVOURS")
+    if not (isinstance(found, tuple) and found and all(isinstance(one, Flavour) for one in found)):
+        raise refused(family, f"FLAVOURS = {found!r}", "a tuple of Flavour, at least one")
     return found
 
 
 def find_flavour(family: str, name: str) -> Flavour | None:
     return next((flavour for flavour in flavours(family) if flavour.name == name), None)
+
+
+def _with_flavours(family: str) -> str:
+    """A package that is broken is named by `config check` already, and not after hours of caching."""
+    flavours(family)
+    return family
+
+
+if TYPE_CHECKING:
+    Family = str  # what is installed is not known to a type checker
+else:
+    Family = Annotated[Literal[FAMILIES], AfterValidator(_with_flavours)]

@@ -11,11 +11,19 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from gracetune.errors import ConfigError, Problem
 
 GROUP = "gracetune.families"
+
+
+@runtime_checkable
+class SaysItsFamily(Protocol):
+    """A part that says whose it is: `SPEC`, `KEYS`, a footprint."""
+
+    @property
+    def family(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -33,18 +41,21 @@ class InstalledFamilies:
         return any(point.name == family for point in self.points)
 
     def part(self, family: str, module: str, name: str) -> Any:
-        """One name of one module of a family's package."""
+        """One name of one module of a family's package; refused if it says another family's name."""
         package = self._package(family)
         place = f"{package}.{module}"
         try:
             found = importlib.import_module(place)
-        except ImportError as error:
-            raise _refused(
-                family, f"{place} cannot be imported: {error}", f"a package with a module {module}"
-            ) from error
+        except Exception as error:  # the code of others, run for the first time: whatever it raises, they have to mend
+            why = f"{place} cannot be imported: {type(error).__name__}: {error}"
+            raise refused(family, why, f"a package with a module {module}") from error
         if not hasattr(found, name):
-            raise _refused(family, f"{place} without {name}", f"{name} in it")
-        return getattr(found, name)
+            raise refused(family, f"{place} without {name}", f"{name} in it")
+        part = getattr(found, name)
+        for one in part if isinstance(part, tuple | list) else (part,):
+            if isinstance(one, SaysItsFamily):
+                refuse_another_name(family, f"{place}.{name}", one)
+        return part
 
     def _package(self, family: str) -> str:
         points = [point for point in self.points if point.name == family]
@@ -52,9 +63,15 @@ class InstalledFamilies:
             return points[0].value
         by = [f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})" for point in points]
         where = ", ".join([*(["gracetune itself"] if family in self.ours else []), *by])
-        raise _refused(family, f"two families of this name: {where}", "one")
+        raise refused(family, f"two families of this name: {where}", "one")
 
 
-def _refused(family: str, found: str, expected: str) -> ConfigError:
+def refuse_another_name(family: str, place: str, part: SaysItsFamily) -> None:
+    if part.family != family:
+        expected = f"family={family!r} there, or an entry point called {part.family}"
+        raise refused(family, f"family={part.family!r} in {place}", expected)
+
+
+def refused(family: str, found: str, expected: str) -> ConfigError:
     hint = f"mend or `pip uninstall` the package whose entry point in {GROUP} is called {family} (docs/extending.md)"
     return ConfigError([Problem(f"the installed family {family}", found, expected, hint)])

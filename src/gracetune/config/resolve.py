@@ -247,6 +247,8 @@ def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]
     for _round in range(4):
         try:
             return RunConfig.model_validate(tree), unknown, problems or []
+        except ConfigError as error:  # the family's package is broken: no config can be made of it
+            return None, unknown, [*(problems or []), *error.problems]
         except ValidationError as error:
             errors = error.errors(include_url=False)
             problems = problems_of(errors, draft) if problems is None else problems

@@ -123,7 +123,7 @@ def _dataset_ids(config: RunConfig) -> Iterator[Broken]:
     for index, dataset in enumerate(config.datasets):
         if dataset.id in seen:
             yield Broken(("datasets", index, "id"), f"{describe(dataset.id)} again", "an id of its own",
-                         f"dataset {seen[dataset.id] + 1} has this id: rename one of the two")  # fmt: skip
+                         f"datasets[{seen[dataset.id]}] has this id: rename one of the two")  # fmt: skip
         seen.setdefault(dataset.id, index)
 
 

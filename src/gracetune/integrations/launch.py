@@ -15,6 +15,8 @@ from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError, MachineError, Problem
 
 OVERLAY = "gracetune_simpletuner"
+SIMPLETUNER = '"simpletuner[cuda]==4.10.1" torch==2.13.0 torchvision==0.28.0'
+"""As docs/upstream.md installs it, and says why: the newest of each do not fit together."""
 _EXTRA = "accelerate_extra_args"
 _EXTRA_VARIABLE = "ACCELERATE_EXTRA_ARGS"
 
@@ -26,7 +28,7 @@ def run_upstream(upstream: str, arguments: Sequence[str], *, off: bool, environm
             f"{upstream} cannot be started from here\n  found     {upstream}\n  expected  simpletuner\n"
             "  try       start it by its own command; its extension is in overlays/ai_toolkit"
         )
-    _require("simpletuner", "simpletuner[cuda]")
+    _require("simpletuner", SIMPLETUNER)
     variables = with_accelerate(environment.variables, Path(sys.executable).parent)
     if not off:
         _require(OVERLAY, "./overlays/simpletuner")
@@ -118,5 +120,5 @@ def _require(package: str, to_install: str) -> None:
     if importlib.util.find_spec(package) is None:
         raise MachineError(
             f"{package} is not installed beside gracetune\n  found     no package {package} for {sys.executable}\n"
-            f"  expected  it in the same environment (Python 3.12 or newer)\n  try       pip install '{to_install}'"
+            f"  expected  it in the same environment (Python 3.12 or newer)\n  try       pip install {to_install}"
         )

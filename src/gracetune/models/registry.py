@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from gracetune.config.families import INSTALLED, flavours
+from gracetune.config.installed_families import refuse_another_name
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
@@ -80,6 +81,7 @@ def spec_of(family: str) -> ModelSpec:
         raise ConfigError([Problem("model.family", family, known, nearest(family, FOOTPRINTS) or known)])
     if INSTALLED.has(family):
         installed: ModelSpec = INSTALLED.part(family, "spec", "SPEC")
+        refuse_another_name(family, "SPEC.keys", installed.keys)
         return installed
     module = importlib.import_module(f"gracetune.models.{family}.spec")
     spec: ModelSpec = module.SPEC

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gracetune.checkpoint.pieces import Piece, Saved
@@ -20,9 +20,9 @@ from gracetune.optim.schedules import move_to
 from gracetune.train.job import Job
 from gracetune.train.position import Position
 from gracetune.train.scaling import LossScale
+from gracetune.train.trainee import Trainee
 
 VERSION = 1
-Parameters = Callable[[], Mapping[str, nn.Parameter]]
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -37,20 +37,30 @@ def spread(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
 
 
+def alphas(trainee: Trainee) -> dict[str, float]:
+    """By layers as the tensors name them. A run has its own; `adapters.files` reads them with the tensors."""
+    return {
+        f"{expert}/{path}" if expert else path: alpha
+        for expert, attached in trainee.attached.items()
+        for path, alpha in attached.alphas.items()
+    }
+
+
 class ParametersPiece:
     """What is trained: an adapter's tensors, or the model's own in a full fine-tune."""
 
     name = "parameters"
 
-    def __init__(self, parameters: Parameters) -> None:
-        self._parameters = parameters
+    def __init__(self, trainee: Trainee) -> None:
+        self._trainee = trainee
 
     def save(self) -> Saved:
-        return Saved({"version": VERSION}, {name: whole(one) for name, one in self._parameters().items()})
+        tensors = {name: whole(one) for name, one in self._trainee.parameters().items()}
+        return Saved({"version": VERSION, "alphas": alphas(self._trainee)}, tensors)
 
     @torch.no_grad()
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        ours = self._parameters()
+        ours = self._trainee.parameters()
         wrong = differences(_shapes(ours), _shapes(tensors))
         if wrong:
             raise GracetuneError(
@@ -85,11 +95,11 @@ class EmaPiece:
 
     def __init__(self, job: Job) -> None:
         assert job.ema is not None, "only a run with an EMA saves one"
-        self._ema = job.ema
+        self._ema, self._trainee = job.ema, job.trainee
 
     def save(self) -> Saved:
         tensors = {name: whole(average) for name, average in self._ema.averages.items()}
-        return Saved({"version": VERSION, "steps": self._ema.steps}, tensors)
+        return Saved({"version": VERSION, "steps": self._ema.steps, "alphas": alphas(self._trainee)}, tensors)
 
     def load(self, json: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         like = self._ema.averages
@@ -161,7 +171,7 @@ class ConfigPiece:
 def shared_pieces(job: Job, config: RunConfig, *, allow_other_data: bool = False) -> list[Piece]:
     """Everything rank 0 writes for all. What each rank has for itself is `checkpoint.random_state`."""
     pieces: list[Piece] = [
-        ParametersPiece(job.trainee.parameters),
+        ParametersPiece(job.trainee),
         OptimizerPiece(job),
         SchedulePiece(job),
         PositionPiece(job, allow_other_data=allow_other_data),

@@ -223,8 +223,9 @@ def test_a_damaged_entry_raises_in_its_turn_and_comes_once_it_is_mended(tmp_path
             got = [source.next() for _ in range(5)]
             state = loader.state_dict()
             for _ in range(2):
-                with pytest.raises((CorruptEntryError, MissingEntryError), match=bad):
+                with pytest.raises((CorruptEntryError, MissingEntryError), match=bad) as caught:
                     source.next()
+                assert f"{expected[5].samples[0].path} of {expected[5].samples[0].dataset} (entry" in str(caught.value)
                 assert loader.state_dict() == state, "the loader has not moved"
             with disk.writer() as writer:
                 from gracetune.cache.keys import latent_origin

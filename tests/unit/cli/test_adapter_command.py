@@ -96,6 +96,32 @@ def test_inspect_shows_what_is_empty_or_broken(file, tmp_path, capsys) -> None:
     code, found = answer(capsys, "inspect", tmp_path / "odd.safetensors")
     report = found["files"][0]
     assert (report["not_finite"], report["zero"], report["usable"]) == ([broken], [zero], False)
+    (found,) = report["adapters"]
+    assert len(found["unchanged_layers"]) == len(found["not_finite_layers"]) == 1
+    assert found["unchanged_layers"] != found["not_finite_layers"]
+
+
+def test_inspect_counts_no_layer_it_refuses(file, tmp_path, capsys) -> None:
+    tensors = load_file(file)
+    up = sorted(key for key in tensors if "lora_B" in key)[0]
+    stem = up.removesuffix(".lora_B.weight")
+    whole = len([key for key in tensors if "lora_B" in key])
+    for name, alpha in (("three", torch.ones(3)), ("infinite", torch.tensor(torch.inf))):
+        save_file(tensors | {f"{stem}.alpha": alpha}, tmp_path / f"{name}.safetensors")
+        code, found = answer(capsys, "inspect", tmp_path / f"{name}.safetensors")
+        report = found["files"][0]
+        assert (code, report["refused_layers"]) == (1, [stem])
+        assert report["adapters"][0]["layers"] == whole - 1
+    assert "refused" in run(capsys, "inspect", tmp_path / "three.safetensors")[1]
+
+
+def test_inspect_a_file_without_a_finite_layer(file, tmp_path, capsys) -> None:
+    tensors = {key: value if key.endswith("alpha") else value * torch.nan for key, value in load_file(file).items()}
+    save_file(tensors, tmp_path / "nan.safetensors")
+    code, out, _ = run(capsys, "inspect", tmp_path / "nan.safetensors")
+    assert code == 1
+    assert "no layer is finite" in out
+    assert "unchanged" not in out
 
 
 def test_inspect_goes_on_after_a_bad_file(file, tmp_path, capsys) -> None:
@@ -228,6 +254,29 @@ def test_convert_splits_a_file_of_both_experts(tiny_model, tmp_path, capsys) -> 
     assert names == ["both_comfyui_high_noise.safetensors", "both_comfyui_low_noise.safetensors"]
     for name, stage in zip(names, ("high_noise", "low_noise"), strict=True):
         assert open_adapter(tmp_path / name).state().stage == stage
+
+
+@pytest.mark.parametrize("spelled", ["lora_te1_{}.lora_down.weight", "text_encoder_2.{}.lora_A.weight"])
+def test_convert_leaves_text_encoders_out(spelled, tiny_model, tmp_path, capsys) -> None:
+    clean = save(tmp_path / "clean.safetensors", adapter(tiny_model, "sdxl"), "kohya", torch.float32)
+    text = {spelled.format(f"text_model_{number}"): torch.ones(2, 8) for number in range(3)}
+    save_file(load_file(clean) | text, tmp_path / "both.safetensors")
+    code, _, err = run(capsys, "convert", tmp_path / "both.safetensors", "--to", "kohya")
+    assert code == 1
+    assert "--without-text-encoders" in err
+    arguments = ("convert", tmp_path / "both.safetensors", "--to", "kohya", "--without-text-encoders", "--output")
+    code, out, _ = run(capsys, *arguments, tmp_path / "one.safetensors")
+    assert code == 0
+    assert "3 layers of text encoders left out" in out
+    ours, theirs = load_file(tmp_path / "one.safetensors"), load_file(clean)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+    code, found = answer(capsys, *arguments, tmp_path / "two.safetensors")
+    assert (code, len(found["left_out"])) == (0, 3)
+    save_file(text, tmp_path / "only.safetensors")
+    code, _, err = run(capsys, "convert", tmp_path / "only.safetensors", "--to", "kohya", "--without-text-encoders")
+    assert code == 1
+    assert "of text encoders only" in err
 
 
 def test_convert_merges_into_a_model(tiny_model, tmp_path, capsys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -344,6 +345,21 @@ class TestAudit:
         assert encoded(said("build", file)) == (0, 1)
         assert run("audit", file).exit_code == 0
 
+    def test_names_the_sample_that_is_corrupt(self, job: Job, tmp_path: Path) -> None:
+        file = job()
+        said("build", file)
+        (shard,) = (tmp_path / "out" / "cache" / "latents" / "shards").glob("*.safetensors")
+        raw = bytearray(shard.read_bytes())
+        raw[-200] ^= 4
+        shard.write_bytes(raw)
+        (named,) = re.findall(r"corrupt: (\d\.png) of d0", run("audit", file).stdout)
+        assert [store["corrupt_examples"] for store in said("audit", file)["stores"]] == [[], [f"{named} of d0"]]
+        (tmp_path / "photos" / named).unlink()
+        report = said("audit", file)
+        assert report["ok"], "it was that one and no other"
+        assert groups(report, "corrupt") == {"latents": 1, "text": 0}
+        assert [store["corrupt_examples"] for store in report["stores"]] == [[], []]
+
     def test_finds_a_shard_that_was_cut_off_and_build_mends_it(self, job: Job, tmp_path: Path) -> None:
         file = job()
         said("build", file)
@@ -352,7 +368,7 @@ class TestAudit:
         result = run("audit", file)
         assert result.exit_code == 1
         assert f"damaged file: {shard.name}" in result.stdout
-        assert "gracetune cache clear CONFIG removes them" in result.stdout
+        assert "gracetune cache clear CONFIG --damaged removes them" in result.stdout
         assert encoded(said("build", file)) == (6, 0)
         assert run("audit", file).exit_code == 0
         assert shard.exists()
@@ -403,14 +419,70 @@ class TestClear:
         assert said("clear", file)["removed"] == 12
         assert not (tmp_path / "out" / "cache" / "epochs" / "0").exists()
 
-    def test_not_while_it_is_used(self, job: Job, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("kind", ["latents", "text"])
+    def test_only_a_damaged_file_and_every_entry_stays(self, kind: str, job: Job, tmp_path: Path) -> None:
+        file, caches = job(), tmp_path / "out" / "cache"
+        said("build", file)
+        (shard,) = (caches / kind / "shards").glob("*.safetensors")
+        os.truncate(shard, shard.stat().st_size // 2)
+        assert sum(encoded(said("build", file))) == 6
+        before = {*caches.rglob("*.safetensors")}
+        text = " ".join(run("clear", file, "--damaged").stdout.split())
+        assert f"{kind}: 1 damaged file removed; 6 entries left damaged file removed: {shard.name}" in text
+        assert before - {*caches.rglob("*.safetensors")} == {shard}
+        report = said("audit", file)
+        assert report["ok"]
+        assert groups(report, "present") == {"latents": 6, "text": 6}
+        assert [store["damaged_shards"] for store in report["stores"]] == [[], []]
+        assert encoded(said("build", file)) == (0, 0)
+        again = said("clear", file, "--damaged")
+        assert [(store["removed"], store["left"], store["damaged_files"]) for store in again["stores"]] == [
+            (0, 6, []),
+            (0, 6, []),
+        ]
+
+    def test_a_damaged_header_that_the_index_still_knows(self, job: Job, tmp_path: Path) -> None:
+        file, folder = job(), tmp_path / "out" / "cache" / "latents"
+        said("build", file)
+        with DiskStore.open(folder, writable=True) as store:
+            store.save_index()
+        (shard,) = (folder / "shards").glob("*.safetensors")
+        raw = bytearray(shard.read_bytes())
+        raw[300] ^= 1
+        shard.write_bytes(raw)
+        report = said("clear", file, "--damaged")
+        assert [one["name"] for store in report["stores"] for one in store["damaged_files"]] == [shard.name]
+        assert not shard.exists()
+        assert encoded(said("build", file)) == (0, 6), "they counted as missing already"
+
+    def test_a_damaged_file_of_an_epoch_too(self, job: Job, tmp_path: Path) -> None:
+        augmentation = {"transforms": [{"method": "ToGray", "p": 0.5}], "cache_mode": "refresh_each_epoch"}
+        file = job(photos(tmp_path, augmentation=augmentation))
+        said("build", file)
+        (shard,) = (tmp_path / "out" / "cache" / "epochs" / "0" / "shards").glob("*.safetensors")
+        os.truncate(shard, shard.stat().st_size // 2)
+        said("build", file)
+        assert said("clear", file, "--damaged")["removed"] == 0
+        assert not shard.exists()
+        assert encoded(said("build", file)) == (0, 0)
+
+    def test_a_file_that_may_be_whole_is_left_and_named(self, job: Job, tmp_path: Path) -> None:
+        file = job()
+        said("build", file)
+        strange = tmp_path / "out" / "cache" / "latents" / "shards" / f"{'a' * 32}.safetensors"
+        strange.mkdir()  # reading it gives an OSError
+        assert f"left, it may be whole: {strange.name}" in run("clear", file, "--damaged").stdout
+        assert strange.exists()
+
+    @pytest.mark.parametrize("options", [(), ("--damaged",)])
+    def test_nothing_is_removed_under_a_reader(self, options: tuple[str, ...], job: Job, tmp_path: Path) -> None:
         file = job()
         said("build", file)
         with (
             DiskStore.open(tmp_path / "out" / "cache" / "latents", writable=False),
             pytest.raises(CacheBusyError, match="another process uses this cache"),
         ):
-            run("clear", file)
+            run("clear", file, *options)
 
     def test_of_nothing(self, job: Job) -> None:
         assert "there are no caches of this configuration" in run("clear", job()).stdout

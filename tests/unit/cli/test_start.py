@@ -245,3 +245,9 @@ def test_with_json_an_error_is_one_object_too(arguments: list[str], capsys: pyte
     assert "nothing" in said.err or "found" in said.err
     assert run(*arguments) == 1
     assert capsys.readouterr().out == ""
+
+
+def test_it_is_a_module_to_run() -> None:
+    done = python("", "-m", "gracetune", "--version")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

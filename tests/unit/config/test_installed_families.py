@@ -34,6 +34,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (folder / "__init__.py").write_text("")
     (folder / "keys.py").write_text("KEYS = ('a', 'b')\n")
     (folder / "spec.py").write_text("from gracetune.models.spec import NothingOfThatName\n")
+    (folder / "published.py").write_text("{}['auraflow']\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield name
     for imported in [one for one in sys.modules if one.split(".")[0] == name]:
@@ -54,6 +55,7 @@ def test_a_part_is_found_by_module_and_name(package: str) -> None:
         ("keys", "OTHER", "a_family_of_ones_own.keys without OTHER"),
         ("footprint", "FOOTPRINTS", "No module named 'a_family_of_ones_own.footprint'"),
         ("spec", "SPEC", "cannot import name 'NothingOfThatName'"),
+        ("published", "build_published", "a_family_of_ones_own.published cannot be imported: KeyError: 'auraflow'"),
     ],
 )
 def test_what_a_package_lacks_is_named(package: str, module: str, name: str, found: str) -> None:
@@ -63,6 +65,30 @@ def test_what_a_package_lacks_is_named(package: str, module: str, name: str, fou
     assert problem.key == "the installed family mine"
     assert found in problem.found
     assert "pip uninstall" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "code"),
+    [
+        ("keys", "KEYS", "from gracetune.models.keys import KeyMap\nKEYS = KeyMap('other', 'transformer', ())\n"),
+        (
+            "footprint",
+            "FOOTPRINTS",
+            "from dataclasses import replace\nfrom gracetune.models.sdxl.footprint import FOOTPRINTS as SDXL\n"
+            "FOOTPRINTS = (replace(SDXL[0], family='mine'), replace(SDXL[0], family='other'))\n",
+        ),
+    ],
+)
+def test_a_part_that_says_another_familys_name_is_refused(
+    package: str, tmp_path: Path, module: str, name: str, code: str
+) -> None:
+    (tmp_path / package / f"{module}.py").write_text(code)
+    with pytest.raises(ConfigError) as error:
+        installed(("mine", package)).part("mine", module, name)
+    (problem,) = error.value.problems
+    assert problem.key == "the installed family mine"
+    assert problem.found == f"family='other' in {package}.{module}.{name}"
+    assert problem.expected == "family='mine' there, or an entry point called other"
 
 
 @pytest.mark.parametrize("points", [(("wan", "p"),), (("mine", "p"), ("mine", "q"))])
@@ -111,3 +137,42 @@ def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path:
     assert done.returncode == 1
     assert "no_such_package.flavours cannot be imported" in refused + done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("model", ["", ", flavour: a", ", path: /weights"], ids=["bare", "flavour", "path"])
+def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path, model: str) -> None:
+    """Each family's flavours are wrong in their own way; the last is whole, and so is what we bring ourselves."""
+    broken = {
+        "unimportable": ("import nosuchmod", "No module named 'nosuchmod'"),
+        "raising": ("FLAVOURS = {}['a']", "raising_package.flavours cannot be imported: KeyError: 'a'"),
+        "nameless": ("", "nameless_package.flavours without FLAVOURS"),
+        "empty": ("FLAVOURS = ()", "FLAVOURS = ()"),
+        "words": ("FLAVOURS = ('a',)", "FLAVOURS = ('a',)"),
+    }
+    whole = "from gracetune.config.families import Flavour\nFLAVOURS = (Flavour('a', 'b/c', 'image'),)"
+    sources = {**{family: code for family, (code, _) in broken.items()}, "whole": whole}
+    for family, code in sources.items():
+        (tmp_path / f"{family}_package").mkdir()
+        (tmp_path / f"{family}_package" / "flavours.py").write_text(code)
+        (tmp_path / f"{family}.yaml").write_text(
+            f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: {family}{model}}}\n"
+            f"datasets: [{{id: a, path: {tmp_path}}}]\ntraining: {{max_steps: 10}}\n"
+        )
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    points = "".join(f"{family} = {family}_package\n" for family in sources)
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{points}")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(tmp_path)))}
+    files = [str(tmp_path / f"{family}.yaml") for family in sources]
+    command = [sys.executable, "-m", "gracetune.cli.main", "config", "check", "--json", "--no-paths", *files]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    *refused, accepted = json.loads(done.stdout)["files"]
+    assert accepted["problems"] == []
+    for (family, (_, found)), file in zip(broken.items(), refused, strict=True):
+        (problem,) = file["problems"]
+        assert problem["key"] == f"the installed family {family}"
+        assert found in problem["found"]
+        assert problem["expected"]

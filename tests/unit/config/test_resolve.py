@@ -191,6 +191,12 @@ def test_one_mistake_is_one_problem(tmp_path: Path, changes: dict[str, Any], key
     assert [problem.key for problem in caught.value.problems] == keys
 
 
+def test_an_id_twice_names_the_other_dataset_as_its_key_does(tmp_path: Path) -> None:
+    again = [*GOOD["datasets"], {"id": "stills", "path": "data/more"}]
+    found = problems(tmp_path, {"datasets": again})
+    assert found["datasets[2].id"].hint == "datasets[1] has this id: rename one of the two"
+
+
 def test_an_edit_model_without_edit_sources_is_refused(tmp_path: Path) -> None:
     edit = {"model": {"family": "qwen_image", "flavour": "edit-2509"}}
     target = {"id": "after", "path": "a"}

@@ -40,6 +40,11 @@ def test_the_table_lists_the_package() -> None:
         assert {*names} <= defined, file
 
 
+def test_the_familys_name_stands_in_one_place_of_the_package() -> None:
+    files = {*PACKAGE.glob("*.py"), *(EXAMPLE / "tests").glob("*.py")}
+    assert [file.name for file in files if '"auraflow"' in file.read_text()] == ["__init__.py"]
+
+
 def test_what_configs_are_checked_with_imports_no_torch() -> None:
     code = f"import sys; sys.path[:0] = {[str(ROOT / 'src'), str(EXAMPLE)]!r}\n"
     code += "".join(f"import gracetune_auraflow.{module}\n" for module in NO_TORCH)

@@ -163,6 +163,28 @@ class TestRefusals:
         assert "gracetune doctor" in problem.hint
         assert problem.file == str(path)
 
+    @pytest.mark.parametrize(
+        ("outer", "host", "gpu", "words"),
+        [
+            ({"format": 99}, {}, {}, "format 99; this release reads format 1"),
+            ({}, {}, {"memory_total": -1}, "gpus[0].memory_total: -1 bytes"),
+            ({}, {"cpu_mem_available": -5}, {}, "host.cpu_mem_available: -5 bytes"),
+        ],
+    )
+    def test_a_report_that_cannot_be_meant(
+        self, config: Path, report: Path, outer: Any, host: Any, gpu: Any, words: str
+    ) -> None:
+        data = json.loads(report.read_text())
+        data |= outer
+        data["machine"]["host"] |= host
+        data["machine"]["gpus"][0] |= gpu
+        report.write_text(json.dumps(data))
+        with pytest.raises(ConfigError) as refusal:
+            run(config, "--machine", report)
+        (problem,) = refusal.value.problems
+        assert words in problem.found
+        assert "gracetune doctor --output" in problem.hint
+
     def test_a_config_that_cannot_be_read(self, tmp_path: Path, report: Path) -> None:
         path = tmp_path / "config.yaml"
         path.write_text("gracetune: 1\nname: x\n")

@@ -1,6 +1,7 @@
 """diffusers and PEFT: `<component>.<diffusers path>.lora_A.weight`, alpha in the header's `lora_adapter_metadata`.
 
-Without that entry diffusers loads every layer with a scale of 1, whatever it was trained with.
+Without that entry diffusers loads every layer with a scale of 1, whatever it was trained with. Keys without the
+component are PEFT's own, whose scale is in `adapter_config.json` or nowhere (`formats.reading`).
 """
 
 from __future__ import annotations
@@ -47,10 +48,7 @@ def write(state: AdapterState, dtype: torch.dtype) -> Written:
 
 
 def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
-    scale = scale_in(metadata, KEY_MAPS[family].component)
-    peft = any(key.startswith("base_model.model.") for key in tensors)
-    rule = Convention(without_alpha="undefined" if peft and scale is None else "rank")
-    return read_states(tensors, metadata, family, rule, scale)
+    return read_states(tensors, metadata, family, Convention(), scale_in(metadata, KEY_MAPS[family].component))
 
 
 def refusal(layer: Layer) -> str | None:

@@ -31,6 +31,10 @@ class LayerError(ValueError):
     """Why these tensors are no layer; the reader adds where."""
 
 
+class NoScaleError(LayerError):
+    """All tensors are there, and nothing says by how much they count."""
+
+
 @dataclass(frozen=True)
 class Convention:
     """What a file says without saying it."""
@@ -185,7 +189,7 @@ def _oft(tensors: Mapping[str, Tensor], alpha: float | None) -> Layer:
 def _scaled(alpha: float | None, rank: int, convention: Convention) -> float:
     if alpha is None:
         if convention.without_alpha == "undefined":
-            raise LayerError("no alpha, and nothing says how this adapter is scaled")
+            raise NoScaleError("no alpha, and nothing says how this adapter is scaled")
         return float(rank)
     if not math.isfinite(alpha):
         raise LayerError(f"alpha is {alpha}: half precision ends at 65504")

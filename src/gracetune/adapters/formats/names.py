@@ -44,8 +44,10 @@ _PREFIXES = (
     "unet.",
     "unet_",
 )
-_EXPERT = re.compile(r"transformer_?([12])[._]")
-_STAGES: dict[str, Stage] = {"1": "high_noise", "2": "low_noise"}
+_EXPERT = re.compile(r"transformer_?([12])[._]|(high_noise|low_noise)/")  # the second: our own checkpoints
+_STAGES: dict[str, Stage] = {"1": "high_noise", "2": "low_noise", "high_noise": "high_noise", "low_noise": "low_noise"}
+_TEXT_ENCODERS = ("lora_te", "text_encoder")
+_NO_COMPONENT = ("base_model.model.", "high_noise/", "low_noise/")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Located:
     place: Place
     prefixes: tuple[str, ...]
 
+    @property
+    def is_bare(self) -> bool:
+        """Named by a library that knows layers and no programs: no convention gives such a key a scale."""
+        return not self.prefixes or self.prefixes[0] in _NO_COMPONENT
+
 
 def split(key: str) -> Split | None:
     """None for a key that ends like no tensor of an adapter."""
@@ -74,6 +81,10 @@ def split(key: str) -> Split | None:
             groups = {group: value for group, value in found.groupdict().items() if group != "stem"}
             return Split(found["stem"], name.format(**groups))
     return None
+
+
+def is_of_text_encoder(key: str) -> bool:
+    return key.startswith(_TEXT_ENCODERS)
 
 
 def _tidy(key: str) -> str:
@@ -97,7 +108,7 @@ def _peeled(stem: str, keys: KeyMap, stage: Stage, prefixes: tuple[str, ...]) ->
         return
     expert = _EXPERT.match(stem) if keys.experts and not stage else None
     if expert:
-        yield from _peeled(stem[expert.end() :], keys, _STAGES[expert[1]], (*prefixes, expert[0]))
+        yield from _peeled(stem[expert.end() :], keys, _STAGES[expert[1] or expert[2]], (*prefixes, expert[0]))
     for prefix in _PREFIXES:
         if stem.startswith(prefix) and prefix not in prefixes:
             yield from _peeled(stem[len(prefix) :], keys, stage, (*prefixes, prefix))

@@ -17,8 +17,8 @@ from gracetune.adapters.file_errors import (
     UnknownKeysError,
 )
 from gracetune.adapters.formats import fusing
-from gracetune.adapters.formats.layers import Convention, LayerError, assemble
-from gracetune.adapters.formats.names import Located, locate, split
+from gracetune.adapters.formats.layers import Convention, LayerError, NoScaleError, assemble
+from gracetune.adapters.formats.names import Located, is_of_text_encoder, locate, split
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
 from gracetune.adapters.state import AdapterState, Layer, Stage
 from gracetune.errors import Problem
@@ -28,6 +28,11 @@ from gracetune.models.keys import KeyMap
 Scale = Callable[[str, int], float]
 """Alpha of a layer, by path and rank."""
 _SHOWN = 12
+_GIVE_ALPHA = (
+    "give the folder with its adapter_config.json, or a checkpoint's file where it was written, beside its .json; "
+    "else, if you know its alpha: mkdir known; cp FILE known/adapter_model.safetensors; "
+    """echo '{"lora_alpha": ALPHA}' > known/adapter_config.json; and give the folder known"""
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,8 @@ class Reading:
     """Keys that name no layer, or no tensor of an adapter."""
     broken: Mapping[str, str] = field(default_factory=dict)
     """By layer: why its tensors are no adapter."""
+    without_scale: frozenset[str] = frozenset()
+    """Those of them that are whole LoRAs, and that an `adapter_config.json` would make usable."""
     not_finite: tuple[str, ...] = ()
     contradictions: tuple[str, ...] = ()
     """Where the file says two things about its expert."""
@@ -55,12 +62,7 @@ class Reading:
         if self.unknown:
             found.append(UnknownKeysError([self._unknown_problem(file)]))
         if self.broken:
-            hint = "save it again where it was trained; it cannot be used as it is"
-            problems = [
-                Problem(layer, why, "the complete tensors of one adapter layer", hint, file)
-                for layer, why in list(self.broken.items())[:_SHOWN]
-            ]
-            found.append(BrokenLayerError(problems))
+            found.append(BrokenLayerError(self._broken_problems(file)))
         if self.not_finite:
             problem = Problem(
                 "weights",
@@ -76,11 +78,27 @@ class Reading:
             found.append(MixedStagesError(problems))
         return found
 
+    def _broken_problems(self, file: str | None) -> list[Problem]:
+        hint = "save it again where it was trained; it cannot be used as it is"
+        broken = [(layer, why) for layer, why in self.broken.items() if layer not in self.without_scale]
+        problems = [
+            Problem(layer, why, "the complete tensors of one adapter layer", hint, file)
+            for layer, why in broken[:_SHOWN]
+        ]
+        if self.without_scale:
+            layers = sorted(self.without_scale)
+            more = f"; the same for {len(layers) - 1} more layers" if layers[1:] else ""
+            problems.append(
+                Problem(layers[0], self.broken[layers[0]] + more, "an alpha beside the tensors", _GIVE_ALPHA, file)
+            )
+        return problems
+
     def _unknown_problem(self, file: str | None) -> Problem:
-        text = any(key.startswith(("lora_te", "text_encoder")) for key in self.unknown)
+        text = any(map(is_of_text_encoder, self.unknown))
         hint = "if it is of another family, name that one with --family; gracetune adapter inspect shows what fits"
         if text:
-            hint = "layers of text encoders are not supported; remove them where the file was made"
+            leave_out = "gracetune adapter convert FILE --to comfyui --without-text-encoders"
+            hint = f"layers of text encoders are not supported; {leave_out} writes a file without them"
         return Problem("keys", _listed(self.unknown), f"layers of {self.family} and tensors of an adapter", hint, file)
 
 
@@ -111,22 +129,28 @@ def read_states(
     convention = replace(convention, dora_by_base=metadata.get(DORA_ENTRY) == BY_BASE)
     gathered, unknown, broken = _gather(tensors, keys)
     layers: dict[Stage, dict[str, Layer]] = {}
+    without_scale: set[str] = set()
     for found in gathered:
+        if found.stem in broken:
+            continue
         try:
             parts = _layers(found, convention, scale)
         except LayerError as fault:
             broken[found.stem] = str(fault)
+            if isinstance(fault, NoScaleError) and found.located.is_bare and "lora_A.weight" in found.tensors:
+                without_scale.add(found.stem)
             continue
         of_stage = layers.setdefault(found.located.stage, {})
         for path, layer in parts.items():
             if path in of_stage:
                 broken[found.stem] = f"a second adapter for {path}"
+                continue
             of_stage[path] = layer
     states = {
         stage: AdapterState(family, stage, {path: found[path] for path in keys.in_order(found)}, dict(metadata))
         for stage, found in layers.items()
     }
-    return Reading(family, states, tuple(unknown), broken, not_finite(tensors))
+    return Reading(family, states, tuple(unknown), broken, frozenset(without_scale), not_finite(tensors))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -182,6 +206,8 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
     alpha, down = found.alpha, found.tensors.get("lora_A.weight")
     if alpha is None and scale is not None and down is not None and down.ndim > 1:
         alpha = scale(place.paths[0], down.shape[0])
+    if found.located.is_bare:
+        convention = replace(convention, without_alpha="undefined")
     layer = assemble(found.tensors, alpha, convention)
     if convention.dora_by_base:
         layer = _by_base(layer)

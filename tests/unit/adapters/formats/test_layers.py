@@ -103,6 +103,38 @@ def test_an_alpha_that_is_missing() -> None:
         read({key.replace(STEM, "base_model.model.blocks.0.attn1.to_q"): v for key, v in lora().items()}, "diffusers")
 
 
+@pytest.mark.parametrize("prefix", ["", "base_model.model.", "high_noise/"])
+@pytest.mark.parametrize("format", ["comfyui", "diffusers"])
+def test_keys_that_begin_with_the_layer_have_no_scale_of_their_own(prefix: str, format: str) -> None:
+    """One message for all layers, with what to type; an alpha beside the tensors, or PEFT's config, is enough."""
+    one = {"lora_A.weight": torch.ones(4, 8), "lora_B.weight": torch.ones(8, 4)}
+    stems = [f"{prefix}blocks.{block}.attn1.to_q" for block in range(20)]
+    tensors = {f"{stem}.{name}": value for stem in stems for name, value in one.items()}
+    with pytest.raises(BrokenLayerError, match="is scaled; the same for 19 more") as refused:
+        read(tensors, format)
+    (problem,) = refused.value.problems
+    assert "lora_alpha" in problem.hint
+    with_alpha = tensors | {f"{stem}.alpha": torch.tensor(2.0) for stem in stems}
+    (state,) = read(with_alpha, format).states.values()
+    assert {layer.scale for layer in state.layers.values()} == {0.5}
+    if format == "diffusers":
+        reading = FORMATS["diffusers"].read(tensors, {"gracetune.adapter_config": '{"lora_alpha": 2}'}, "wan").checked()
+        assert {layer.scale for state in reading.states.values() for layer in state.layers.values()} == {0.5}
+
+
+@pytest.mark.parametrize(("family", "key"), [
+    ("wan", "transformer.blocks.0.attn1.to_q"), ("wan", "transformer_2.blocks.0.attn1.to_q"),
+    ("wan", "diffusion_model.blocks.0.self_attn.q"), ("flux", "transformer.transformer_blocks.0.attn.to_q"),
+    ("qwen_image", "transformer.transformer_blocks.0.attn.to_q"),
+    ("sdxl", "unet.down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"),
+    ("stable_audio", "transformer.transformer_blocks.0.attn1.to_q"),
+])  # fmt: skip
+def test_a_published_files_prefix_means_a_scale_of_one(family: str, key: str) -> None:
+    tensors = {f"{key}.lora_A.weight": torch.ones(4, 8), f"{key}.lora_B.weight": torch.ones(8, 4)}
+    (state,) = FORMATS["diffusers"].read(tensors, {}, family).checked().states.values()
+    assert [layer.scale for layer in state.layers.values()] == [1.0]
+
+
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 0.3333333, 16.0, 1e-3, 12345.678])
 def test_an_alpha_is_the_number_that_was_written(alpha: float) -> None:
     state = making.state("wan", {"blocks.0.attn1.to_q": (8, 8)}, "lora", alpha=alpha)

@@ -161,7 +161,7 @@ class Dataset(Section):
     regularisation: Flag = False
     """An adapter learns the base model's own answer on these samples, so that it changes less beside its subject."""
     loss_weight: Annotated[float, Strict(), Field(ge=0, le=1e300)] = 1.0
-    """One that is too much for a loss is found by the run's first batch."""
+    """What is too much for a loss ends the run at the first batch that has it, before anything is learnt from it."""
     adapter_strength: Number = 1.0
 
     conditioning: tuple[Name, ...] = ()

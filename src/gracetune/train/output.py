@@ -72,7 +72,7 @@ class RunFolder:
         """ConfigError where nothing can be written: said before the model is loaded, not when there is a result."""
         with self._writing() as temporary:
             temporary.touch()
-            temporary.unlink(missing_ok=True)  # another process of this run may have been first
+            temporary.unlink()
 
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""

@@ -128,7 +128,8 @@ def train(
         if there:
             return Result(Stop("finished", LONGER), start.step, start.step, there, planned, None, 0.0)
         refuse_other_optimizer(start, config, optimizer, folder, trained)
-        folder.check()
+        if runtime.is_main:
+            folder.check()
         check_requests(config, spec, facts, view.warn)
         check_adapter(config, spec, source, facts)
 

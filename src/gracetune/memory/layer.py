@@ -108,6 +108,11 @@ class UnifiedMemory:
         return self._governor.sample()
 
     @property
+    def has_arena(self) -> bool:
+        """Whether PyTorch may take blocks from an overflow arena."""
+        return self._arena is not None
+
+    @property
     def memory_is_tight(self) -> bool:
         return self._governor.state.stage == 2
 

@@ -161,15 +161,16 @@ def _replay(
     config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
     memory: UnifiedMemory | None, runtime: Runtime, view: View,
 ) -> Replay | None:  # fmt: skip
-    """For runs in which a step is the same every time, on the same places, and nobody else wants the GPU's memory."""
+    """CUDA graphs, for runs whose step is the same every time, on the same addresses, with GPU memory to itself."""
     if runtime.device.type != "cuda":
         return None
     reasons = {
         "weights are spread over processes": runtime.is_sharded,
-        "unified memory is in use": memory is not None,
+        # Its blocks come and go with memory pressure; hints and caches in managed memory do not touch a step's memory.
+        "the overflow arena is in use": memory is not None and memory.has_arena,
         "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
     }
-    why = next((why for why, holds in reasons.items() if holds), None) or why_not_recorded(config, trainee)
+    why = next((why for why, holds in reasons.items() if holds), None) or why_not_captured(config, trainee)
     if why is not None:
         view.say(f"CUDA graph: off: {why}")
         return None
@@ -177,12 +178,12 @@ def _replay(
     return Replay(trainee.spec, flat, say=view.say)
 
 
-def why_not_recorded(config: RunConfig, trainee: Trainee) -> str | None:
+def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
     """Of the model alone; None where nothing speaks against it."""
     adapter, prepared = config.adapter, trainee.prepared.values()
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
-        f"{trainee.facts.family} was never recorded on a GPU": trainee.spec.recorded_inputs is None,
+        f"{trainee.facts.family} has not been captured on a GPU yet": trainee.spec.recorded_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",

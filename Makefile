@@ -1,8 +1,8 @@
 # A newcomer needs two of these: `make demo` and `make test`.
-.PHONY: help environment demo test test-half test-other-half test-full lint clean
+.PHONY: help environment demo test test-half test-other-half test-full test-gpu test-gpu-long lint clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 environment:
 	@bash scripts/bootstrap.sh
@@ -23,6 +23,15 @@ test-other-half:
 
 test-full: environment ## the long CPU tests (under 25 minutes; needs the network)
 	.venv/bin/python -m pytest -m 'full and not gpu'
+
+# One process, a random order (ORDER=--order-seed=N repeats one), results merged into the file of this machine's GPU.
+gpu_results ?= benchmarks/results
+on_gpu := .venv/bin/python -m pytest tests/gpu -q -rfE -p no:cacheprovider --durations=10
+test-gpu: environment ## the tests on a CUDA GPU (under 9 minutes on an H200)
+	$(on_gpu) -m 'gpu and not full' --gpu-results $(gpu_results) $(ORDER)
+
+test-gpu-long: environment ## the long ones: every adapter's form, compiled (under 9 minutes on an H200)
+	$(on_gpu) -m 'gpu and full' --gpu-results $(gpu_results) $(ORDER)
 
 # Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.
 in_venv := PATH="$(CURDIR)/.venv/bin:$$PATH"

@@ -2,8 +2,8 @@
 # One step of a session on a lent GPU machine, each under ten minutes: what is proven and measured there.
 #   scripts/gpu_session.sh STEP OUT        as COMMIT=$(git describe --always --dirty) where the checkout has no .git
 # STEP, in the order of worth, with what each is expected to take on an H200:
-#   tests     everything in tests/gpu but adapters' forms, what has never run first               4-5 min
-#   forms     every adapter's form as a compiled graph computes it                               8 min
+#   tests     `make test-gpu`: one process, a random order (ORDER=--order-seed=N repeats one)    6-9 min
+#   forms     `make test-gpu-long`: every adapter's form as a compiled graph computes it         6-8 min
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
@@ -64,11 +64,14 @@ sys.stdout.flush()
 sys.stderr.flush()
 os._exit(code if isinstance(code, int) else int(code is not None))'
 bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"; }
-tested() { limited 535 "$python" -c "$at_once" pytest -m gpu -s -q -rfE -p no:cacheprovider --durations=10 "${only_collect[@]}" "$@"; }
+tested() { # MARKS: as `make test-gpu` does, into OUT; results of earlier sessions are merged
+    [ -n "$smoke" ] || cp -n benchmarks/results/gpu-tests-*.json "$out" 2>/dev/null || true
+    limited 535 "$python" -c "$at_once" pytest tests/gpu -m "$1" -s -q -rfE -p no:cacheprovider --durations=10 \
+        --gpu-results build/session "${only_collect[@]}" ${ORDER:+"$ORDER"}
+}
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
 suite=(suite) small_train=() small_curves=(--seeds 3) small_blocks=() small=() only_collect=()
-forms=tests/gpu/test_fast_adapters_gpu.py # it compiles for a quarter of a minute in each test
 if [ -n "$smoke" ]; then
     suite+=(--smoke)
     small_train=(--layers 2 --heads 1 --ffn 64 --pictures 4 --side 64 --batch 2 --steps 6 --timed-steps 20)
@@ -80,12 +83,9 @@ fi
 
 case $step in
     tests)
-        new=(replay_gpu kernels_gpu encode_passes attention_gpu fp8_gpu activation_parking_gpu expert_streaming_gpu automagic_gpu training_gpu)
-        new=("${new[@]/#/tests/gpu/test_}") new=("${new[@]/%/.py}")
-        mapfile -t old < <(printf '%s\n' tests/gpu/test_*.py | grep -v -x -F -f <(printf '%s\n' "${new[@]}" "$forms"))
-        tested "${new[@]}" "${old[@]}"
+        tested 'gpu and not full'
         ;;
-    forms) tested "$forms" ;;
+    forms) tested 'gpu and full' ;;
     steps)
         bench 535 "${suite[@]}" --only lora --only automagic --only lora-45gib --output build/session/steps-h200.json
         ;;
@@ -124,11 +124,13 @@ for path in sorted(folder.glob("*.json")):
     if str(folder) in text or str(Path.cwd()) in text:
         print(f"{path.name} names a folder of this machine: take it out before it is committed")
     result = json.loads(text)
-    for one in (result, *result["rows"]):
+    for one in (result, *result.get("rows", ())):
         if commit and one.get("git_commit", "") is None:
             one["git_commit"] = commit
     path.write_text(json.dumps(result, indent=2) + "\n")
-    for row in result["rows"]:
+    if "tests" in result:
+        print(f"{path.stem}: {result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped; seeds {result['seeds']}")
+    for row in result.get("rows", ()):
         mark = {True: "ok", False: "MISS", None: ""}[row.get("ok")]
         if "ms_per_step" in row:
             value = f"{row['ms_per_step']:.1f} ms, {row['ratio']}x, {row['peak_gib']} GiB ({row['estimated_peak_gib']})"

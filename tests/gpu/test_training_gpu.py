@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import gracetune.train.loop
-from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.run_config import RunConfig
 from gracetune.memory.native import Uvm
 from gracetune.models.experts import ParkingChoice, Way
@@ -23,8 +22,6 @@ from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
 
 pytestmark = pytest.mark.gpu
-
-make_cublas_deterministic()  # before any test starts CUDA
 
 PLAIN: dict[str, Any] = {"compile": "off", "attention": "math"}
 """torch's other kernels for float32 have no deterministic backward pass."""

@@ -5,6 +5,10 @@
 Of a repeated block only its inputs are kept. Here they are copied to the host beside the work of the next block, and
 come back one block ahead of their turn. The newest few stay on the device too: the backward pass begins with them.
 Copies run in one lane, so a host buffer that is used again is written only after what read it before.
+
+Device memory is given up in the order of the device's own work: the device waits for a copy before the copied tensor is
+dropped, so the next tensor can take its place at once. `record_stream` would hold it until the host sees that the copy
+is done, and a host that is a whole pass ahead of the device would then hold every input after all.
 """
 
 from __future__ import annotations
@@ -86,6 +90,8 @@ class _Parked:
         self.on_device: Tensor | None = tensor
         self.version = tensor._version
         self.came_back = False
+        self.copied: Any = None
+        """The lane's mark behind its copy to the host."""
 
     def view(self, block: Tensor) -> Tensor:
         return block[: self.bytes].view(self.dtype).view(self.shape)
@@ -106,6 +112,8 @@ class ActivationParking:
         """To the block before: what the next one is given too (a caption) is given to all, and stays."""
         self._shared: set[int] = set()
         self._waits: deque[tuple[Any, Any]] = deque()
+        self._coming: list[Tensor] = []
+        """Being copied to, and not waited for yet: kept alive here, whoever else lets go of them."""
 
     @classmethod
     def on(cls, device: torch.device) -> ActivationParking:
@@ -139,18 +147,22 @@ class ActivationParking:
             self._order.clear()  # another step
             self._newest.clear()
             self._count_waits()
+        if self._coming:  # of a backward pass that was not finished
+            self._join()
         homes = self._free.setdefault(tensor.nbytes, [])
         home = homes.pop() if homes else self._new_home(tensor.nbytes)
         parked = _Parked(tensor, home)
         weakref.finalize(parked, homes.append, home).atexit = False
         with self._lane.beside():
             parked.view(home).copy_(tensor, non_blocking=True)
-            _in_use_here(tensor)
+        parked.copied = self._lane.mark()
         self.stats.parked_bytes += parked.bytes
         self._order.append(weakref.ref(parked))
         self._newest.append(parked)
         while len(self._newest) > STAYING:
-            self._newest.popleft().on_device = None
+            leaving = self._newest.popleft()
+            self._lane.wait(leaving.copied)
+            leaving.on_device = None
         return parked
 
     # -- and back -----------------------------------------------------------------------------------------------------
@@ -166,12 +178,16 @@ class ActivationParking:
             raise RuntimeError("a block's input was changed in place between its forward and its backward pass")
         if kept.came_back:
             asked = self._clock.mark()
-            self._lane.join()
+            self._join()
             self._waits.append((asked, self._clock.mark()))
         self.stats.stayed += stayed
         found = kept.on_device
         self._look_ahead(kept)
         return found
+
+    def _join(self) -> None:
+        self._lane.join()
+        self._coming.clear()
 
     def _look_ahead(self, now: _Parked) -> None:
         """After the join above: what is fetched from here on is not waited for before its own turn."""
@@ -186,7 +202,7 @@ class ActivationParking:
         block = torch.empty(parked.shape, dtype=parked.dtype, device=self._device)
         with self._lane.beside():
             block.copy_(parked.view(parked.home), non_blocking=True)
-            _in_use_here(block)
+        self._coming.append(block)
         parked.on_device, parked.came_back = block, True
         self.stats.returned_bytes += parked.bytes
         self.stats.returned += 1
@@ -194,9 +210,3 @@ class ActivationParking:
     def _count_waits(self) -> None:
         while self._waits and self._clock.is_past(self._waits[0][1]):
             self.stats.waited_ms += self._clock.between_ms(*self._waits.popleft())
-
-
-def _in_use_here(tensor: Tensor) -> None:
-    """Whoever lets go of it meanwhile: its memory is not given away before the current stream is done with it."""
-    if tensor.device.type == "cuda":
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -29,6 +29,7 @@ class CountingLane:
         self.parking: ActivationParking | None = None
         self.most = 0
         self.events: list[str] = []
+        self.marks = self.waited = 0
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -43,6 +44,18 @@ class CountingLane:
 
     def join(self) -> None:
         self.events.append("join")
+
+    def mark(self) -> int:
+        self.marks += 1
+        return self.marks
+
+    def wait(self, mark: int) -> None:
+        """Called while the tensor that was copied is still held: its memory is free for what comes after."""
+        assert self.parking is not None
+        alive = [parked for one in self.parking._order if (parked := one()) is not None]
+        leaving = [parked for parked in alive if parked.copied == mark]
+        assert all(parked.on_device is not None for parked in leaving)
+        self.waited += len(leaving)
 
 
 def counted(least: int = 1) -> tuple[ActivationParking, CountingLane, list[int]]:
@@ -106,6 +119,25 @@ class TestChain:
         assert parking.stats.stayed == STAYING
         assert parking.stats.returned == BLOCKS + 1 - STAYING
         assert parking.stats.returned_bytes == parking.stats.returned * x.nbytes
+        assert lane.waited == parking.stats.returned, "an input leaves the device after its copy, not before"
+
+    def test_a_backward_pass_that_fails_leaves_nothing_that_is_still_copied_to(self) -> None:
+        """Memory that a copy writes to must not be given away, and the next step waits for that copy."""
+        parking, lane, _ = counted()
+        model = Chain(parking.checkpoint)
+
+        def fail(gradient: Tensor) -> None:
+            raise ZeroDivisionError
+
+        hook = model.layers[BLOCKS - STAYING - 1].weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            gradients(model, *inputs(0))
+        hook.remove()
+        assert parking._coming
+        lane.events.clear()
+        found = gradients(model, *inputs(1))
+        assert lane.events[0] == "join"
+        assert all(torch.equal(*pair) for pair in zip(found, gradients(Chain(plain), *inputs(1)), strict=True))
 
     def test_every_input_is_asked_for_one_block_ahead(self) -> None:
         """The join for a block's input comes before the copy of the next one begins, so nobody waits for two."""

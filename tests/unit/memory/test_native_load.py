@@ -85,7 +85,7 @@ def test_a_library_of_another_version_is_not_used(workshop, tmp_path):
     fake = workshop.fake()
     answer = load(workshop.compile(old), str(fake.path))
     assert isinstance(answer, Unavailable)
-    assert "interface 999, this gracetune needs 2" in answer.reason
+    assert "interface 999, this gracetune needs 3" in answer.reason
     assert fake.journal() == [], "nothing of it may run"
 
 

@@ -16,7 +16,7 @@ from gracetune.telemetry.progress import Standing
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
-    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, uvm_stage=1)
+    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, memory_stage=1)
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=True, color_system=None)
     shown = bars(console)

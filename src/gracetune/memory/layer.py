@@ -47,8 +47,9 @@ class UnifiedMemory:
         device: int,
         *,
         cuda: CudaMemory | None = None,
+        host: HostSensor | None = None,
     ) -> None:
-        """`cuda`: what counts the GPU's memory, where that is not torch."""
+        """`cuda` counts the GPU's memory, `host` main memory: those of a modelled machine, else torch and /proc."""
         self.arena_size = size
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
@@ -56,7 +57,7 @@ class UnifiedMemory:
         self._device = DeviceSensor(
             cuda or TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
-        self.sensors = Sensors(HostSensor(machine.gpus), self._device, arena or _NoArena())
+        self.sensors = Sensors(host or HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
         self._look_ahead = LookAheadStats()

@@ -44,7 +44,7 @@ class Standing:
         return max(0, self.total_steps - self.step) * self.seconds_per_step
 
     def line(self) -> str:
-        """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · device 61.2 GiB · memory stage 1`"""
+        """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · memory stage 1 · device 61.2 GiB`"""
         total = "" if self.total_steps is None else f"/{self.total_steps:,}"
         parts = [f"step {self.step:,}{total}"]
         if self.loss is not None:
@@ -52,9 +52,9 @@ class Standing:
         parts.append(words.pace(self.seconds_per_step))
         if self.eta_s is not None:
             parts.append(f"ETA {words.duration(self.eta_s)}")
-        parts += [f"{tier} {words.size(used)}" for tier, used in self.memory.items()]
-        if self.memory_stage is not None:
+        if self.memory_stage is not None:  # before the sizes: a narrow terminal cuts the end off
             parts.append(f"memory stage {self.memory_stage}")
+        parts += [f"{tier} {words.size(used)}" for tier, used in self.memory.items()]
         return " · ".join(parts)
 
 

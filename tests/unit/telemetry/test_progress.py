@@ -64,8 +64,8 @@ class TestProgress:
         progress.observe(step(5, loss=0.12345, step_ms=1520.0))
         progress.observe(memory(5))
         assert progress.standing().line() == (
-            "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · "
-            "device 36.0 GiB · host 7.00 GiB · memory stage 1"
+            "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · memory stage 1 · "
+            "device 36.0 GiB · host 7.00 GiB"
         )
 
     def test_the_memory_stage_is_shown_from_the_step_that_changed_it(self) -> None:

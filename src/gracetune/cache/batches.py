@@ -29,7 +29,7 @@ from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import Problem
-from gracetune.memory.lookahead import InPlace, LookAhead, Mover, RingMover
+from gracetune.memory.lookahead import InPlace, LookAhead, Mover, OnDepth, RingMover
 from gracetune.memory.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -206,6 +206,10 @@ class BatchSource:
         fetcher = self._feed.fetcher
         fetcher.latents = fetcher.latents if latents is None else latents
         fetcher.texts = fetcher.texts if texts is None else texts
+
+    def on_depth(self, report: OnDepth) -> None:
+        """`report` gets every later change of how many batches are kept under way, and why."""
+        self._ahead.on_change = report
 
     @property
     def stats(self) -> SourceStats:

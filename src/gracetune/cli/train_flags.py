@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gracetune.cli.log_level import LogLevel
 from gracetune.cli.train import TrainRequest
 from gracetune.config.draft import dotted
 from gracetune.config.simpletuner.training import ROWS
@@ -22,7 +23,7 @@ _OTHERS: dict[str, str] = {
 }
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
 _SWITCHES = ("dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "json")
-_VALUES = ("config", "set", "resume", "max-steps", "price-per-hour")
+_VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
     if "config" not in ours:
         problems.append(Problem("--config", "nothing", "a configuration file", "--config config.json"))
     price = _number(ours.get("price-per-hour"), "--price-per-hour", problems)
+    level = _log_level(ours.get("log-level", LogLevel.WARNING), problems)
     if "max-steps" in ours:
         sets += [f"training.max_steps={ours['max-steps']}", "training.epochs=null"]
     if problems:
@@ -68,6 +70,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         allow_other_run="allow-other-run" in ours,
         allow_misfit="allow-misfit" in ours,
         price_per_hour=price,
+        log_level=level,
         json="json" in ours,
     )
     return Launch(request, tuple(notes))
@@ -113,6 +116,15 @@ def _as_text(value: object) -> str:
         if isinstance(value, bool | None)
         else str(value)
     )
+
+
+def _log_level(text: str, problems: list[Problem]) -> LogLevel:
+    try:
+        return LogLevel(text)
+    except ValueError:
+        known = ", ".join(LogLevel)
+        problems.append(Problem("--log-level", text or "nothing", f"one of {known}", "--log-level debug"))
+        return LogLevel.WARNING
 
 
 def _number(text: str | None, flag: str, problems: list[Problem]) -> float | None:

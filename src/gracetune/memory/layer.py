@@ -13,12 +13,12 @@ from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.arena_size import ArenaSize, Room, arena_size
-from gracetune.memory.governor import Decision, Governor, Limits
+from gracetune.memory.governor import Decision, Governor, Limits, OnChange
 from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.reclaim import TorchReclaimer
-from gracetune.memory.sensors import ArenaUsage, DeviceSensor, HostSensor, Sensors, TorchCuda
+from gracetune.memory.sensors import ArenaUsage, CudaMemory, DeviceSensor, HostSensor, Sensors, TorchCuda
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.trial import synchronize
 
@@ -45,15 +45,19 @@ class UnifiedMemory:
         size: ArenaSize,
         arena: OverflowArena | None,
         device: int,
+        *,
+        cuda: CudaMemory | None = None,
+        host: HostSensor | None = None,
     ) -> None:
+        """`cuda` counts the GPU's memory, `host` main memory: those of a modelled machine, else torch and /proc."""
         self.arena_size = size
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
         limits = Limits.from_options(options, host_reserve=host_reserve(machine))
         self._device = DeviceSensor(
-            TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
+            cuda or TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
-        self.sensors = Sensors(HostSensor(machine.gpus), self._device, arena or _NoArena())
+        self.sensors = Sensors(host or HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
         self._look_ahead = LookAheadStats()
@@ -106,6 +110,10 @@ class UnifiedMemory:
     def step(self) -> Decision:
         """Sample and act. Raises MemoryPressure when nothing is left to give up."""
         return self._governor.sample()
+
+    def on_change(self, report: OnChange) -> None:
+        """`report` gets every change of stage, every reclamation and every change of the arena's use as it happens."""
+        self._governor.on_change = report
 
     @property
     def has_arena(self) -> bool:

@@ -255,6 +255,10 @@ class Depth:
     reason: str
 
 
+OnDepth: TypeAlias = Callable[[Depth, Depth], None]
+"""The depth before, and the one from now on with its reason."""
+
+
 def next_depth(depth: int, *, waited_ms: float, step_ms: float, memory_tight: bool, most: int = 4) -> Depth:
     """One deeper after a step that waited for more than 1 % of its time, one shallower while memory is tight."""
     if memory_tight:
@@ -285,10 +289,13 @@ class LookAhead:
         most: int = 4,
         memory_tight: Callable[[], bool] = lambda: False,
         stats: LookAheadStats | None = None,
+        on_change: OnDepth | None = None,
     ) -> None:
+        """`on_change` gets the depth before and after every change; nothing is synchronized for it."""
         if not 0 <= depth <= most:
             raise ValueError(f"a look-ahead of {depth} is not between 0 and {most}")
         self.depth = Depth(depth, "as asked")
+        self.on_change = on_change
         self.stats = LookAheadStats() if stats is None else stats
         self._source = iter(batches)
         self._mover = mover
@@ -359,6 +366,9 @@ class LookAhead:
             self.stats.wait_ms += waited
             self.stats.step_ms += step
             if self.depth.value > 0:
+                before = self.depth
                 self.depth = next_depth(
-                    self.depth.value, waited_ms=waited, step_ms=step, memory_tight=self._tight(), most=self._most
+                    before.value, waited_ms=waited, step_ms=step, memory_tight=self._tight(), most=self._most
                 )
+                if self.on_change is not None and self.depth.value != before.value:
+                    self.on_change(before, self.depth)

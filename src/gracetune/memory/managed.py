@@ -114,10 +114,11 @@ class ManagedHeap:
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
+    def demote_cold(self, *, at_most: int, everything: bool) -> int:
         """Send buffers that lie on the GPU and were not used lately to host memory, longest unused first.
 
         `everything` takes those in use along: they stay correct, only slower. Enqueued on the default stream.
+        Returns the bytes sent.
         """
         oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
@@ -129,6 +130,7 @@ class ManagedHeap:
                     self.uvm.prefetch(block.span, HOST, stream=0)
                     block.use.sent_to_device = False
                     sent += block.span.bytes
+        return sent
 
     @contextmanager
     def _working(self) -> Iterator[None]:

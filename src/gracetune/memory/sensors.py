@@ -159,9 +159,14 @@ def device_reading(
     """
     own_reserved = max(0, reserved - arena.reserved)
     own_used = max(0, used - arena.active)
-    # Torch reports 1.0 where no limit was set, and then it enforces none, however large the arena.
-    most = total if fraction >= 1.0 else min(total, max(0, int(fraction * total) - arena.reserved))
+    most = usable_total(total, fraction, arena.reserved)
     return DeviceReading(available=max(0, min(free + own_reserved, most) - own_used), total=most)
+
+
+def usable_total(total: int, fraction: float, arena_reserved: int = 0) -> int:
+    """How much of the GPU this process may hold, the arena not counted."""
+    # Torch reports 1.0 where no limit was set, and then it enforces none, however large the arena.
+    return total if fraction >= 1.0 else min(total, max(0, int(fraction * total) - arena_reserved))
 
 
 class DeviceSensor:

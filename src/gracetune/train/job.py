@@ -20,7 +20,7 @@ from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
 from gracetune.optim.averages import averaged
 from gracetune.optim.ema import Ema
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.schedules import move_to
 from gracetune.optim.skipping import step_unless
 from gracetune.train.control import Control, Stop
@@ -78,6 +78,8 @@ class Job:
     control: Control = field(default_factory=Control)
     callbacks: Sequence[Callback] = ()
     on_epoch_end: Callable[[EpochEnd], None] = lambda ended: None
+    on_step_start: Callable[[ExpertName, Window], None] = lambda expert, window: None
+    """Called as an optimizer step begins, with the expert it trains and its micro-batches."""
     warn: Callable[[str], None] = lambda text: None
     memory_alarm: Callable[[], str | None] = lambda: None
     """Asked before every micro-batch: why the run has to be saved now."""

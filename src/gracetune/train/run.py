@@ -173,7 +173,7 @@ def train(
         # meet, the step's checkpoint is saved.
         job.callbacks = [
             NanGuard(),
-            MemoryGuard(memory, watchdog),
+            MemoryGuard(memory, watchdog, telemetry, view),
             Logging(telemetry, config, machine, view, resumed, dry.once_ms),
             HeldOut(config, cached, telemetry, view),
             Saving(job, config, folder, store, metadata, telemetry, view),

@@ -28,7 +28,10 @@ def session(*given: str, seconds: float = 60, **variables: str) -> subprocess.Co
 def test_a_step_it_does_not_have_is_answered_with_those_it_has(given: tuple[str, ...], tmp_path: Path) -> None:
     done = session(*(str(tmp_path / "out") if one == "OUT" else one for one in given))
     assert done.returncode == 2
-    assert "tests, forms, steps, others, video, families, switch, pace, parts, learning or blocks" in done.stderr
+    assert (
+        "tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning or blocks"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -69,7 +69,7 @@ bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"
 tested() { # MARKS: as `make test-gpu` does, into OUT; results of earlier sessions are merged
     [ -n "$smoke" ] || cp -n benchmarks/results/gpu-tests-*.json "$out" 2>/dev/null || true
     limited 535 "$python" -c "$at_once" pytest tests/gpu -m "$1" -s -q -rfE -p no:cacheprovider --durations=10 \
-        --gpu-results build/session "${only_collect[@]}" ${ORDER:+"$ORDER"}
+        --timeout=180 --timeout-method=thread --gpu-results build/session "${only_collect[@]}" ${ORDER:+"$ORDER"}
 }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 

@@ -26,7 +26,9 @@ test-full: environment ## the long CPU tests (under 25 minutes; needs the networ
 
 # One process, a random order (ORDER=--order-seed=N repeats one), results merged into the file of this machine's GPU.
 gpu_results ?= benchmarks/results
-on_gpu := .venv/bin/python -m pytest tests/gpu -q -rfE -p no:cacheprovider --durations=10
+# A test that waits for a GPU that never answers cannot be interrupted: the thread method ends the process, and the
+# results name the test.
+on_gpu := .venv/bin/python -m pytest tests/gpu -q -rfE -p no:cacheprovider --durations=10 --timeout=180 --timeout-method=thread
 test-gpu: environment ## the tests on a CUDA GPU (under 9 minutes on an H200)
 	$(on_gpu) -m 'gpu and not full' --gpu-results $(gpu_results) $(ORDER)
 

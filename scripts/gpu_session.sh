@@ -7,7 +7,9 @@
 #   steps     rows lora, automagic, lora-45gib of `bench suite`, with the baseline               4-5 min
 #   others    rows lokr, lora-fp8                                                                4-5 min
 #   video     row video                                                                          8 min
-#   families  rows of flux, qwen, sdxl, with the baseline                                        6 min
+#   families  rows of flux, qwen, sdxl, with the baseline, gradients and all samples             6-9 min
+#   whole     whole runs with every memory mechanism, each beside its plain twin                 4-5 min
+#   flux      stock diffusers' FLUX gradients, attention kernel by kernel                        1 min
 #   switch    what a switch between two streamed experts costs                                   2-3 min
 #   pace      train_1b's pace beside a plain loop                                                2 min
 #   parts     bench cache, memory, optim                                                         4 min
@@ -21,11 +23,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 step=${1:-} out=${2:-} smoke=${SMOKE:-}
 case $step in
-    tests | forms | steps | others | video | families | switch | pace | parts | learning | blocks) ;;
+    tests | forms | steps | others | video | families | whole | flux | switch | pace | parts | learning | blocks) ;;
     *) out="" ;;
 esac
 if [ -z "$out" ]; then
-    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, families, switch, pace, parts, learning or blocks" >&2
+    echo "usage: $0 STEP OUT, where STEP is tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning or blocks" >&2
     exit 2
 fi
 mkdir -p "$out" build
@@ -67,7 +69,7 @@ bench() { limited "$1" "$python" -c "$at_once" gracetune.cli.main bench "${@:2}"
 tested() { # MARKS: as `make test-gpu` does, into OUT; results of earlier sessions are merged
     [ -n "$smoke" ] || cp -n benchmarks/results/gpu-tests-*.json "$out" 2>/dev/null || true
     limited 535 "$python" -c "$at_once" pytest tests/gpu -m "$1" -s -q -rfE -p no:cacheprovider --durations=10 \
-        --gpu-results build/session "${only_collect[@]}" ${ORDER:+"$ORDER"}
+        --timeout=180 --timeout-method=thread --gpu-results build/session "${only_collect[@]}" ${ORDER:+"$ORDER"}
 }
 script() { limited "$1" "$python" -c "$at_once" "benchmarks/$2" "${@:3}"; }
 
@@ -93,9 +95,11 @@ case $step in
     video) bench 550 "${suite[@]}" --only video --output build/session/steps-video-h200.json ;;
     families)
         for name in flux qwen sdxl; do
-            bench 180 "$name" --baseline --output "build/session/steps-$name-h200.json" "${small[@]}"
+            bench 188 "$name" --baseline --output "build/session/steps-$name-h200.json" "${small[@]}"
         done
         ;;
+    whole) script 560 whole_runs.py --output build/session/whole-runs-h200.json "${small[@]}" ;;
+    flux) script 120 flux_gradients.py --output build/session/flux-gradients-h200.json "${small[@]}" ;;
     switch) script 240 expert_switch.py --output build/session/expert-switch-h200.json "${small[@]}" ;;
     pace) script 180 train_1b.py --only pace --output build/session/train-1b-pace-h200.json "${small_train[@]}" ;;
     parts)

@@ -2,7 +2,7 @@
 # Packs what a GPU machine with only PyTorch's own stack, and no network, lacks to run gracetune and its tests from a checkout.
 #   scripts/offline_bundle.sh [--python 3.12] [--arch x86_64] [--without NAME]... OUTPUT.tar.xz
 # There, in a checkout:
-#   mkdir bundle && tar -xf OUTPUT.tar.xz -C bundle && PYTHONPATH=src:bundle python3 -m pytest -m gpu
+#   mkdir bundle && tar -xf OUTPUT.tar.xz -C bundle && PYTHONPATH=src:bundle python3 -m pytest tests/gpu
 # Left out are torch and what it brings, the Hugging Face packages such machines carry, and our linters; --without leaves out more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -28,7 +28,10 @@ def session(*given: str, seconds: float = 60, **variables: str) -> subprocess.Co
 def test_a_step_it_does_not_have_is_answered_with_those_it_has(given: tuple[str, ...], tmp_path: Path) -> None:
     done = session(*(str(tmp_path / "out") if one == "OUT" else one for one in given))
     assert done.returncode == 2
-    assert "tests, forms, steps, others, video, families, switch, pace, parts, learning or blocks" in done.stderr
+    assert (
+        "tests, forms, steps, others, video, families, whole, flux, switch, pace, parts, learning or blocks"
+        in done.stderr
+    )
     assert not (tmp_path / "out").exists()
 
 
@@ -51,3 +54,25 @@ def test_the_experts_switch_is_timed_for_both_ways_of_keeping_them(tmp_path: Pat
     rows = json.loads((tmp_path / "expert-switch-h200.json").read_text())["rows"]
     assert [row["name"] for row in rows] == ["resident", "streamed"]
     assert "behind the last backward pass" in rows[1]["detail"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_whole_runs_are_equal_to_their_plain_twins_as_far_as_a_cpu_can_show(tmp_path: Path) -> None:
+    done = session("whole", str(tmp_path), seconds=880, SMOKE="1")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "whole-runs-h200.json").read_text()
+    assert str(tmp_path) not in text
+    result = json.loads(text)
+    assert [row["name"] for row in result["rows"] if row["ok"] is False] == []
+    assert [*result["scenarios"]] == ["caches", "experts", "overflow"]
+    assert result["scenarios"]["caches"]["counters"]["cache.latents.hits"] > 0
+
+
+@pytest.mark.full
+def test_stock_gradients_of_flux_are_compared_kernel_by_kernel(tmp_path: Path) -> None:
+    done = session("flux", str(tmp_path), seconds=280, SMOKE="1")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "flux-gradients-h200.json").read_text())["rows"]
+    assert {"flux_default", "flux_math", "attention_math_slice"} <= {row["name"] for row in rows}
+    assert all(row["ok"] for row in rows), rows

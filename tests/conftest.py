@@ -38,6 +38,19 @@ for _name in [*os.environ]:
         del os.environ[_name]
 
 
+# Taken out of the environment: a process that a test starts runs all it is asked to.
+_HALF = os.environ.pop("TEST_HALF", "")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under `make test`, the files of the other half; see halves.py."""
+    if not _HALF or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    from halves import half
+
+    return collection_path not in half(int(_HALF)) or None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return

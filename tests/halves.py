@@ -2,7 +2,8 @@
 
 `seconds.txt` holds the seconds of each file that takes more than half a second. To write it anew:
 
-    .venv/bin/python -m pytest -m 'not gpu and not full' --durations=0 --durations-min=0 | .venv/bin/python tests/halves.py
+    .venv/bin/python -m pytest -m 'not gpu and not full' --durations=0 > log
+    .venv/bin/python tests/halves.py < log
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from packaging.requirements import Requirement
@@ -183,7 +184,7 @@ class TestMakefile:
 class TestHalves:
     """`make test` runs two processes; every test file is in one of them, and in one only."""
 
-    SUITE = {"tests/test_a.py": "assert 1", "tests/b/test_b.py": "assert 1", "tests/test_c.py": "assert 0"}
+    SUITE: ClassVar = {"tests/test_a.py": "assert 1", "tests/b/test_b.py": "assert 1", "tests/test_c.py": "assert 0"}
 
     @pytest.fixture
     def suite(self, tmp_path: Path) -> Path:

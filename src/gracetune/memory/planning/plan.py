@@ -202,8 +202,8 @@ def _described(
             yield Change("model.base_precision", settings.precision, "fp8", saved, why, automatic=False)
     if before.spill != after.spill:
         why = "what exceeds GPU memory is used over the coherent link, several times slower for those bytes"
-        on = "true" if settings.use_uvm else "false"
-        yield Change("memory.use_uvm", on, "true", saved, why, automatic=settings.use_uvm)
+        first, then = (here, "overflow arena") if settings.use_uvm else ("false", "true")
+        yield Change("memory.use_uvm", first, then, saved, why, automatic=settings.use_uvm)
 
 
 def _parking_words(demand: Demand, machine: Machine, choice: Choice) -> str:

@@ -36,6 +36,7 @@ class TrainRequest:
     allow_other_data: bool = False
     allow_other_run: bool = False
     allow_misfit: bool = False
+    force_oversubscription: bool = False
     price_per_hour: float | None = None
     json: bool = False
 
@@ -66,6 +67,14 @@ def train(
     allow_misfit: Annotated[
         bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
     ] = False,
+    force_oversubscription: Annotated[
+        bool,
+        typer.Option(
+            "--force-oversubscription",
+            help="With memory.use_uvm: let managed memory exceed 4 GiB without a coherent link to the CPU. DANGER: "
+            "over PCIe this can hang the driver until the machine is rebooted.",
+        ),
+    ] = False,
     json_output: AsJson = False,
 ) -> None:
     """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
@@ -78,6 +87,7 @@ def train(
         allow_other_data=allow_other_data,
         allow_other_run=allow_other_run,
         allow_misfit=allow_misfit,
+        force_oversubscription=force_oversubscription,
         price_per_hour=price_per_hour,
         json=json_output,
     )
@@ -113,6 +123,7 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
             allow_other_data=request.allow_other_data,
             allow_other_run=request.allow_other_run,
             allow_misfit=request.allow_misfit,
+            force_oversubscription=request.force_oversubscription,
         )
         view = TerminalView() if first and not request.json else QuietView(first=first)
         for note in resolved.notes:

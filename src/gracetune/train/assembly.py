@@ -44,9 +44,13 @@ from gracetune.train.view import View
 
 
 def open_memory(
-    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack
-) -> UnifiedMemory | None:
-    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had."""
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack,
+    *, managed_elsewhere: int = 0, force_oversubscription: bool = False,
+) -> UnifiedMemory | None:  # fmt: skip
+    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had.
+
+    `managed_elsewhere`: what caches and parked experts will hold in managed memory, by the plan.
+    """
     wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
         config.cache.vae_cache_type, config.cache.text_cache_type
     )  # fmt: skip
@@ -65,6 +69,8 @@ def open_memory(
         device=runtime.device.index or 0,
         allocator_string=allocator,
         local_ranks=runtime.local_world_size,
+        managed_elsewhere=managed_elsewhere,
+        force_oversubscription=force_oversubscription,
     )
     if isinstance(memory, Unavailable):
         view.warn(f"unified memory is not available: {memory}")

@@ -8,9 +8,10 @@ from typing import Literal
 from gracetune.memory.planning.activations import Activations, Policy
 from gracetune.memory.planning.processes import Processes
 
-Phase = Literal["encode text", "encode latents", "train", "sample"]
+Phase = Literal["encode text", "encode latents", "load", "train", "sample"]
 PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")
-"""In the order in which a run goes through them."""
+"""In the order in which a run goes through them. Loading has a peak of its own only where weights are sharded: `load`
+comes before `train`, and every process has one denoiser whole before it is spread."""
 
 Role = Literal[
     "frozen weights", "encoder weights", "trained weights", "compute copy", "gradients", "optimizer state", "EMA",

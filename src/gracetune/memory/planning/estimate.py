@@ -89,10 +89,15 @@ def estimate(
         workloads=workloads,
         codec=_codec(job, shapes),
         settings=_settings(job),
-        phases=PHASES if job.sampling else PHASES[:3],
+        phases=_phases(job),
         assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
         processes=processes,
     )
+
+
+def _phases(job: _Job) -> tuple[Phase, ...]:
+    phases = PHASES if job.sampling else PHASES[:3]
+    return (*phases[:2], "load", *phases[2:]) if job.processes.sharded else phases
 
 
 def _job(
@@ -203,7 +208,11 @@ def _gathered_needs(job: _Job) -> list[Need]:
         size = frozen_bytes * footprint.parameters + adapters + (GATHERED_BLOCKS - 1) * largest
         why = "every block stays whole until its backward pass (fsdp_reshard_after_forward: false)"
     reduced = REDUCED_BLOCKS * 4 * max(trained)
+    loading = _sizes(job)[-1][1] + (0 if full else 4 * job.elements)
+    before = (job.trained_denoisers - 1) * job.processes.share(loading)
     return [
+        Need("denoiser before sharding", "frozen weights", loading, ("load",), "every process loads it whole first"),
+        Need("experts sharded before it", "frozen weights", before, ("load",), "loaded one after the other"),
         Need("gathered weights", "workspace", size, job.loaded, why),
         Need("gradients being reduced", "workspace", reduced, ("train",), f"{REDUCED_BLOCKS} blocks', whole, fp32"),
     ]

@@ -256,8 +256,8 @@ def _notes(ladder: Ladder, chosen: Choice, verdict: Verdict) -> Iterator[str]:
         yield f"{gpus} GPUs: the plan is for {processes.per_machine} of them; --processes {gpus} plans for all"
     if processes.count > 1:
         yield (
-            f"{processes.words}; batch sizes are those of one process. Several GPUs have never been measured: "
-            "buffers of the communication library (NCCL) are not counted"
+            "batch sizes are those of one process; runs of several GPUs have never been measured, and buffers of the "
+            "communication library (NCCL) are not counted"
         )
     if verdict == "unknown":
         return

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gracetune.errors import ConfigError
 from gracetune.hardware.machine import Machine
@@ -157,8 +168,80 @@ class TestProcesses:
 
     def test_tensors_are_split_as_fsdp_splits_them(self) -> None:
         """By the first dimension, and the first process takes the larger part (`torch.chunk`)."""
-        import torch
-
         for shape, count in (((16, 5120), 4), ((5, 3), 2), ((3,), 8), ((1, 7, 7), 4)):
             (local,) = Processes(count, count, sharded=True).local((Tensors(shape, 2),))
             assert local == Tensors(tuple(torch.zeros(shape).chunk(count)[0].shape), 2)
+
+
+# -- what torch does --------------------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """The most bytes that were alive after any operation, of tensors it has seen."""
+
+    def __init__(self, seen: list[Tensor]) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._see(seen)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._see(tree_leaves((args, kwargs, result)))
+        self.peak = max(self.peak, self._alive())
+        return result
+
+    def _see(self, values: list[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                storage = value.untyped_storage()
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def _alive(self) -> int:
+        self._storages = {key: one for key, one in self._storages.items() if not one.expired()}
+        held = [torch.UntypedStorage._new_with_weak_ptr(one.cdata) for one in self._storages.values()]
+        return sum(storage.nbytes() for storage in held if storage is not None)
+
+
+class Block(nn.Module):
+    """Frozen matrices and a small adapter, as in a run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wide = nn.Linear(width, 4 * width, bias=False).requires_grad_(False)
+        self.narrow = nn.Linear(4 * width, width, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.zeros(width, 8)), nn.Parameter(torch.zeros(8, width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        changed: Tensor = self.narrow(torch.relu(self.wide(values))) + values @ self.down @ self.up
+        return values + changed
+
+
+@pytest.fixture
+def four_processes() -> Iterator[Any]:
+    """The first of four; what the others would send never comes, and nothing waits for it."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        yield init_device_mesh("cpu", (4,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_torch_holds_as_many_whole_blocks_as_are_counted(four_processes: Any, reshard: bool) -> None:
+    model = nn.Sequential(*(Block(256) for _ in range(8)))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    block = whole // len(model)
+    for module in (*model, model):
+        fully_shard(module, mesh=four_processes, reshard_after_forward=reshard)
+    parts = [one.to_local() for one in model.parameters() if isinstance(one, DTensor)]
+    share = sum(one.nbytes for one in parts)
+    assert share == whole // 4
+    values = torch.randn(2, 256)
+    with Watch(parts) as watch:
+        loss = model(values).sum()
+        forward, watch.peak = watch.peak, 0
+        loss.backward()
+    counted = GATHERED_BLOCKS * block if reshard else whole + (GATHERED_BLOCKS - 1) * block
+    assert forward - share == pytest.approx(counted, rel=0.03)
+    assert watch.peak < forward

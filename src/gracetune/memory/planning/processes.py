@@ -14,8 +14,8 @@ from gracetune.hardware.machine import Machine
 from gracetune.memory.planning.trainable import Tensors
 
 GATHERED_BLOCKS = 3
-"""Whole blocks that torch's `fully_shard` holds at once: the one that computes, the buffer it was gathered into (freed
-one block later) and the buffer of the next one, gathered meanwhile. The backward pass holds one less."""
+"""Whole blocks that torch's `fully_shard` holds at once in the forward pass: the one that computes, the buffer it was
+gathered into, and the buffer of the one before or after it. The backward pass holds one less. Tests count them."""
 REDUCED_BLOCKS = 2
 """Blocks' whole gradients at once in the backward pass: those just computed, and the buffer being reduced."""
 

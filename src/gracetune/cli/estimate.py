@@ -21,7 +21,7 @@ from gracetune.hardware.doctor import REPORT_FORMAT
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
-from gracetune.memory.planning.processes import Processes
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.registry import footprint_of
@@ -87,7 +87,7 @@ def estimate(
 
 
 def demand_of(
-    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = Processes()
+    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS
 ) -> tuple[Demand, str | None]:
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)

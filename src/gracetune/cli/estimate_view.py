@@ -92,7 +92,9 @@ def print_plan(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[
             table.add_row(*row)
     console.print(table, soft_wrap=False)
     if demand.processes.words:
-        _print_list("processes", [f"{demand.processes.words}; GPU memory is one GPU's, main memory one machine's"], console)
+        _print_list(
+            "processes", [f"{demand.processes.words}; GPU memory is one GPU's, main memory one machine's"], console
+        )
     _print_phases(plan, console)
     _print_list("checkpointing", [f"{plan.checkpointing.value}: {plan.checkpointing.why}"], console)
     _print_list("assumed", list(assumptions), console)

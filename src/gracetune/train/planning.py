@@ -13,7 +13,7 @@ from gracetune.hardware import Machine
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
 from gracetune.memory.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
-from gracetune.memory.planning.processes import Processes
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.attention import attention_facts, choose_attention
@@ -57,7 +57,9 @@ class Planned:
         experts that are parked in turn."""
         if self.not_ours is None:
             return self.plan.managed_bytes
-        return sum(line.bytes for line in self.plan.lines if line.managed and line.role in ("latent cache", "text cache"))
+        return sum(
+            line.bytes for line in self.plan.lines if line.managed and line.role in ("latent cache", "text cache")
+        )
 
     @property
     def step_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Planned:
 
 def make_plan(
     config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
-    *, processes: Processes = Processes(), force_oversubscription: bool = False,
+    *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
 ) -> Planned:  # fmt: skip
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")

@@ -13,7 +13,7 @@ from gracetune.hardware.recording import load_recording
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
 from gracetune.memory.planning.plan import INPUTS, Change, Plan, link_rate, plan
-from gracetune.memory.planning.processes import Processes
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.models.registry import footprint_of
 from gracetune.units import GIB, MIB
@@ -33,7 +33,7 @@ def small_gpu(gigabytes: float, name: str = "x86-h200", **host: Any) -> Machine:
 
 
 def demand(
-    family: str = "wan", *, compiled: bool = True, processes: Processes = Processes(), **sections: Any
+    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
 ) -> Demand:  # fmt: skip
     tree: dict[str, Any] = {
         "name": "run",
@@ -213,6 +213,18 @@ class TestLadder:
         assert not any("use_uvm" in note for note in found.notes)
         elsewhere = plan(asked, machine("x86-h200"))
         assert any("use_uvm" in note for note in elsewhere.notes)
+
+    def test_without_a_coherent_link_only_force_counts_on_the_arena_and_says_what_that_can_do(self) -> None:
+        asked = demand(training={"gradient_checkpointing": "off", "batch_size": 8}, memory={"use_uvm": True})
+        assert plan(asked, machine("x86-h200")).verdict == "fits with these changes"
+        forced = plan(asked, machine("x86-h200"), force_oversubscription=True)
+        assert (forced.verdict, forced.spilled_bytes > 100 * GIB) == ("fits", True)
+        assert "over PCIe" in change(forced, "memory.use_uvm").why
+        assert any("can hang the driver until the machine is rebooted" in note for note in forced.notes)
+        unasked = demand(training={"gradient_checkpointing": "off", "batch_size": 8})
+        assert plan(unasked, machine("x86-h200"), force_oversubscription=True).spilled_bytes == 0
+        pool = plan(asked, machine("gb10"), force_oversubscription=True)
+        assert pool.spilled_bytes == 0, "one pool has no memory beyond the GPU's"
 
     def test_overflow_stops_where_main_memory_ends(self) -> None:
         one = {"family": "wan", "experts": "high"}

@@ -98,7 +98,9 @@ class TestReplicas:
             "gradient_checkpointing": "full", "batch_size": 60}}  # fmt: skip
         alone, _ = several(1, "gh200-numa", **section)
         two, _ = several(2, "gh200-numa", **section)
-        assert alone.managed_bytes == 2 * WAN.parameters * 2 + sized(alone, "latents of data") + sized(alone, "captions")
+        assert alone.managed_bytes == 2 * WAN.parameters * 2 + sized(alone, "latents of data") + sized(
+            alone, "captions"
+        )
         assert two.managed_bytes == 2 * WAN.parameters * 2
         overflow = [line for line in two.lines if line.overflow]
         assert overflow

@@ -18,6 +18,7 @@ from gracetune.memory.planning.activations import Activations, Policy
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
 from gracetune.memory.planning.layout import Choice, lay, needs_under
 from gracetune.memory.planning.plan import INPUTS, Plan, plan
+from gracetune.memory.planning.processes import Processes
 from gracetune.memory.planning.tiers import FRAGMENTATION, HEADROOM, tiers_of
 from gracetune.units import GIB, MIB
 
@@ -84,6 +85,7 @@ def demands(draw: st.DrawFn) -> Demand:
             oversubscription_ratio=draw(st.floats(1.1, 8.0)),
         ),
         phases=draw(st.sampled_from([PHASES, PHASES[:3]])),
+        processes=draw(st.sampled_from([Processes(), Processes(), Processes(2, 2), Processes(8, 4)])),
     )
 
 
@@ -142,8 +144,9 @@ class TestEveryPlan:
         layout = lay(demand, choice, machine, tiers)
         for phase in demand.phases:
             alive = sum(n.bytes for n in needs_under(demand, choice, machine) if phase in (*n.busy, *n.idle))
-            placed = sum(x.bytes for x in layout.lines if phase in x.phases and x.role != "allowance")
-            assert placed == alive
+            held = [x for x in layout.lines if phase in x.phases and x.role != "allowance"]
+            assert sum(x.bytes // x.processes for x in held) == alive
+            assert all(x.bytes % x.processes == 0 for x in held)
 
     @given(demands(), machines())
     @settings(deadline=None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gracetune.memory.planning.activations import Activations, Policy
-from gracetune.memory.planning.processes import Processes
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 
 Phase = Literal["encode text", "encode latents", "load", "train", "sample"]
 PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")
@@ -117,7 +117,7 @@ class Demand:
     settings: Settings
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
-    processes: Processes = Processes()
+    processes: Processes = ONE_PROCESS
     """Needs of the device are those of one process; `layout` adds up what processes of one machine take of its main
     memory."""
 

@@ -16,7 +16,13 @@ from gracetune.memory.planning.activations import Method, activations, casts_ten
 from gracetune.memory.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
 from gracetune.memory.planning.footprint import Block, Footprint, Shape
-from gracetune.memory.planning.processes import GATHERED_BLOCKS, REDUCED_BLOCKS, Processes, sharded_fp8_problem
+from gracetune.memory.planning.processes import (
+    GATHERED_BLOCKS,
+    ONE_PROCESS,
+    REDUCED_BLOCKS,
+    Processes,
+    sharded_fp8_problem,
+)
 from gracetune.memory.planning.samples import DatasetFacts, largest_sample
 from gracetune.memory.planning.trainable import Selection, Tensors, optimizer_state, select, trainable
 
@@ -67,7 +73,7 @@ def estimate(
     *,
     compiled: bool,
     adapter_path: AdapterPath = "plain",
-    processes: Processes = Processes(),
+    processes: Processes = ONE_PROCESS,
 ) -> Demand:
     """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
     libraries'. A run has ours."""

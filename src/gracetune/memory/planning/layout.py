@@ -116,16 +116,19 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
     """The demand with every choice made: what it asks for in each phase, still without places."""
     yield from demand.needs
     loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
+    parks = choice.park_experts and any(one.parkable for one in demand.denoisers)
+    # Parked in managed memory, an expert lies there for good; only its pages come and go.
+    take_turns = not any(one.only_sampled for one in demand.denoisers)
+    managed = parks and take_turns and machine.profile.value == "superchip"
     for denoiser in demand.denoisers:
         role: Role = "trained weights" if denoiser.trained else "frozen weights"
         size, idle = denoiser.size(choice.precision), denoiser.idle_in_training
         why = _precision_words(choice.precision) + (demand.processes.part if denoiser.sharded else "")
         busy = () if idle else loaded
-        parks = choice.park_experts and _has_parkable(demand)
-        # Parked in managed memory, an expert lies there for good; only its pages come and go.
-        managed = parks and machine.profile.value == "superchip" and not any(one.only_sampled for one in demand.denoisers)
-        yield Need(denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=denoiser.parkable,
-                   managed=managed)  # fmt: skip
+        parkable = denoiser.parkable
+        yield Need(
+            denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable, managed=managed
+        )
         if parks and not idle and machine.profile.value == "discrete":
             # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
             why = "pinned home of the expert that is on the GPU: switching copies one way"
@@ -142,10 +145,6 @@ def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
     decode = codec.decode_tiled if choice.tiling else codec.decode
     if decode:
         yield Need("VAE decoding", "workspace", decode, ("sample",), f"one sample{tiles}")
-
-
-def _has_parkable(demand: Demand) -> bool:
-    return any(denoiser.parkable for denoiser in demand.denoisers)
 
 
 def _precision_words(precision: str) -> str:

@@ -201,7 +201,8 @@ def _described(
             why = "frozen weights in one fp8 layout; compare a short run's loss before trusting it"
             yield Change("model.base_precision", settings.precision, "fp8", saved, why, automatic=False)
     if before.spill != after.spill:
-        why = "what exceeds GPU memory is used over the coherent link, several times slower for those bytes"
+        link = "the coherent link" if machine.profile.value == "superchip" else "PCIe"
+        why = f"what exceeds GPU memory is used over {link}, several times slower for those bytes"
         first, then = (here, "overflow arena") if settings.use_uvm else ("false", "true")
         yield Change("memory.use_uvm", first, then, saved, why, automatic=settings.use_uvm)
 

@@ -66,6 +66,9 @@ class Processes:
         )
 
 
+ONE_PROCESS = Processes()
+
+
 def sharded_fp8_problem() -> Problem:
     found, expected = "fp8, with weights spread over processes (FSDP)", "replicas: fp8 weights are not spread"
     hint = "launch with config/accelerate_config_gh200.yaml, or --set model.base_precision=bf16"

@@ -20,6 +20,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
+from gracetune.memory.arena_size import Room
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.native import Unavailable
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
@@ -54,6 +55,8 @@ def open_memory(
     wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
         config.cache.vae_cache_type, config.cache.text_cache_type
     )  # fmt: skip
+    if force_oversubscription and (why := _nothing_to_force(config, machine, runtime)):
+        view.warn(f"--force-oversubscription: no effect, because {why}")
     if not wanted:
         return None
     if runtime.device.type != "cuda":
@@ -78,6 +81,16 @@ def open_memory(
     stack.callback(memory.close)
     view.say(f"overflow arena: {memory.arena_size.reason}")
     return memory
+
+
+def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> str | None:
+    if runtime.device.type != "cuda":
+        return "this run has no GPU whose memory could overflow"
+    if not config.memory.use_uvm:
+        return "memory.use_uvm is off"
+    if Room.of(machine, runtime.device.index or 0).careful is None:
+        return "the link to the CPU is coherent: managed memory has no cap here"
+    return None
 
 
 def where_of(config: RunConfig, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None) -> Where:

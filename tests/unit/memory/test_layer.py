@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from unit.memory.conftest import Bench
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
 OPTIONS = MemoryOptions(use_uvm=True)
+UVM = {"use_uvm": True}
 
 
 class Reserved:
@@ -94,10 +96,10 @@ class TestForce:
 class TestOpenMemory:
     """What a run hands on; on a GPU, which is all that is made up here."""
 
-    def open(self, name: str, **given: Any) -> Heard:
+    def open(self, name: str, memory: Mapping[str, bool] = UVM, **given: Any) -> Heard:
         tree = {
             "name": "run", "output_dir": "out", "model": {"family": "wan"}, "training": {"max_steps": 1},
-            "datasets": [{"id": "data", "path": "/nowhere"}], "memory": {"use_uvm": True},
+            "datasets": [{"id": "data", "path": "/nowhere"}], "memory": memory,
         }  # fmt: skip
         runtime = Runtime(
             rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cuda", 0), precision="bf16",
@@ -115,9 +117,17 @@ class TestOpenMemory:
         assert "60.0 GiB for managed caches and parked experts" in line
 
     def test_the_flag_reaches_the_cap(self, reserved: list[int], bench: Bench) -> None:
-        self.open("x86-h200", force_oversubscription=True)
+        view = self.open("x86-h200", force_oversubscription=True)
         assert bench.uvm.total_stats().cap_bytes is None
         assert reserved[0] > 500 * GIB
+        assert not view.warnings
+
+    def test_a_flag_without_effect_is_a_warning(self, reserved: list[int]) -> None:
+        hints = {"enable_uvm_hints": True}
+        (off,) = self.open("x86-h200", hints, force_oversubscription=True).warnings
+        assert off == "--force-oversubscription: no effect, because memory.use_uvm is off"
+        (coherent,) = self.open("gh200-numa", force_oversubscription=True).warnings
+        assert "the link to the CPU is coherent" in coherent
 
 
 def test_a_room_for_the_arena_keeps_more_than_the_hosts_reserve() -> None:

@@ -103,6 +103,17 @@ class TestPlacement:
         assert tier_of(superchip, "low-noise expert") == "host"
         assert "high-noise expert, home copy" not in {line.name for line in superchip.lines}
 
+    def test_a_superchip_without_the_unified_memory_layer_parks_pinned_copies(self) -> None:
+        """As the run does it: then both experts have a home in main memory."""
+        plain = plan(
+            demand(memory={"enable_uvm_hints": False}, training={"gradient_checkpointing": "full"}),
+            small_gpu(60, "gh200-numa"),
+        )
+        assert tier_of(plain, "high-noise expert, home copy") == "host"
+        line = next(line for line in plain.lines if line.name == "low-noise expert")
+        assert "copied from pinned memory" in line.why
+        assert plain.managed_bytes == 0
+
     def test_a_control_group_is_the_limit(self) -> None:
         staged = [{"id": "data", "path": "/nowhere", "type": "in_memory", "max_samples": 80_000}]
         assert plan(demand(datasets=staged), machine("x86-h200")).verdict == "fits"

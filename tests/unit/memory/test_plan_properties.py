@@ -83,6 +83,7 @@ def demands(draw: st.DrawFn) -> Demand:
             fp8_possible=draw(st.booleans()),
             use_uvm=draw(st.booleans()),
             oversubscription_ratio=draw(st.floats(1.1, 8.0)),
+            managed=draw(st.booleans()),
         ),
         phases=draw(st.sampled_from([PHASES, PHASES[:3]])),
         processes=draw(st.sampled_from([Processes(), Processes(), Processes(2, 2), Processes(8, 4)])),

@@ -103,6 +103,8 @@ class Settings:
     """Whether frozen weights remain that could be held in fp8."""
     use_uvm: bool
     oversubscription_ratio: float
+    managed: bool
+    """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
 
 
 @dataclass(frozen=True)

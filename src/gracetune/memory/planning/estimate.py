@@ -144,6 +144,7 @@ def _settings(job: _Job) -> Settings:
         fp8_possible=not job.method.full_finetune and not job.processes.sharded,
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
+        managed=config.memory.use_uvm or config.memory.enable_uvm_hints,
     )
 
 

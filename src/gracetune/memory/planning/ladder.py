@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from gracetune.hardware.allocation import GRANULE
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena_size import Room, arena_size
 from gracetune.memory.planning.activations import Policy
@@ -106,7 +107,7 @@ class Ladder:
         size = arena_size(
             Room.for_arena(self.machine, sharers=self.demand.processes.per_machine),
             settings.oversubscription_ratio,
-            other_managed=self.lay(choice).managed,
+            other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # as it will be with an arena of any size
             force=forced,
         ).bytes
         if size:

@@ -119,7 +119,7 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
     parks = choice.park_experts and any(one.parkable for one in demand.denoisers)
     # Parked in managed memory, an expert lies there for good; only its pages come and go.
     take_turns = not any(one.only_sampled for one in demand.denoisers)
-    managed = parks and take_turns and machine.profile.value == "superchip"
+    managed = parks and take_turns and _parks_in_managed_memory(demand, choice, machine)
     for denoiser in demand.denoisers:
         role: Role = "trained weights" if denoiser.trained else "frozen weights"
         size, idle = denoiser.size(choice.precision), denoiser.idle_in_training
@@ -129,12 +129,17 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
         yield Need(
             denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable, managed=managed
         )
-        if parks and not idle and machine.profile.value == "discrete":
+        if parks and take_turns and not idle and not _parks_in_managed_memory(demand, choice, machine):
             # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
             why = "pinned home of the expert that is on the GPU: switching copies one way"
             yield Need(f"{denoiser.name}, home copy", role, size, loaded, why, home="host")
     yield from _activation_needs(demand, choice)
     yield from _codec_needs(demand, choice)
+
+
+def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
+    """Overflow opens the unified-memory layer, whatever else the config says."""
+    return machine.profile.value == "superchip" and (demand.settings.managed or choice.spill > 0)
 
 
 def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
@@ -226,7 +231,8 @@ def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> t
         return tiers.compute, f"{need.why}; idle, there is room"
     if tiers.parking == "disk":
         return "disk", "released after use, read again if needed"
-    return tiers.parking, f"parked: {place('cold_weights', machine.profile.value).reason}"
+    profile = machine.profile.value if need.managed or not expert else "discrete"
+    return tiers.parking, f"parked: {place('cold_weights', profile).reason}"
 
 
 def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:

@@ -37,6 +37,7 @@ class TrainRequest:
     allow_other_data: bool = False
     allow_other_run: bool = False
     allow_misfit: bool = False
+    force_oversubscription: bool = False
     price_per_hour: float | None = None
     log_level: LogLevel = LogLevel.WARNING
     json: bool = False
@@ -71,6 +72,14 @@ def train(
     log_level: Annotated[
         LogLevel, typer.Option(help="Which log lines to print on stderr, beside the lines of the run itself.")
     ] = LogLevel.WARNING,
+    force_oversubscription: Annotated[
+        bool,
+        typer.Option(
+            "--force-oversubscription",
+            help="With memory.use_uvm: let managed memory exceed 4 GiB without a coherent link to the CPU. DANGER: "
+            "over PCIe this can hang the driver until the machine is rebooted.",
+        ),
+    ] = False,
     json_output: AsJson = False,
 ) -> None:
     """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
@@ -83,6 +92,7 @@ def train(
         allow_other_data=allow_other_data,
         allow_other_run=allow_other_run,
         allow_misfit=allow_misfit,
+        force_oversubscription=force_oversubscription,
         price_per_hour=price_per_hour,
         log_level=log_level,
         json=json_output,
@@ -120,6 +130,7 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
             allow_other_data=request.allow_other_data,
             allow_other_run=request.allow_other_run,
             allow_misfit=request.allow_misfit,
+            force_oversubscription=request.force_oversubscription,
         )
         view = TerminalView() if first and not request.json else QuietView(first=first)
         for note in resolved.notes:

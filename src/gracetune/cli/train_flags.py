@@ -22,7 +22,10 @@ _OTHERS: dict[str, str] = {
     "lr_scheduler": "schedule.name",
 }
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
-_SWITCHES = ("dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "json")
+_SWITCHES = (
+    "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
+    "json",
+)  # fmt: skip
 _VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level")
 
 
@@ -69,6 +72,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         allow_other_data="allow-other-data" in ours,
         allow_other_run="allow-other-run" in ours,
         allow_misfit="allow-misfit" in ours,
+        force_oversubscription="force-oversubscription" in ours,
         price_per_hour=price,
         log_level=level,
         json="json" in ours,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,8 +83,7 @@ class UnifiedMemory:
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
-        # A full arena must not sit at the very line where the governor calls it pressure.
-        room = replace(Room.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=local_ranks)
+        room = Room.for_arena(machine, device, sharers=local_ranks)
         uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:

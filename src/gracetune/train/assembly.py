@@ -20,6 +20,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
+from gracetune.memory.arena_size import Room
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.native import Unavailable
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
@@ -44,12 +45,18 @@ from gracetune.train.view import View
 
 
 def open_memory(
-    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack
-) -> UnifiedMemory | None:
-    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had."""
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack,
+    *, managed_elsewhere: int = 0, force_oversubscription: bool = False,
+) -> UnifiedMemory | None:  # fmt: skip
+    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had.
+
+    `managed_elsewhere`: what caches and parked experts will hold in managed memory, by the plan.
+    """
     wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
         config.cache.vae_cache_type, config.cache.text_cache_type
     )  # fmt: skip
+    if force_oversubscription and (why := _nothing_to_force(config, machine, runtime)):
+        view.warn(f"--force-oversubscription: no effect, because {why}")
     if not wanted:
         return None
     if runtime.device.type != "cuda":
@@ -65,6 +72,8 @@ def open_memory(
         device=runtime.device.index or 0,
         allocator_string=allocator,
         local_ranks=runtime.local_world_size,
+        managed_elsewhere=managed_elsewhere,
+        force_oversubscription=force_oversubscription,
     )
     if isinstance(memory, Unavailable):
         view.warn(f"unified memory is not available: {memory}")
@@ -72,6 +81,16 @@ def open_memory(
     stack.callback(memory.close)
     view.say(f"overflow arena: {memory.arena_size.reason}")
     return memory
+
+
+def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> str | None:
+    if runtime.device.type != "cuda":
+        return "this run has no GPU whose memory could overflow"
+    if not config.memory.use_uvm:
+        return "memory.use_uvm is off"
+    if Room.of(machine, runtime.device.index or 0).careful is None:
+        return "the link to the CPU is coherent: managed memory has no cap here"
+    return None
 
 
 def where_of(config: RunConfig, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None) -> Where:

@@ -33,7 +33,7 @@ from gracetune.train.identity import identity_of, metadata_of
 from gracetune.train.logs import Logging, check_trackers, open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
-from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit, shapes_of
+from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit, shapes_of
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.prompts import prompts_of
 from gracetune.train.renewal import renew
@@ -65,6 +65,8 @@ class RunOptions:
     allow_other_run: bool = False
     allow_misfit: bool = False
     """Begin although the memory plan says that it does not fit."""
+    force_oversubscription: bool = False
+    """Lift the cap on managed memory on a machine without a coherent link; that can hang its driver."""
     report: bool = True
     """Write the report of the whole run at its end, and say where it is."""
 
@@ -109,7 +111,12 @@ def train(
         trained = trained_experts(config.model.experts, facts)
         optimizer = check_optimizer(config, trained, runtime.device)
         check_trackers(config, main=runtime.is_main)
-        planned = make_plan(config, machine, spec, source, facts)
+        forced = options.force_oversubscription
+        planned = runtime.from_main(
+            lambda: make_plan(
+                config, machine, spec, source, facts, processes=processes_of(runtime), force_oversubscription=forced
+            )
+        )
         view.planned(planned, machine)
         refuse_misfit(planned, allowed=options.allow_misfit)
 
@@ -133,7 +140,10 @@ def train(
         check_requests(config, spec, facts, view.warn)
         check_adapter(config, spec, source, facts)
 
-        memory = open_memory(config, machine, runtime, environment, view, stack)
+        memory = open_memory(
+            config, machine, runtime, environment, view, stack,
+            managed_elsewhere=planned.managed_bytes, force_oversubscription=forced,
+        )  # fmt: skip
         if memory is not None:
             on_memory(memory)
         where = where_of(config, machine, runtime, memory)

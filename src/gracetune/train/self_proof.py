@@ -55,8 +55,8 @@ _NOISE: Final = 2.0
 """Times the difference of two passes of the base model; what is not above that is no effect. That difference is 0 where
 kernels repeat their results bit for bit, as those of forward passes mostly do."""
 _CLOSE: Final = 2.0**-12
-"""Relative difference of a tensor that was read back to the trained one, rounded to the file's precision. Mostly they
-are equal bit for bit; DoRA's magnitudes for ComfyUI are converted in float32, there and back."""
+"""Relative difference of a tensor read back to the trained one, rounded to the file's precision. They are equal
+bit for bit but where a format holds them in other terms, which are computed in float32."""
 _COMPARED: Final = 16
 """Tensors of a full fine-tune that are read back."""
 _SHOWN: Final = 8
@@ -183,7 +183,9 @@ class SelfProof:
             return None
         expert.effect = f"by {change:.1e}"
         if factor > 1:
-            expert.effect = f"by less than the model's precision, by {change:.1e} at {factor:,.0f} times its strength,"
+            expert.effect = (
+                f"by {change:.1e} at {factor:,.0f} times its strength (at its own by less than the precision)"
+            )
         return SelfChecked(
             step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
         )
@@ -313,11 +315,13 @@ class SelfProof:
         dtype = DTYPES[self._config.checkpoints.save_dtype]
         squares = []
         for name, parameter in attached.parameters().items():
-            kept = own[name] if name.endswith(f".{MAGNITUDE}") else own[name].to(dtype).to(own[name].dtype)
+            kept = own[name] if _is_magnitude(name) else own[name].to(dtype).to(own[name].dtype)
             squares += [(local(parameter.detach()) - kept).square().sum(), kept.square().sum()]
         read = _read(job, squares)
-        pairs = zip(attached.parameters(), read[0::2], read[1::2], strict=True)
-        return [name for name, wrong, size in pairs if not wrong <= _CLOSE**2 * size]
+        # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
+        close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
+        found = zip(attached.parameters(), read[0::2], read[1::2], strict=True)
+        return [name for name, wrong, size in found if not wrong <= close[_is_magnitude(name)] ** 2 * size]
 
     def _compare_tensors(self, job: Job, name: ExpertName, path: Path) -> float:
         """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
@@ -351,17 +355,29 @@ class SelfProof:
             return
         self._is_over = True
         job.example = None
-        effects = [(name, one.effect or "not judged, too few steps,") for name, one in self._experts.items()]
-        effect = ", ".join(f"{name}: {text.rstrip(',')}" if name else text for name, text in effects)
-        effect = f"after {STEPS} steps ({effect})" if len(effects) > 1 else f"{effect} after {STEPS} steps"
-        files = ", ".join(one.file for one in experts)
-        self._view.say(
-            f"self-check: the weights have changed {effect}; {_COMPARED} tensors, read back from the saved file, are "
-            f"the trained ones (difference {files})"
-            if self._is_full
-            else f"self-check: the adapter changes the output {effect}; read back, what was saved reproduces it "
-            f"(difference {files})"
-        )
+        for name, one in self._experts.items():
+            if one.steps >= STEPS and not one.judged:
+                self._warn(
+                    job, f"self-check: no {STEPS} steps{_of(name)} had a loss above 0: there was nothing to learn"
+                )
+        self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
+
+    def _effect_in_words(self) -> str:
+        subject = "the weights have changed" if self._is_full else "the adapter changes the output"
+        if not any(one.judged for one in self._experts.values()):
+            return f"fewer than {STEPS} steps to judge the effect by"
+        if len(self._experts) == 1:
+            return f"{subject} {next(iter(self._experts.values())).effect} after {STEPS} steps"
+        each = (f"{name}: {one.effect or 'too few steps'}" for name, one in self._experts.items())
+        return f"{subject} after {STEPS} steps ({', '.join(each)})"
+
+    def _files_in_words(self) -> str:
+        several = len(self._experts) > 1
+        files = "the saved files" if several else "the saved file"
+        difference = f"(difference {', '.join(one.file for one in self._experts.values())})"
+        if self._is_full:
+            return f"tensors read back from {files} are the trained ones {difference}"
+        return f"{files} {'reproduce' if several else 'reproduces'} it {difference}"
 
     def _warn(self, job: Job, text: str) -> None:
         self._view.warn(text)
@@ -400,7 +416,13 @@ def _asking(job: Job, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
     try:
         with job.trainee.evaluating(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             denoiser: nn.Module = host.activate(name)
-            yield lambda: job.step.answer(denoiser, example, name).float()
+
+            def answer() -> Tensor:
+                found = job.step.answer(denoiser, example, name).float()
+                job.runtime.reshard(denoiser)  # values may change before the next pass: none is to keep them gathered
+                return found
+
+            yield answer
     finally:
         if active is not None:
             host.activate(active)
@@ -433,6 +455,11 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).max() if parts else torch.zeros((), device=local(tensors[0]).device)
 
 
+def _is_magnitude(name: str) -> bool:
+    """DoRA's: in float32 in every file."""
+    return name.endswith(f".{MAGNITUDE}")
+
+
 def _bit_sums(attached: Attached) -> dict[str, Tensor]:
     """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
     parts = {name: local(parameter.detach()).contiguous() for name, parameter in attached.parameters().items()}
@@ -448,8 +475,8 @@ def _rounding(job: Job) -> float:
 
 def _rates(job: Job, entry: str) -> dict[ExpertName, float]:
     """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
-    groups = zip(job.trainee.groups(), job.optimizer.param_groups, strict=True)
-    return {group.name: float(values[entry]) for group, values in groups}
+    groups = zip(job.trainee.trained, job.optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
+    return {name: float(group[entry]) for name, group in groups}
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

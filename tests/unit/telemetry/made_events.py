@@ -22,6 +22,7 @@ from gracetune.telemetry.events import (
     RunEnded,
     RunStarted,
     SampleFile,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -97,6 +98,8 @@ def whole_run(folder: Path) -> list[Event]:
                                          snapshot_ms=11.0, write_ms=222.0, removed=("checkpoint-1",))]  # fmt: skip
     events.append(StageSwitched(step=7, before="high_noise", after="low_noise", reason="every 1 steps"))
     events.append(MemoryStageChanged(step=9, before=1, after=2, reason="the device is full"))
+    events.append(SelfChecked(step=6, expert="high_noise", layers=40, idle=("proj_out",), change=1.25e-3))
+    events.append(SelfChecked(step=9, expert="high_noise", layers=40, file="a.safetensors", file_difference=3e-6))
     events.append(Warned(message=f"something odd {NASTY}", step=9))
     return events
 

@@ -17,6 +17,7 @@ from gracetune.telemetry.events import (
     Record,
     RunEnded,
     RunStarted,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -44,6 +45,7 @@ class Story:
     checkpoints: tuple[CheckpointWritten, ...]
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
+    self_checks: tuple[SelfChecked, ...]
     warnings: tuple[Warned, ...]
     end: RunEnded | None
     began_s: float | None
@@ -98,6 +100,7 @@ def tell(log: Log) -> Story:
         checkpoints=_of(events, CheckpointWritten),
         validations=_of(events, ValidationDone),
         held_out=_of(events, HeldOutLoss),
+        self_checks=_of(events, SelfChecked),
         warnings=_of(events, Warned),
         end=ends[-1] if ends else None,
         began_s=records[0].time_s if records else None,
@@ -154,6 +157,7 @@ def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -
         "stage_transitions": story.switches,
         "memory_stage_changes": story.memory_changes,
         "held_out": story.held_out,
+        "self_checks": story.self_checks,
         "validations": story.validations,
         "checkpoints": story.checkpoints,
         "warnings": story.warnings,

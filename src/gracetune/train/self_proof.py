@@ -75,7 +75,7 @@ class _Expert:
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
     masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
     base: Tensor | None = None
-    """The base model's answer to the example, kept until the file is checked."""
+    """The base model's answer to the example, kept until all is known."""
     noise: float = 0.0
     judged: bool = False
     effect: str = ""
@@ -251,7 +251,6 @@ class SelfProof:
             if difference is None:
                 return
             expert.file = f"{difference:.1e}"
-            expert.base = None
         self._telemetry.emit(
             SelfChecked(
                 step=job.position.step, expert=name, layers=self._layers(job, name),
@@ -356,6 +355,7 @@ class SelfProof:
         self._is_over = True
         job.example = None
         for name, one in self._experts.items():
+            one.base = None
             if one.steps >= STEPS and not one.judged:
                 self._warn(
                     job, f"self-check: no {STEPS} steps{_of(name)} had a loss above 0: there was nothing to learn"

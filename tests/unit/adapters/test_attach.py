@@ -78,10 +78,7 @@ def trained(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Trained:
     return Trained(denoiser, attached, weights, base, first, denoiser().detach(), losses)
 
 
-class TestEveryKind:
-    """In this order: the last takes the adapter off."""
-
-    @pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("kind", ADAPTERS)
 def test_what_a_layer_acts_through_is_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
     acting = wan().attach(kind).acting()
     assert acting
@@ -104,7 +101,10 @@ def test_values_are_lent_and_given_back_bit_for_bit(trained: Trained) -> None:
     assert all(torch.equal(parameter, before[name]) for name, parameter in attached.parameters().items())
 
 
-def test_begins_as_the_base_and_learns(self, trained: Trained) -> None:
+class TestEveryKind:
+    """In this order: the last takes the adapter off."""
+
+    def test_begins_as_the_base_and_learns(self, trained: Trained) -> None:
         torch.testing.assert_close(trained.first, trained.base, rtol=1e-5, atol=1e-5)
         assert trained.losses[-1] < 0.95 * trained.losses[0]
         assert (trained.last - trained.base).abs().max() > 1e-2

@@ -3,6 +3,7 @@
     attached = attach(denoiser, config.adapter, family="wan", stage="high_noise", default_targets=..., seed=42)
     optimizer = AdamW(attached.parameters().values())
     with attached.disabled(): ...                  # the base model's own prediction
+    with attached.holding(attached.fitting(state)): ...   # another adapter's values, for as long as this lasts
     file = write(attached.state())
 
 What is trained is held in fp32 whatever the base is; the base stays as it is and gets no gradient. Each layer's first
@@ -20,12 +21,13 @@ from typing import Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from gracetune.adapters import full, lycoris, peft_lora
+from gracetune.adapters.delta import ZERO_AT_FIRST
 from gracetune.adapters.fast.layer import FastLayer, choice
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
-from gracetune.adapters.layer import AttachedLayer, seeded
+from gracetune.adapters.layer import AttachedLayer, local, seeded
 from gracetune.adapters.loading import fitted
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
@@ -37,6 +39,8 @@ from gracetune.memory.planning.adapter_paths import Computation, reference
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
+LayerTensors = Mapping[str, Mapping[str, Tensor]]
+"""By layer and name."""
 _WHOLE = "a full fine-tune has no adapter beside the model: "
 
 
@@ -68,6 +72,27 @@ class Attached(ABC):
     @abstractmethod
     def load(self, state: AdapterState) -> None:
         """Take another adapter's values. Everything has to fit; what does not is listed, and nothing is changed."""
+
+    @abstractmethod
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        """Another adapter's values as this one's layers take them. What does not fit is listed in a ConfigError."""
+
+    @abstractmethod
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        """Inside, the layers have these values; afterwards their own again, bit for bit. Gives this process's part of
+        their own, by the names of `parameters`."""
+        yield {}
+
+    @abstractmethod
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        """By layer, the tensors that are 0 as long as the layer changes nothing (`delta.ZERO_AT_FIRST`)."""
+
+    @abstractmethod
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        """Inside, the tensors of `acting` are multiplied by this; afterwards they are as before, bit for bit."""
+        yield
 
     @abstractmethod
     @contextmanager
@@ -221,8 +246,35 @@ class _LayersAttached(Attached):
         return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
 
     def load(self, state: AdapterState) -> None:
-        for path, tensors in fitted(state, self._family, self._stage, self._layers).items():
+        self._take(self.fitting(state))
+
+    def _take(self, values: LayerTensors) -> None:
+        for path, tensors in values.items():
             self._layers[path].load(tensors)
+
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        return fitted(state, self._family, self._stage, self._layers)
+
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        with _restored(self.parameters()) as own:
+            self._take(values)
+            yield own
+
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        return {
+            path: [parameter for name, parameter in layer.parameters().items() if name in ZERO_AT_FIRST]
+            for path, layer in self._layers.items()
+        }
+
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        acting = {f"{path}.{number}": one for path, some in self.acting().items() for number, one in enumerate(some)}
+        with _restored(acting):
+            with torch.no_grad():
+                for parameter in acting.values():
+                    local(parameter).mul_(factor)
+            yield
 
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:
@@ -241,6 +293,18 @@ class _LayersAttached(Attached):
     def detach(self) -> None:
         self._undo.close()
         self._layers = {}
+
+
+@contextmanager
+def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Copies of this process's part, put back in place afterwards: whatever points at a parameter still does."""
+    own = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
+    try:
+        yield own
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local(parameter).copy_(own[name])
 
 
 def _layers(count: int) -> str:
@@ -282,6 +346,23 @@ class _FullAttached(Attached):
 
     def load(self, state: AdapterState) -> None:
         raise GracetuneError(_WHOLE + "merge the adapter into the base weights and start from those")
+
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        raise GracetuneError(_WHOLE + "compare the model's own weights")
+
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        raise GracetuneError(_WHOLE + "its weights are the model's own")
+        yield {}
+
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        """None: its weights do not begin at 0."""
+        return {}
+
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        raise GracetuneError(_WHOLE + "there is nothing to amplify")
+        yield
 
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:

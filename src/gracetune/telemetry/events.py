@@ -186,6 +186,28 @@ class HeldOutLoss(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelfChecked(Event):
+    """A check that what is trained has an effect: of an expert after its first three applied steps, and of the first
+    file it is saved to."""
+
+    step: Annotated[int, "optimizer steps done"]
+    expert: Annotated[str, "noise expert checked; empty where there is one only"] = ""
+    layers: Annotated[int, "adapted layers; of a full fine-tune: trained tensors"] = 0
+    idle: Annotated[tuple[str, ...], "layers that have learnt nothing"] = ()
+    change: Annotated[
+        float | None,
+        "of the denoiser's answer by the adapter, relative to the base model's; null: a file, or a full fine-tune",
+    ] = None
+    amplified: Annotated[float, "the adapter's strength in that, times the one it is trained with"] = 1.0
+    file: Annotated[str, "that was read back, relative to the run's folder; empty: the model itself was checked"] = ""
+    file_difference: Annotated[
+        float | None,
+        "between the answers with the file's values and with the trained ones, relative to the base model's; of a full "
+        "fine-tune: the largest relative difference of the tensors compared",
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know, and that did not stop the run."""
 
@@ -220,6 +242,7 @@ EVENTS: tuple[type[Event], ...] = (
     CheckpointWritten,
     ValidationDone,
     HeldOutLoss,
+    SelfChecked,
     Warned,
     RunEnded,
 )
@@ -249,6 +272,7 @@ def step_of(event: Event) -> int | None:
             | CheckpointWritten(step=step)
             | ValidationDone(step=step)
             | HeldOutLoss(step=step)
+            | SelfChecked(step=step)
             | Warned(step=step)
             | RunEnded(step=step)
         ):

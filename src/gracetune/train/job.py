@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -85,6 +86,10 @@ class Job:
     """Asked before every micro-batch: why the run has to be saved now."""
     settle: Callable[[], Stop | None] = lambda: None
     """Wait until every window's gradients are judged; why the run has failed, if it has. It then stands before that."""
+    check_saved: Callable[[Sequence[Path]], str | None] = lambda files: None
+    """Given the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong."""
+    example: Batch | None = None
+    """One sample of the first batch, kept for checks; set by `dry.dry_batch`."""
     bad: Tensor | None = None
     """On the device: 1 where steps are left out (`optim.skipping`)."""
     encodes_live: bool = False

@@ -47,6 +47,7 @@ from gracetune.train.resume import (
 )
 from gracetune.train.runtime import open_runtime
 from gracetune.train.saving import Saving
+from gracetune.train.self_proof import SelfProof
 from gracetune.train.trainee import check_adapter, load_trainee
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
@@ -185,6 +186,7 @@ def train(
             NanGuard(),
             MemoryGuard(memory, watchdog, telemetry, view),
             Logging(telemetry, config, machine, view, resumed, dry.once_ms),
+            SelfProof(config, folder, telemetry, view),
             HeldOut(config, cached, telemetry, view),
             Saving(job, config, folder, store, metadata, telemetry, view),
             Sampling(

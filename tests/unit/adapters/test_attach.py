@@ -78,6 +78,29 @@ def trained(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Trained:
     return Trained(denoiser, attached, weights, base, first, denoiser().detach(), losses)
 
 
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_what_a_layer_acts_through_is_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
+    acting = wan().attach(kind).acting()
+    assert acting
+    for path, tensors in acting.items():
+        assert tensors, path
+        assert not any(tensor.any() for tensor in tensors), path
+
+
+def test_values_are_lent_and_given_back_bit_for_bit(trained: Trained) -> None:
+    attached = trained.attached
+    assert all(any(tensor.any() for tensor in tensors) for tensors in attached.acting().values())
+    before = {name: parameter.detach().clone() for name, parameter in attached.parameters().items()}
+    fitting = attached.fitting(attached.state())
+    nothing = {path: {name: 0 * tensor for name, tensor in tensors.items()} for path, tensors in fitting.items()}
+    with attached.holding(nothing) as own:
+        assert all(not parameter.any() for parameter in attached.parameters().values())
+        assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
+    with attached.amplified(2.0**10), torch.no_grad():
+        assert (trained.denoiser() - trained.base).norm() > 2 * (trained.last - trained.base).norm()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in attached.parameters().items())
+
+
 class TestEveryKind:
     """In this order: the last takes the adapter off."""
 

@@ -26,6 +26,7 @@ from gracetune.telemetry.events import (
     RunEnded,
     RunStarted,
     SampleFile,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -105,6 +106,8 @@ def whole_run(folder: Path) -> list[Event]:
     events.append(MemoryStageChanged(step=9, before=1, after=2, reason="the device is full"))
     events.append(MemoryReclaimed(step=9, extent="light", released_bytes=5 << 20, duration_ms=7.0, reason="reclaimed"))
     events.append(LookAheadChanged(step=10, before=3, after=2, reason="memory is tight"))
+    events.append(SelfChecked(step=6, expert="high_noise", layers=40, idle=("proj_out",), change=1.25e-3))
+    events.append(SelfChecked(step=9, expert="high_noise", layers=40, file="a.safetensors", file_difference=3e-6))
     events.append(Warned(message=f"something odd {NASTY}", step=9))
     return events
 

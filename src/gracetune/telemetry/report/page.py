@@ -32,6 +32,7 @@ def page(story: Story, *, pictures: Grid, how_to_load: Mapping[str, str], output
         ("Transitions", _transitions(story)),
         ("Samples through time", _samples(pictures)),
         ("Prefetch and cache statistics", _counters(story)),
+        ("Self-check", _self_checks(story)),
         ("Checkpoints", _checkpoints(story)),
         ("Warnings", _warnings(story)),
         ("How to load the result", _loading(how_to_load, outputs, folder)),
@@ -210,6 +211,24 @@ def _held_out(story: Story) -> str:
         for level, loss in one.losses.items()
     ]
     return _table("Held-out loss by noise level", ("step", "stage", "noise level", "loss"), rows)
+
+
+def _self_checks(story: Story) -> str:
+    rows = []
+    for one in story.self_checks:
+        what = one.file or f"after the first steps, {one.layers:,} layers"
+        found = f"{len(one.idle)} layers have learnt nothing" if one.idle else "every layer has learnt something"
+        if one.change is not None:
+            times = f" at {one.amplified:,.0f} times its strength" if one.amplified != 1 else ""
+            found = f"the adapter changes the output by {one.change:.1e}{times}; {found}"
+        if one.file_difference is not None:
+            found = f"reproduces what was trained, difference {one.file_difference:.1e}"
+        rows.append((f"{one.step:,}", one.expert, what, found))
+    return _table(
+        "What is trained has an effect, and the first file of it has the same",
+        ("step", "expert", "checked", "found"),
+        rows,
+    )
 
 
 def _counters(story: Story) -> str:

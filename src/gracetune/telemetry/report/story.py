@@ -21,6 +21,7 @@ from gracetune.telemetry.events import (
     Record,
     RunEnded,
     RunStarted,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -52,6 +53,7 @@ class Story:
     checkpoints: tuple[CheckpointWritten, ...]
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
+    self_checks: tuple[SelfChecked, ...]
     warnings: tuple[Warned, ...]
     end: RunEnded | None
     began_s: float | None
@@ -138,6 +140,7 @@ def tell(log: Log) -> Story:
         checkpoints=_of(events, CheckpointWritten),
         validations=_of(events, ValidationDone),
         held_out=_of(events, HeldOutLoss),
+        self_checks=_of(events, SelfChecked),
         warnings=_of(events, Warned),
         end=ends[-1] if ends else None,
         began_s=records[0].time_s if records else None,
@@ -198,6 +201,7 @@ def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -
         "arena_changes": story.arena_changes,
         "look_ahead_changes": story.look_ahead,
         "held_out": story.held_out,
+        "self_checks": story.self_checks,
         "validations": story.validations,
         "checkpoints": story.checkpoints,
         "warnings": story.warnings,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
 CopyBytes: TypeAlias = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 """Copies many stretches of bytes at once: target addresses, source addresses, sizes."""
+
+_VECTOR: Final = 16
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,18 @@ class Stacked:
         """Of bytes, both where it lies and where it goes to."""
         fits = piece.shape == own or piece.shape[1:] == own[1:]
         return fits and piece.dtype == self.dtype and piece.is_contiguous()
+
+    def in_place(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """A view of the only piece, where that is all of it and lies on the device; None where it takes a copy."""
+        if len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        if isinstance(piece, Constant) or piece.shape != self.shape[1:] or piece.dtype != self.dtype:
+            return None
+        there = "cpu" if device is None else device.type
+        # Kernels for wide loads want what torch's own allocator would give them.
+        aligned = piece.is_contiguous() and piece.data_ptr() % _VECTOR == 0
+        return piece.unsqueeze(0) if aligned and piece.device.type == there else None
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor; nothing of it is shared with the pieces, so a step may write into it."""

@@ -16,6 +16,8 @@ NAMES = {
     "uvm.arena_active_bytes",
     "uvm.arena_peak_bytes",
     "uvm.refused",
+    "uvm.hinted_bytes",
+    "uvm.hints_refused",
     "uvm.prefetched_bytes",
     "uvm.prefetch_wait_ms",
 }

@@ -192,7 +192,7 @@ class BatchSource:
         counted.batches += 1
         counted.samples += len(ref.samples)
         counted.host_ms += 1000 * (time.perf_counter() - began)
-        if counted.batches % JUDGED == 0:
+        if counted.batches % JUDGED == 0 or self._homes.must_go_back:
             self._homes.judge(self._feed.fetcher, self._ahead)
         return Batch(ref, tensors)
 
@@ -255,8 +255,14 @@ class _Homes:
     def __init__(self, memory: UnifiedMemory | None, on_decision: Callable[[str], None]) -> None:
         self._memory, self._on_decision = memory, on_decision
         self._seen = (0.0, 0.0)
+        self._moved: set[str] = set()
+        """Caches that went to the GPU because steps waited."""
         self._sent_back: set[str] = set()
         self._waits_said = False
+
+    @property
+    def must_go_back(self) -> bool:
+        return bool(self._moved) and self._memory is not None and self._memory.memory_is_tight
 
     def judge(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
         ahead.catch_up()
@@ -288,7 +294,10 @@ class _Homes:
         if told is None:
             return False
         hint = slab.move(told.home, memory.moving_stream())
-        if told.home == "host" or not hint:
+        if told.home == "device" and hint:
+            self._moved.add(role)
+        else:
+            self._moved.discard(role)
             self._sent_back.add(role)
         where = "the GPU" if told.home == "device" else "host memory"
         self._on_decision(

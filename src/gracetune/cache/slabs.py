@@ -18,14 +18,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from gracetune.cache.errors import CacheError
+from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.numa import NodeChoice, bind
 from gracetune.data.backends.share import LocalRanks
 from gracetune.errors import Problem
 from gracetune.hardware.machine import Machine, ProfileName
 from gracetune.memory.hint import Hint
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
-from gracetune.memory.placement import FOLLOW_CACHES, Hints, Place, place
-from gracetune.memory.transport import TransportChoice
+from gracetune.memory.placement import FOLLOW_CACHES, Hints, Place, hints_of, place
+from gracetune.memory.transport import TransportChoice, choose_transport
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -149,6 +150,36 @@ def _unified(
         note = f"unified_memory was asked for and is slower here: {transport.reason}; {_INSIST}"
         return chosen.instead("pinned_host", "page-locked main memory", note)
     return chosen
+
+
+def placement_lines(
+    config: RunConfig, machine: Machine, *, latent_bytes: int, text_bytes: int, local_ranks: int = 1
+) -> list[str]:
+    """What residency hints will do on a machine, in words and before anything is loaded; none where nobody asked.
+
+    `latent_bytes` and `text_bytes` are what the caches will take in memory. Speeds are measured when the run starts.
+    """
+    hints, cache = hints_of(config), config.cache
+    if config.memory.enable_uvm_hints is None and not hints.on:
+        return []
+    profile = machine.profile.value
+    device_bytes = machine.gpus[0].memory_total if machine.gpus else None
+
+    def found(role: CacheRole, kind: CacheType, size: int) -> Residence:
+        return choose_residence(
+            kind, role, profile, size=size, device_bytes=device_bytes, local_ranks=local_ranks, hints=hints
+        )
+
+    latents = found("latent_cache", cache.vae_cache_type, latent_bytes)
+    texts = found("text_cache", cache.text_cache_type, text_bytes)
+    places = f"latents: {latents.place}; text: {texts.place}"
+    if "managed_host" in (latents.place, texts.place):
+        places += "; masks, small tensors: GPU"
+    notes = dict.fromkeys((*latents.notes, *texts.notes))
+    way = choose_transport(profile, None)
+    batches = way.reason if way.transport == "in_place" else "the way is measured when the run starts, then chosen"
+    state = "on" if latents.is_managed or texts.is_managed else "wanted, with nothing to hint" if hints.on else "off"
+    return [f"residency hints {state}: {hints.reason}", places, *notes, f"batches: {batches}"]
 
 
 _INSIST: Final = "memory.enable_uvm_hints: true takes managed memory all the same"

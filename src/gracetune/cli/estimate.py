@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from gracetune.cache.slabs import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
@@ -18,7 +19,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
-from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.demand import Demand, Role
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
 from gracetune.memory.planning.samples import survey
@@ -56,6 +57,7 @@ def estimate(
     demand, assumption = demand_of(resolved.config, machine, samples)
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
+    result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
         result = replace(result, notes=(*result.notes, hint))
@@ -72,6 +74,13 @@ def demand_of(config: RunConfig, machine: Machine, samples: int | None) -> tuple
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
     return estimate_demand(config, footprint, survey(config, samples), compiled=compiled), assumption
+
+
+def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
+    def held(role: Role) -> int:
+        return sum(need.bytes for need in demand.needs if need.role == role and need.home == "host")
+
+    return placement_lines(config, machine, latent_bytes=held("latent cache"), text_bytes=held("text cache"))
 
 
 def read_machine(path: Path) -> Machine:

@@ -26,7 +26,7 @@ class Hints:
     """`memory.enable_uvm_hints` is true: managed memory is taken even where a measurement speaks against it."""
 
 
-FOLLOW_CACHES: Final = Hints(True, "memory.enable_uvm_hints is unset and a cache type is unified_memory")
+FOLLOW_CACHES: Final = Hints(True, "a cache type is unified_memory")
 
 
 def hints_of(config: RunConfig) -> Hints:
@@ -36,7 +36,7 @@ def hints_of(config: RunConfig) -> Hints:
         return Hints(switch, f"memory.enable_uvm_hints is {str(switch).lower()}", asked=switch)
     if "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type):
         return FOLLOW_CACHES
-    return Hints(False, "memory.enable_uvm_hints is unset and no cache type is unified_memory")
+    return Hints(False, "no cache type is unified_memory")
 
 
 @dataclass(frozen=True)

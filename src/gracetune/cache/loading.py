@@ -212,7 +212,7 @@ def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
     for layout, count in zip(contents.layouts, counts, strict=True):
         for one in layout.tensors:
             wish = wish_of(one.name)
-            if wish is not None and wish.home == "device":
+            if count and wish is not None and wish.home == "device":
                 totals[one.name] = totals.get(one.name, 0) + count * _aligned(one.size)
     names, size = [], 0
     for name, total in sorted(totals.items(), key=lambda found: (found[1], found[0])):

@@ -274,14 +274,19 @@ class MemorySlab:
                 "look at `ulimit -l`",
             )
 
+    def _unregister(self) -> None:
+        import torch
+
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)  # copies may still be reading
+            torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+
     def close(self) -> None:
         import torch
 
         if self._is_locked:
             self._is_locked = False
-            with torch.cuda.device(self._device):
-                torch.cuda.synchronize(self._device)  # copies may still be reading
-                torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
+            self._unregister()
         # Never `mmap.close`: torch holds the mapping object but does not lock it, and the last view unmaps by itself.
         self.host = self.view = torch.empty(0, dtype=torch.uint8)
         if self.file is not None:

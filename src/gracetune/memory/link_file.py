@@ -10,6 +10,7 @@ Only a memory: where it cannot be read or written, the next run measures again. 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -68,7 +69,8 @@ def remember(folder: Path, key: str, measured: Measured) -> str | None:
         temporary.replace(target)
         sync_folder(folder)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         return f"{target}: {error.strerror}"
     return None
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
 CopyBytes: TypeAlias = Callable[[Sequence[int], Sequence[int], Sequence[int]], None]
 """Copies many stretches of bytes at once: target addresses, source addresses, sizes."""
-
-_VECTOR: Final = 16
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ class Stacked:
         if isinstance(piece, Constant) or piece.shape != self.shape[1:] or piece.dtype != self.dtype:
             return None
         there = "cpu" if device is None else device.type
-        # Kernels for wide loads want what torch's own allocator would give them.
-        aligned = piece.is_contiguous() and piece.data_ptr() % _VECTOR == 0
-        return piece.unsqueeze(0) if aligned and piece.device.type == there else None
+        return piece.unsqueeze(0) if piece.is_contiguous() and piece.device.type == there else None
 
     def build(self, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor; nothing of it is shared with the pieces, so a step may write into it."""

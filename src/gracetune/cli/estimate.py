@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from gracetune.cache.slabs import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
@@ -18,7 +19,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
-from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.demand import Demand, Role
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
 from gracetune.memory.planning.processes import ONE_PROCESS, Processes
@@ -75,6 +76,7 @@ def estimate(
     demand, assumption = demand_of(resolved.config, machine, samples, several)
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
+    result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
         result = replace(result, notes=(*result.notes, hint))
@@ -94,6 +96,13 @@ def demand_of(
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
     facts = survey(config, samples)
     return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
+
+
+def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
+    def held(role: Role) -> int:
+        return sum(need.bytes for need in demand.needs if need.role == role and need.home == "host")
+
+    return placement_lines(config, machine, latent_bytes=held("latent cache"), text_bytes=held("text cache"))
 
 
 def read_machine(path: Path) -> Machine:

@@ -102,10 +102,12 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
 
 def _of_memory(config: RunConfig) -> Iterator[Switch]:
     memory = config.memory
-    unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
+    hints = memory.enable_uvm_hints
+    if hints is None:
+        hints = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
     yield Switch(not memory.use_uvm, "memory", memory, "uvm_oversubscription_ratio uvm_access_pattern",
                  "memory.use_uvm is false, so there is no overflow arena", "--set memory.use_uvm=true")  # fmt: skip
-    yield Switch(not (memory.use_uvm or memory.enable_uvm_hints or unified), "memory", memory,
+    yield Switch(not (memory.use_uvm or hints), "memory", memory,
                  "uvm_stage1_threshold uvm_stage1_min_bytes",
                  "nothing asks for unified memory", "--set memory.use_uvm=true")  # fmt: skip
 

@@ -53,7 +53,7 @@ class UnifiedMemory:
         self.arena_size = size
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
-        limits = Limits.from_options(options, host_reserve=host_reserve(machine))
+        self._limits = limits = Limits.from_options(options, host_reserve=host_reserve(machine))
         self._device = DeviceSensor(
             cuda or TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
@@ -61,6 +61,7 @@ class UnifiedMemory:
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
         self._look_ahead = LookAheadStats()
+        self._moving: torch.cuda.Stream | None = None
 
     @classmethod
     def open(
@@ -115,13 +116,26 @@ class UnifiedMemory:
         self._governor.on_change = report
 
     @property
-    def has_arena(self) -> bool:
-        """Whether PyTorch may take blocks from an overflow arena."""
-        return self._arena is not None
-
-    @property
     def memory_is_tight(self) -> bool:
         return self._governor.state.stage == 2
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether PyTorch can take memory from a live overflow arena; hints and caches need none."""
+        return self._arena is not None
+
+    def device_room(self) -> int | None:
+        """GPU memory that can be taken without coming near memory pressure; None where nobody knows."""
+        device = self.sensors.device_at_peak()
+        return None if device is None else max(0, device.available - self._limits.calm_level(device.total))
+
+    def moving_stream(self) -> int:
+        """The CUDA stream on which whole buffers change their home, beside the step's and the look-ahead's."""
+        import torch
+
+        if self._moving is None:
+            self._moving = torch.cuda.Stream(self._cuda_device)
+        return int(self._moving.cuda_stream)
 
     def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
         """Batches on the GPU ahead of time, counted in this layer's statistics and shallower when memory is tight."""
@@ -139,6 +153,8 @@ class UnifiedMemory:
             arena_active_bytes=usage.active,
             arena_peak_bytes=max(counters.arena_peak, usage.active),
             refused=self._uvm.total_stats().refused,
+            hinted_bytes=self.heap.hints.bytes,
+            hints_refused=self.heap.hints.refused,
             prefetched_bytes=self._look_ahead.prefetched_bytes,
             prefetch_wait_ms=self._look_ahead.wait_ms,
         )

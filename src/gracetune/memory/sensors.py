@@ -202,6 +202,11 @@ class DeviceSensor:
         free, total = self._info(host)
         return None if free is None else self._reading(free, total, self._cuda.stats(), ALLOCATED, arena)
 
+    def read_peak(self, arena: ArenaUsage, host: HostReading) -> DeviceReading | None:
+        """Against the highest point of torch's counter, which is left running."""
+        free, total = self._info(host)
+        return None if free is None else self._reading(free, total, self._cuda.stats(), PEAK_ALLOCATED, arena)
+
     def with_peaks(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of torch's statistics, with every peak as if we had never restarted the counter."""
         kept = self._kept_peaks
@@ -284,6 +289,11 @@ class Sensors:
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read_now(arena, host) if self._device is not None and arena is not None else None
         return Vitals(host.headroom, None if device is None else device.available, host.notes)
+
+    def device_at_peak(self) -> DeviceReading | None:
+        """What the GPU could still give at the highest point of the last steps; None where nobody knows."""
+        host, arena = self._host.read(), self._arena.usage()
+        return self._device.read_peak(arena, host) if self._device is not None and arena is not None else None
 
     def _device_note(self, arena: ArenaUsage | None) -> tuple[str, ...]:
         if self._device is None:

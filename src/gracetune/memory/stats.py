@@ -24,6 +24,10 @@ class UvmStats:
     arena_peak_bytes: int = 0
     refused: int = 0
     """Allocations of managed memory that the cap or the driver refused."""
+    hinted_bytes: int = 0
+    """Of buffers whose home the driver was told: caches, parked weights, `managed_empty`."""
+    hints_refused: int = 0
+    """Hints that the driver refused, or that would have reached a neighbour's page."""
     prefetched_bytes: int = 0
     prefetch_wait_ms: float = 0.0
     """How long steps waited for data that was still on its way."""

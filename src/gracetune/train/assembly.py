@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import Live
+from gracetune.cache.places import places_of
 from gracetune.cache.slabs import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
@@ -21,8 +24,13 @@ from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.memory.arena_size import Room
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.link_file import FILE, machine_key, recall, remember
+from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable
+from gracetune.memory.placement import Hints, hints_of
+from gracetune.memory.transport import TransportChoice, choose_transport, measure_link
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
@@ -52,17 +60,15 @@ def open_memory(
 
     `managed_elsewhere`: what caches and parked experts will hold in managed memory, by the plan.
     """
-    wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
-        config.cache.vae_cache_type, config.cache.text_cache_type
-    )  # fmt: skip
     if force_oversubscription and (why := _nothing_to_force(config, machine, runtime)):
         view.warn(f"--force-oversubscription: no effect, because {why}")
-    if not wanted:
+    hints = hints_of(config)
+    if not (config.memory.use_uvm or hints.on):
         return None
     if runtime.device.type != "cuda":
         if config.memory.use_uvm:
             view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
-        if config.memory.enable_uvm_hints:
+        if hints.asked:
             view.warn("memory.enable_uvm_hints: not available, this run has no GPU that hints could be about")
         return None
     allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
@@ -93,9 +99,53 @@ def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> 
     return None
 
 
-def where_of(config: RunConfig, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None) -> Where:
-    device = runtime.device.index or 0 if runtime.device.type == "cuda" else None
-    return Where(machine, device, None if memory is None else memory.heap, ranks=local_ranks(config, runtime))
+def where_of(
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, memory: UnifiedMemory | None,
+    view: View,
+) -> Where:  # fmt: skip
+    """What the machine offers the caches, and how batches come from there: measured where it is not known."""
+    hints, ranks = hints_of(config), local_ranks(config, runtime)
+    on_gpu = runtime.device.type == "cuda"
+    heap = memory.heap if memory is not None and hints.on else None
+    view.say(f"residency hints: {'off' if heap is None else 'on'}, {_why_hints(hints, memory, on_gpu)}")
+    where = Where(machine, runtime.device.index or 0 if on_gpu else None, heap, ranks=ranks, hints=hints)
+    if heap is None:
+        where = replace(where, no_heap=_why_hints(hints, memory, on_gpu))
+    unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
+    managed = heap if unified and ranks is None else None
+    folder = environment.cache_folder or places_of(config).base
+    choice = transport_of(where, folder, managed, insists=hints.asked and managed is not None, main=runtime.is_main)
+    view.say(f"batches: {choice.transport}, {choice.reason}")
+    return replace(where, transport=choice)
+
+
+def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
+    if not hints.on or memory is not None:
+        return hints.reason
+    return "unified memory is not available here" if on_gpu else "this run has no GPU that hints could be about"
+
+
+def transport_of(
+    where: Where, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
+) -> TransportChoice:
+    """By what was measured on this machine, now or before; `folder` keeps it."""
+    profile = where.profile
+    if where.device is None or profile == "integrated":
+        return choose_transport(profile, None)
+    key = machine_key(where.machine, where.device)
+    measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
+    if measured is None:
+        try:
+            measured = measure_link(where.device, heap)
+        except (UnifiedMemoryError, torch.cuda.OutOfMemoryError) as error:
+            choice = choose_transport(profile, None)
+            return replace(choice, reason=f"{choice.reason} ({str(error).splitlines()[0]})")
+        failed = remember(folder, key, measured) if main else None
+        when = f"measured in {measured.seconds:.2f} s" + (f", not kept: {failed}" if failed else "")
+    insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
+    speeds = measured.speeds if heap is not None else replace(measured.speeds, managed=None)
+    choice = choose_transport(profile, speeds, insisted=insisted)
+    return replace(choice, reason=f"{choice.reason}; {when}")
 
 
 def open_host(
@@ -104,16 +154,18 @@ def open_host(
 ) -> ExpertHost:  # fmt: skip
     count = len(trained_experts(config.model.experts, facts))
     profile = machine.profile.value if runtime.device.type == "cuda" else "cpu"
-    choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=memory is not None)
-    heap = None if memory is None else memory.heap
+    # `enable_uvm_hints: false` means none at all: parked weights would be managed memory with a home, too.
+    heap = None if memory is None or config.memory.enable_uvm_hints is False else memory.heap
+    choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=heap is not None)
     blocks = spec_of(facts.family).repeated_blocks
     return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes, blocks=blocks)
 
 
 def assemble(
     config: RunConfig, trainee: Trainee, ready: Ready, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
-    view: View, stack: ExitStack,
+    view: View, stack: ExitStack, where: Where | None = None,
 ) -> Job:  # fmt: skip
+    """`where` says how batches come; without one they are copied to a GPU."""
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
@@ -152,7 +204,7 @@ def assemble(
         trainee=trainee,
         step=step,
         loader=loader,
-        source=open_source(ready, loader, live, runtime, memory, stack),
+        source=open_source(ready, loader, live, runtime, memory, stack, where=where, on_decision=view.say),
         ramp=ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,

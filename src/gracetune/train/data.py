@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from gracetune.data.loader import Loader
 from gracetune.data.words import counted
 from gracetune.hardware import Machine
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.transport import mover_for
 from gracetune.models.encoders import FamilyEncoders
 from gracetune.train.runtime import Runtime
 from gracetune.train.view import View
@@ -189,7 +190,8 @@ class _Loaded:
         store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, where=self.where)
         self.stack.callback(store.close)
         report = store.report
-        plain = self.kind == "disk" and not report.damaged and not report.missing  # as asked: nothing to say
+        asked = self.where.hints.asked  # who asks for hints hears of every cache what became of them
+        plain = self.kind == "disk" and not (asked or report.damaged or report.missing)  # as asked: nothing to say
         return store, () if plain else tuple(report.lines())
 
 
@@ -222,11 +224,14 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack:
 
 
 def open_source(
-    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack
-) -> BatchSource:
+    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack, *,
+    where: Where | None = None, on_decision: Callable[[str], None] = lambda text: None,
+) -> BatchSource:  # fmt: skip
+    chosen = None if where is None else where.transport
     return stack.enter_context(
         BatchSource(
             loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
-            memory=memory,
+            memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
+            on_decision=on_decision,
         )
     )  # fmt: skip

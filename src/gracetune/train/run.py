@@ -147,7 +147,7 @@ def train(
         )  # fmt: skip
         if memory is not None:
             on_memory(memory)
-        where = where_of(config, machine, runtime, memory)
+        where = where_of(config, machine, runtime, environment, memory, view)
         index = stage(config, geometry(facts.family, facts.flavour), machine, runtime, view, stack)
         cached = fill_caches(config, index, encoders, runtime, where, view, stack, epoch=saved_epoch(start))
 
@@ -163,7 +163,7 @@ def train(
         if runtime.is_main:
             store.check_room(checkpoint_bytes(trainee))
         live = live_encoders(cached.index, encoders, cached.keys, stack)
-        job = assemble(config, trainee, cached, live, runtime, memory, view, stack)
+        job = assemble(config, trainee, cached, live, runtime, memory, view, stack, where)
         notes = restore(job, config, start, folder, allow_other_data=options.allow_other_data, dry_run=options.dry_run)
         renewal = renew(job, config, cached, encoders, where, view, stack)
         for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):

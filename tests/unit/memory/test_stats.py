@@ -16,6 +16,8 @@ NAMES = {
     "uvm.arena_active_bytes",
     "uvm.arena_peak_bytes",
     "uvm.refused",
+    "uvm.hinted_bytes",
+    "uvm.hints_refused",
     "uvm.prefetched_bytes",
     "uvm.prefetch_wait_ms",
 }
@@ -42,8 +44,10 @@ def test_every_value_stands_under_its_own_name() -> None:
         arena_active_bytes=7,
         arena_peak_bytes=8,
         refused=9,
+        hinted_bytes=12,
+        hints_refused=13,
         prefetched_bytes=10,
         prefetch_wait_ms=11.5,
     )
-    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11.5]
+    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11.5]
     assert list(merged({}, stats)) == [f"uvm.{name}" for name in vars(stats)]

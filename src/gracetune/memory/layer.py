@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gracetune.config.alloc_conf import max_split_bytes
 from gracetune.config.memory_options import MemoryOptions
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from gracetune.memory.lookahead import Parts
+
+
+_COUNTED_WITH_ARENA: Final = "they are counted with an overflow arena only: each kernel launch takes 2 us longer"
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class UnifiedMemory:
     ) -> None:
         """`cuda` counts the GPU's memory, `host` main memory: those of a modelled machine, else torch and /proc."""
         self.arena_size = size
+        self.uncounted: str | None = _COUNTED_WITH_ARENA
+        """Why page faults and migrations are not counted; None where they are."""
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
         self._limits = limits = Limits.from_options(options, host_reserve=host_reserve(machine))
@@ -105,7 +110,11 @@ class UnifiedMemory:
                 streams=streams,
                 max_split_bytes=max_split_bytes(allocator_string),
             )
-        return cls(uvm, machine, options, size, arena, device)
+        memory = cls(uvm, machine, options, size, arena, device)
+        if arena is not None:
+            unavailable = uvm.count_migrations()
+            memory.uncounted = None if unavailable is None else str(unavailable)
+        return memory
 
     def step(self) -> Decision:
         """Sample and act. Raises MemoryPressure when nothing is left to give up."""
@@ -157,6 +166,7 @@ class UnifiedMemory:
             hints_refused=self.heap.hints.refused,
             prefetched_bytes=self._look_ahead.prefetched_bytes,
             prefetch_wait_ms=self._look_ahead.wait_ms,
+            migrations=self._uvm.migrations() if self.uncounted is None else None,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -171,6 +181,9 @@ class UnifiedMemory:
         return self._uvm.total_stats().live_bytes
 
     def close(self) -> None:
+        if self.uncounted is None:
+            self.uncounted = "the layer is closed"
+            self._uvm.stop_counting_migrations()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -86,6 +86,8 @@ def open_memory(
         return None
     stack.callback(memory.close)
     view.say(f"overflow arena: {memory.arena_size.reason}")
+    if memory.has_arena:
+        view.say(f"page faults: {memory.uncounted or 'counted, by CUPTI'}")
     return memory
 
 

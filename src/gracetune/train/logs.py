@@ -53,11 +53,9 @@ from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
 _LOG = logging.getLogger("gracetune")
-_COUNTED = ("uvm.", "cache.")
-_NOT_TOLD = {
-    "uvm.page_faults": "the CUDA driver counts the GPU's page faults for profilers only (Nsight Systems)",
-    "uvm.migrated_bytes": "the CUDA driver counts page migrations for profilers only (Nsight Systems)",
-}
+_COUNTED = ("uvm.", "cache.", "cuda_graph.")
+_NO_LAYER = "the unified-memory layer is not open in this run"
+_NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
 
 def check_trackers(config: RunConfig, *, main: bool) -> None:
@@ -267,7 +265,7 @@ def memory_event(job: Job, machine: Machine) -> MemorySampled:
     )  # fmt: skip
     state = sum(_bytes(one) for one in state_tensors(job.optimizer))
     known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
-    stats = job.source.all_stats()
+    stats = {**job.source.all_stats(), **job.step.counters}
     counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
     arena, spilled = (int(counters.get(f"uvm.arena_{what}_bytes", 0)) for what in ("reserved", "active"))
     process = psutil.Process().memory_info().rss
@@ -280,9 +278,8 @@ def memory_event(job: Job, machine: Machine) -> MemorySampled:
     if arena:
         used["arena"] = {"spilled": spilled}
     counters["host.major_page_faults"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
-    unavailable = dict(_NOT_TOLD)
-    if "uvm.stage" not in counters:
-        unavailable["uvm.stage"] = "the unified-memory layer is not open in this run"
+    absent = {"uvm.stage": _NO_LAYER, "uvm.gpu_page_faults": _NO_FAULTS, "uvm.migrated_to_device_bytes": _NO_FAULTS}
+    unavailable = {name: why for name, why in absent.items() if name not in counters}
     return MemorySampled(
         step=job.position.step,
         used_bytes=used,

@@ -125,6 +125,11 @@ class TrainStep:
             losses = losses * _on(weights, losses.device)
         return StepLoss(losses.sum(), losses.detach(), level)
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """Captures and replays of CUDA graphs; nothing where the run has none."""
+        return {} if self._replay is None else self._replay.counters
+
     def release(self) -> None:
         """Give back the memory that recorded steps hold, for who needs it between two of them."""
         if self._replay is not None:

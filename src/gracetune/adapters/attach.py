@@ -352,7 +352,8 @@ class _FullAttached(Attached):
 
     @contextmanager
     def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
-        raise GracetuneError(_WHOLE + "its weights are the model's own")
+        if values:
+            raise GracetuneError(_WHOLE + "its weights are the model's own")
         yield {}
 
     def acting(self) -> dict[str, list[nn.Parameter]]:
@@ -361,7 +362,8 @@ class _FullAttached(Attached):
 
     @contextmanager
     def amplified(self, factor: float) -> Iterator[None]:
-        raise GracetuneError(_WHOLE + "there is nothing to amplify")
+        if factor != 1:
+            raise GracetuneError(_WHOLE + "there is nothing to amplify")
         yield
 
     @contextmanager

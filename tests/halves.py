@@ -2,7 +2,7 @@
 
 `seconds.txt` holds the seconds of each file that takes more than half a second. To write it anew:
 
-    .venv/bin/python -m pytest -m 'not gpu and not full' --durations=0 > log
+    PYTEST_ADDOPTS=--durations=0 make test > log
     .venv/bin/python tests/halves.py < log
 """
 

@@ -101,6 +101,11 @@ class Trainee:
         return tuple(dict.fromkeys((*self.held, *(line for one in self.attached.values() for line in one.decisions))))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Adapter options that have no effect on this model."""
+        return tuple(dict.fromkeys(line for one in self.attached.values() for line in one.notes))
+
+    @property
     def compiling(self) -> str | None:
         """What compiling took so far; None where nothing was."""
         stats = [one.stats for one in self.prepared.values()]
@@ -208,6 +213,7 @@ def _made_trainable(
         family=spec.family,
         stage=cast(Stage, expert.name),
         default_targets=spec.default_targets,
+        conv_targets=spec.conv_targets,
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
         adapter_path=adapter_path,

@@ -22,6 +22,7 @@ from gracetune.memory.planning.footprint import (
 )
 
 CAPTION_WIDTH = 2048
+TIME_WIDTH = 1280
 VAE = Codec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)
 CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, draws=False)
 CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77, draws=False)
@@ -37,15 +38,32 @@ _RESNETS = (
 )  # fmt: skip
 
 
+def _conv(name: str, inputs: int, outputs: int, reads: str, owner: str, size: int = 3) -> Linear:
+    return Linear(
+        name, inputs, outputs, reads, owner, default=False, conv_default=True, kernel=(size, size)
+    )  # fmt: skip
+
+
 def _resnet(inputs: int, outputs: int, level: Fraction, *, full_only: bool = False) -> Block:
     """Twice: norm, SiLU, convolution; each keeps its input."""
     needed_by: NeededBy = "full" if full_only else "graph"
-    kept = (
-        Kept("norm, SiLU and convolution inputs", 3 * inputs, needed_by=needed_by),
-        Kept("the same of the second half", 3 * outputs, needed_by=needed_by),
-    )
-    enters = () if full_only else (Kept("features", inputs),)
-    return Block("resnets", 1, kept, enters, (Kept("gradients", 2 * max(inputs, outputs)),), tokens=level)
+    first, second = "norm, SiLU and convolution inputs", "the same of the second half"
+    kept = (Kept(first, 3 * inputs, needed_by=needed_by), Kept(second, 3 * outputs, needed_by=needed_by))
+    enters = (Kept("features", inputs, needed_by=needed_by),)
+    owner = "ResnetBlock2D"
+    # It has one row for each sample; counted as the caption's 77, which is still next to nothing.
+    time = Linear("time_emb_proj", TIME_WIDTH, outputs, "", owner, "text", default=False, conv_default=True)
+    linears = [_conv("conv1", inputs, outputs, first, owner), time, _conv("conv2", outputs, outputs, second, owner)]
+    if inputs != outputs:
+        linears.append(_conv("conv_shortcut", inputs, outputs, "", owner, size=1))
+    working = (Kept("gradients", 2 * max(inputs, outputs)),)
+    return Block("resnets.*", 1, kept, enters, working, tuple(linears), tokens=level)
+
+
+def _sampler(name: str, owner: str, channels: int, level: Fraction, *, full_only: bool = False) -> Block:
+    """The convolution of one change of level. Its input is in `_resampling`, except the one in front of all attention."""
+    kept = (Kept("features", channels, needed_by="full"),) if full_only else ()
+    return Block(name, 1, kept, kept, (), (_conv("conv", channels, channels, "", owner),), tokens=level)
 
 
 def _resampling() -> Block:
@@ -115,6 +133,10 @@ FOOTPRINTS = (
             *(_resnet(*resnet, full_only=True) for resnet in _BEFORE_ATTENTION),
             *(_resnet(*resnet) for resnet in _RESNETS),
             _resampling(),
+            _sampler("downsamplers.0", "Downsample2D", 320, TOP, full_only=True),
+            _sampler("downsamplers.0", "Downsample2D", 640, MIDDLE),
+            _sampler("upsamplers.0", "Upsample2D", 1280, MIDDLE),
+            _sampler("upsamplers.0", "Upsample2D", 640, TOP),
             _around_transformers(640, 5, MIDDLE),
             _around_transformers(1280, 6, BOTTOM),
             _transformer_block(640, 10, MIDDLE),

@@ -101,7 +101,11 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
 
 
 def _of_memory(config: RunConfig) -> Iterator[Switch]:
-    memory = config.memory
+    memory, datasets = config.memory, [dataset for dataset in config.datasets if not dataset.disabled]
+    keeping = any(dataset.cache_latents != "disk" and not dataset.encodes_each_visit for dataset in datasets)
+    yield Switch(not keeping, "cache", config.cache, "vae_cache_type",
+                 "every dataset's cache_latents is disk or none, or its augmentations change at every visit",
+                 "remove cache_latents, or --set 'datasets[0].augmentation.cache_mode=static'")  # fmt: skip
     unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
     yield Switch(not memory.use_uvm, "memory", memory, "uvm_oversubscription_ratio uvm_access_pattern",
                  "memory.use_uvm is false, so there is no overflow arena", "--set memory.use_uvm=true")  # fmt: skip

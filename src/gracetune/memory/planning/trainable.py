@@ -1,4 +1,4 @@
-"""What is trained: which matrices and convolutions, the shapes an adapter adds to each, and what an optimizer keeps for them. Pure.
+"""What is trained: which matrices and convolutions, what an adapter adds to each, and what an optimizer keeps. Pure.
 
 The shapes are those of peft (lora, dora) and lycoris-lora (the others); tests build both libraries' modules and
 compare.

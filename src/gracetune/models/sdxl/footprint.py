@@ -61,7 +61,7 @@ def _resnet(inputs: int, outputs: int, level: Fraction, *, full_only: bool = Fal
 
 
 def _sampler(name: str, owner: str, channels: int, level: Fraction, *, full_only: bool = False) -> Block:
-    """The convolution of one change of level. Its input is in `_resampling`, except the one in front of all attention."""
+    """The convolution of one change of level. `_resampling` has its input, unless it stands before all attention."""
     kept = (Kept("features", channels, needed_by="full"),) if full_only else ()
     return Block(name, 1, kept, kept, (), (_conv("conv", channels, channels, "", owner),), tokens=level)
 

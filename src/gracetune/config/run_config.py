@@ -152,6 +152,8 @@ class Optimizer(Section):
     """Automagic's per-element learning rate; the two below override it for one expert."""
     high_noise: AutomagicLimits = AutomagicLimits()
     low_noise: AutomagicLimits = AutomagicLimits()
+    rates_from: Name | None = None
+    """Automagic only: the `optimizer.pt` of an ai-toolkit run, whose learning rates a new run starts with."""
     options: Options = Field(default={})
     """Anything else the optimizer itself takes."""
 

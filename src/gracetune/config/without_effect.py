@@ -80,6 +80,9 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
 
 def _of_training(config: RunConfig) -> Iterator[Switch]:
     training, objective = config.training, config.objective
+    yield Switch(config.optimizer.name != "automagic", "optimizer", config.optimizer, "rates_from",
+                 f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
+                 "--set optimizer.name=automagic")  # fmt: skip
     yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",
                  "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
     yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,

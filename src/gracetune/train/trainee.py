@@ -150,15 +150,20 @@ class Trainee:
                     module.training = training
 
 
-def check_adapter(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> None:
+def check_adapter(
+    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
-    loaded: all that will be attached is, to layers without weights."""
+    loaded: all that will be attached is, to layers without weights. Returns the shape of every trained parameter."""
     starts = _starts(config, facts)
+    groups = []
     for expert in facts.experts:
         if expert.name in trained_experts(config.model.experts, facts):
             attached = _made_trainable(config, spec, facts, spec.build_denoiser(source, expert), expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
+            groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
+    return {name: tuple(parameter.shape) for name, parameter in parameter_names(groups).items()}
 
 
 def load_trainee(

@@ -114,7 +114,7 @@ def _between(first: int, last: int, way: Fraction) -> int:
 def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:
     targets = [target for target in selection.targets if target.block is block]
     trained = bool(targets) or method.full_finetune
-    enters = (entry for entry in block.enters if trained or entry.needed_by != "full")
+    enters = (entry for entry in block.enters if trained or entry.needed_by != "block")
     return _Cost(
         count=block.count,
         kept=_kept(block, tokens, targets, method) + _added(block, tokens, targets, method),
@@ -187,7 +187,9 @@ def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -
             return False
         if kept.needed_by == "weights":
             return kept.name in read
-        return kept.needed_by == "graph" or method.full_finetune or bool(targets)
+        if kept.needed_by == "block" and targets:
+            return True
+        return kept.needed_by == "graph" or method.full_finetune
 
     return _bytes(filter(counts, block.kept), block, tokens, method)
 

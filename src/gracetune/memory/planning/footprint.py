@@ -16,7 +16,7 @@ from typing import Literal
 Stream = Literal["image", "text", "joint", "vision"]
 """Which tokens a tensor has a row for: latents, caption, both in one sequence, or an image encoder's output."""
 Tokens = Mapping[Stream, int]
-NeededBy = Literal["graph", "weights", "full"]
+NeededBy = Literal["graph", "weights", "block", "full"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Kept:
     width: int
     stream: Stream = "image"
     needed_by: NeededBy = "graph"
-    """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `full`: only if the block itself has
-    something to train (or all is trained); no gradient reaches it otherwise."""
+    """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `block`: only if something in this
+    block is trained; no gradient reaches it otherwise. `full`: only if all is trained."""
     fp32: bool = False
     """Four bytes an element whatever precision the run computes in."""
     eager: bool = True

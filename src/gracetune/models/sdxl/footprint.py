@@ -29,7 +29,7 @@ CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens
 TOP, MIDDLE, BOTTOM = Fraction(1), Fraction(1, 4), Fraction(1, 16)
 
 # (channels in, channels out, level), in the order of the forward pass. Nothing is kept in front of the first attention
-# unless all weights are trained.
+# unless something of it is trained.
 _BEFORE_ATTENTION = ((320, 320, TOP), (320, 320, TOP), (320, 640, MIDDLE))
 _RESNETS = (
     (640, 640, MIDDLE), (640, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM),
@@ -44,25 +44,25 @@ def _conv(name: str, inputs: int, outputs: int, reads: str, owner: str, size: in
     )  # fmt: skip
 
 
-def _resnet(inputs: int, outputs: int, level: Fraction, *, full_only: bool = False) -> Block:
-    """Twice: norm, SiLU, convolution; each keeps its input."""
-    needed_by: NeededBy = "full" if full_only else "graph"
-    first, second = "norm, SiLU and convolution inputs", "the same of the second half"
-    kept = (Kept(first, 3 * inputs, needed_by=needed_by), Kept(second, 3 * outputs, needed_by=needed_by))
+def _resnet(inputs: int, outputs: int, level: Fraction, *, first: bool = False) -> Block:
+    """Twice: norm, SiLU, convolution; each keeps its input. `first`: in front of all attention."""
+    needed_by: NeededBy = "block" if first else "graph"
+    upper, lower = "norm, SiLU and convolution inputs", "the same of the second half"
+    kept = (Kept(upper, 3 * inputs, needed_by=needed_by), Kept(lower, 3 * outputs, needed_by=needed_by))
     enters = (Kept("features", inputs, needed_by=needed_by),)
     owner = "ResnetBlock2D"
     # It has one row for each sample; counted as the caption's 77, which is still next to nothing.
     time = Linear("time_emb_proj", TIME_WIDTH, outputs, "", owner, "text", default=False, conv_default=True)
-    linears = [_conv("conv1", inputs, outputs, first, owner), time, _conv("conv2", outputs, outputs, second, owner)]
+    linears = [_conv("conv1", inputs, outputs, upper, owner), time, _conv("conv2", outputs, outputs, lower, owner)]
     if inputs != outputs:
         linears.append(_conv("conv_shortcut", inputs, outputs, "", owner, size=1))
     working = (Kept("gradients", 2 * max(inputs, outputs)),)
     return Block("resnets.*", 1, kept, enters, working, tuple(linears), tokens=level)
 
 
-def _sampler(name: str, owner: str, channels: int, level: Fraction, *, full_only: bool = False) -> Block:
+def _sampler(name: str, owner: str, channels: int, level: Fraction, *, first: bool = False) -> Block:
     """The convolution of one change of level. `_resampling` has its input, unless it stands before all attention."""
-    kept = (Kept("features", channels, needed_by="full"),) if full_only else ()
+    kept = (Kept("features", channels, needed_by="block"),) if first else ()
     return Block(name, 1, kept, kept, (), (_conv("conv", channels, channels, "", owner),), tokens=level)
 
 
@@ -130,10 +130,10 @@ FOOTPRINTS = (
         parameters=2_567_463_684,
         width=320,
         blocks=(
-            *(_resnet(*resnet, full_only=True) for resnet in _BEFORE_ATTENTION),
+            *(_resnet(*resnet, first=True) for resnet in _BEFORE_ATTENTION),
             *(_resnet(*resnet) for resnet in _RESNETS),
             _resampling(),
-            _sampler("downsamplers.0", "Downsample2D", 320, TOP, full_only=True),
+            _sampler("downsamplers.0", "Downsample2D", 320, TOP, first=True),
             _sampler("downsamplers.0", "Downsample2D", 640, MIDDLE),
             _sampler("upsamplers.0", "Upsample2D", 1280, MIDDLE),
             _sampler("upsamplers.0", "Upsample2D", 640, TOP),

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from gracetune.cli.main import main
+from gracetune.cli.train_flags import main as train_script
 from gracetune.cli.train_flags import read_arguments
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
@@ -51,17 +52,11 @@ def test_the_launch_line_of_the_guides(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`train.py --config config/gh200_in_memory_example.json`, with SimpleTuner's flags."""
-    import importlib.util
-
     monkeypatch.chdir(tmp_path)  # the example's text cache is relative
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     flags = ["--attention_mechanism", "diffusers", "--enable_manual_validation", "--max_train_steps", "2", "--json"]
     warmup = ["--set", "schedule.warmup_steps=1"]
-    code = script.main(["--config", str(GUIDES), *flags, *warmup, *small(tiny_model, tmp_path, "flux", "dev")])
+    words = ["--config", str(GUIDES), *flags, *warmup, *small(tiny_model, tmp_path, "flux", "dev")]
+    code = train_script(words, help=None)
     captured = capsys.readouterr()
     assert code == 0, captured.err
     told = json.loads(captured.out)

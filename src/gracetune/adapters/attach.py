@@ -35,6 +35,7 @@ from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Sel
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.planning.adapter_paths import Computation, reference
+from gracetune.memory.planning.trainable import unused_conv_options
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
@@ -47,9 +48,11 @@ _WHOLE = "a full fine-tune has no adapter beside the model: "
 class Attached(ABC):
     """A denoiser with something to train in it."""
 
-    def __init__(self, selection: Selection | None) -> None:
+    def __init__(self, selection: Selection | None, notes: tuple[str, ...] = ()) -> None:
         self.selection = selection
         """What was chosen and why; None for a full fine-tune of everything."""
+        self.notes = notes
+        """What the config asks for and this model has no place for."""
 
     @property
     def decisions(self) -> tuple[str, ...]:
@@ -117,11 +120,15 @@ def attach(
     family: str,
     stage: Stage = "",
     default_targets: Sequence[str],
+    conv_targets: Sequence[str] = (),
     untrained: Sequence[str] = (),
     seed: int,
     adapter_path: PathChoice = "auto",
 ) -> Attached:
-    """`default_targets` and `untrained` are the family's (`ModelSpec`); targets of the config take their place."""
+    """`default_targets`, `conv_targets` and `untrained` are the family's (`ModelSpec`).
+
+    Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones.
+    """
     if any(isinstance(module, LoraLayer | lycoris.Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
     if adapter.strength == 0:
@@ -134,15 +141,18 @@ def attach(
                 _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, kinds=_EVERY_KIND
             )
         return _FullAttached(denoiser, chosen)
-    chosen = select(modules, adapter.targets or default_targets, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
+    own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
+    chosen = select(modules, adapter.targets or own, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
+    spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
+    notes = () if spatial else unused_conv_options(adapter)
     ways = {
         path: choice(denoiser.get_submodule(path), options) if adapter_path == "auto" else reference("asked for")
         for path, options in plan.items()
     }
     return _LayersAttached(
-        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength
+        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength, notes=notes
     )  # fmt: skip
 
 
@@ -210,8 +220,9 @@ class _LayersAttached(Attached):
         stage: Stage,
         seed: int,
         strength: float,
+        notes: tuple[str, ...],
     ) -> None:
-        super().__init__(selection)
+        super().__init__(selection, notes)
         self._family, self._stage = family, stage
         self._ways = ways
         self._strength, self._factor = strength, 1.0

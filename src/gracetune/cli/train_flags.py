@@ -1,14 +1,18 @@
-"""`train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options as `--name value`."""
+"""`train.py` and `simpletuner/train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options
+as `--name value`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gracetune.cli.console import Session, start
 from gracetune.cli.log_level import LogLevel
-from gracetune.cli.train import TrainRequest
+from gracetune.cli.train import TrainRequest, run_training
 from gracetune.config.draft import dotted
+from gracetune.config.simpletuner.keys import ALIASES
 from gracetune.config.simpletuner.training import ROWS
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
@@ -27,6 +31,21 @@ _SWITCHES = (
     "json",
 )  # fmt: skip
 _VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level")
+
+
+def main(arguments: Sequence[str], *, help: str | None) -> int:
+    """The exit code. `help` is the script's own description."""
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        print(help)
+        return 0 if arguments else 2
+
+    def run(session: Session) -> int:
+        launch = read_arguments(arguments)
+        for note in launch.notes:
+            print(note, file=sys.stderr)
+        return run_training(launch.request, session.environment)
+
+    return start(run)
 
 
 @dataclass(frozen=True)
@@ -63,8 +82,10 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         sets += [f"training.max_steps={ours['max-steps']}", "training.epochs=null"]
     if problems:
         raise ConfigError(problems)
+    config, elsewhere = find_config(Path(ours["config"]))
+    notes += [elsewhere] if elsewhere else []
     request = TrainRequest(
-        Path(ours["config"]),
+        config,
         tuple(sets),
         ours.get("resume"),
         dry_run="dry-run" in ours,
@@ -80,6 +101,14 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
     return Launch(request, tuple(notes))
 
 
+def find_config(path: Path) -> tuple[Path, str | None]:
+    """The guides name a config with and without `config/` in front of it; a sentence where that made a difference."""
+    inside = Path("config") / path
+    if path.exists() or path.is_absolute() or not inside.is_file():
+        return path, None
+    return inside, f"--config {path}: no such file here, so {inside} is taken"
+
+
 def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
     """`--name value`, `--name=value` and `--switch`; one word without a flag is the config file."""
     words = [*arguments]
@@ -91,14 +120,19 @@ def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[
         name, equals, value = word[2:].partition("=")
         if equals:
             yield name, value
-        elif name.replace("_", "-") in _SWITCHES or name in _ALWAYS or not words or words[0].startswith("--"):
+        elif _is_switch(name) or not words or words[0].startswith("--"):
             yield name, None
         else:
             yield name, words.pop(0)
 
 
+def _is_switch(name: str) -> bool:
+    return name.replace("_", "-") in _SWITCHES or name.replace("-", "_") in _ALWAYS
+
+
 def _override(name: str, value: str | None) -> list[str] | None:
     """SimpleTuner's option as `--set` overrides; None where we have none for it."""
+    name = ALIASES.get(name, name)
     if name in ("max_train_steps", "num_train_epochs"):
         ours, other = ("max_steps", "epochs") if name == "max_train_steps" else ("epochs", "max_steps")
         return [f"training.{ours}={value}", f"training.{other}=null"]

@@ -32,12 +32,14 @@ class Dialect:
     name: str
     looks_like: Callable[[Any], bool]
     read: Reader
+    settle: tuple[Callable[[Draft], None], ...] = ()
+    """What follows from values that flags may have changed."""
 
 
 DIALECTS = (
     Dialect("native", native.looks_like, native.read),
-    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read),
-    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read),
+    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read, (settle_samples, aitoolkit.settle_caches)),
+    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read, (settle_samples,)),
 )
 """Asked in this order; the first that recognises a file reads it."""
 
@@ -80,8 +82,8 @@ def load(
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
     _read_overrides(draft, overrides)
     _overrule_hints_variable(draft)
-    if dialect.name != "native":
-        settle_samples(draft)
+    for settle in dialect.settle:
+        settle(draft)
     return _build(draft, dialect.name, path, allow_unsupported)
 
 

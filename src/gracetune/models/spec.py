@@ -184,6 +184,9 @@ class ModelSpec:
     repeated_blocks: tuple[str, ...]
     """Names of the block classes the denoiser repeats: what is compiled and checkpointed."""
     build_tiny: Callable[..., Path]
+    conv_targets: tuple[str, ...] = ()
+    """Patterns of the modules with convolutions: they join the default targets where `adapter.conv_rank` is set.
+    Empty where the denoiser's blocks have no convolutions."""
     untrained: Sequence[str] = ()
     """Patterns of target layers that never get a gradient, left out of the default targets."""
     attention: AttentionCalls = AttentionCalls()

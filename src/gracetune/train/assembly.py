@@ -189,7 +189,8 @@ def assemble(
     )  # fmt: skip
     goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
-    for note in (*optimizer_notes(config.optimizer, groups), *scheduled.notes, goal.weighting.warning, waiting):
+    about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
+    for note in (*about, goal.weighting.warning, waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:

@@ -149,13 +149,18 @@ def load_caches(
     wanted = needs(config, index, encoders, caches.places, epoch=epoch)
     visits = latent_visits(_resident(index, config.cache.vae_cache_type), keys.latent, epoch)
     kind = _kind(config, index)
+    idle: tuple[str, ...] = ()
+    if kind != "disk" and not visits:
+        # An empty store in memory would look as if it worked.
+        idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
+        kind = "disk"
     latents = _Loaded(f"latents-{epoch}", "latent_cache", kind, where, stack).of(
         caches.stores_of(wanted.latents), visits
     )
     spoken = text_visits(index, keys.text, reads_pictures=keys.reads_pictures, epoch=epoch)
     loader = _Loaded(f"texts-{epoch}", "text_cache", config.cache.text_cache_type, where, stack)
     texts = loader.of(caches.stores_of(wanted.texts), spoken)
-    return latents[0], texts[0], (*latents[1], *texts[1])
+    return latents[0], texts[0], (*idle, *latents[1], *texts[1])
 
 
 def _kind(config: RunConfig, index: DataIndex) -> CacheType:

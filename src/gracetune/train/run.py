@@ -40,6 +40,7 @@ from gracetune.train.renewal import renew
 from gracetune.train.resume import (
     find_start,
     nothing_left,
+    rates_to_start_with,
     refuse_other_data,
     refuse_other_optimizer,
     restore,
@@ -139,7 +140,8 @@ def train(
         if runtime.is_main:
             folder.check()
         check_requests(config, spec, facts, view.warn)
-        check_adapter(config, spec, source, facts)
+        shapes = check_adapter(config, spec, source, facts)
+        rates = rates_to_start_with(config, start, facts, shapes)
 
         memory = open_memory(
             config, machine, runtime, environment, view, stack,
@@ -164,7 +166,9 @@ def train(
             store.check_room(checkpoint_bytes(trainee))
         live = live_encoders(cached.index, encoders, cached.keys, stack)
         job = assemble(config, trainee, cached, live, runtime, memory, view, stack, where)
-        notes = restore(job, config, start, folder, allow_other_data=options.allow_other_data, dry_run=options.dry_run)
+        notes = restore(
+            job, config, start, folder, rates, allow_other_data=options.allow_other_data, dry_run=options.dry_run
+        )
         renewal = renew(job, config, cached, encoders, where, view, stack)
         for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
             view.say(line)

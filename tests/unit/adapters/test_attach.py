@@ -20,6 +20,7 @@ from gracetune.adapters.merge import Weighted, merge_module
 from gracetune.adapters.state import AdapterState
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError
+from gracetune.models.registry import spec_of
 from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load, shake
 
 FAMILIES = ("wan", "sdxl")
@@ -378,6 +379,34 @@ class TestOptions:
         found = {(path.rsplit(".", 1)[1], layer.rank, layer.alpha) for path, layer in layers.items()}
         assert {("conv1", 3, 6.0), ("conv2", 3, 6.0), ("time_emb_proj", 4, 2.0)} <= found
         assert ("conv_shortcut", 4, 2.0) in found  # one pixel wide: the linear rank, as in LyCORIS
+
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=[] if kind in EVERYDAY else [pytest.mark.full]) for kind in ADAPTERS]
+    )
+    def test_a_rank_for_convolutions_adapts_them(self, tiny_model: TinyModel, kind: str) -> None:
+        spec = spec_of("sdxl")
+        found = {}
+        for rank in (None, 3):
+            denoiser = load(tiny_model, "sdxl")
+            attached = attach(
+                denoiser.model, Adapter(kind=kind, rank=2, conv_rank=rank), family="sdxl",  # type: ignore[arg-type]
+                default_targets=spec.default_targets, conv_targets=spec.conv_targets, seed=0,
+            )  # fmt: skip
+            assert attached.notes == ()
+            assert attached.selection is not None
+            found[rank] = {path for path in attached.selection.paths if "attentions" not in path}
+            before = denoiser()
+            shake(attached)
+            assert not torch.equal(denoiser(), before)
+        assert found[None] == set()
+        ends = {path.rsplit(".", 1)[1] for path in found[3]}
+        assert ends == {"conv1", "conv2", "conv_shortcut", "time_emb_proj", "conv"}
+
+    def test_a_rank_for_convolutions_without_any_is_noted(self, wan: Callable[[], Denoiser]) -> None:
+        attached = wan().attach("lora", conv_rank=3, conv_alpha=1.0, targets=())
+        assert attached.notes == (
+            "adapter.conv_rank and adapter.conv_alpha: no effect, because no convolution is among the adapted layers",
+        )
 
     def test_an_unset_alpha_is_the_rank(self, tiny_model: TinyModel) -> None:
         attached = load(tiny_model, "sdxl").attach("locon", rank=4, conv_rank=3, targets=("ResnetBlock2D",))

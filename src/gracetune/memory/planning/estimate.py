@@ -24,7 +24,14 @@ from gracetune.memory.planning.processes import (
     sharded_fp8_problem,
 )
 from gracetune.memory.planning.samples import DatasetFacts, largest_sample
-from gracetune.memory.planning.trainable import Selection, Tensors, optimizer_state, select, trainable
+from gracetune.memory.planning.trainable import (
+    Selection,
+    Tensors,
+    optimizer_state,
+    select,
+    trainable,
+    unused_conv_options,
+)
 
 AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -349,6 +356,6 @@ def _remarks(job: _Job) -> list[str]:
         remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
     if config.training.attention == "math":
         remarks.append("training.attention math: the attention matrix it keeps is not counted; use auto")
-    if config.adapter.conv_rank is not None:
-        remarks.append("adapter.conv_rank: adapters on convolutions are not counted")
+    if not any(target.linear.is_spatial for target in job.selection.targets):
+        remarks += unused_conv_options(config.adapter)
     return remarks

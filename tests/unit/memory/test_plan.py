@@ -42,7 +42,7 @@ def demand(
         "datasets": [{"id": "data", "path": "/nowhere"}],
         "training": {},
         "cache": {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"},
-        "memory": {"enable_uvm_hints": True},  # as reading such a file switches it on
+        "memory": {},
         "validation": {"enabled": False},
     }
     for key, value in sections.items():
@@ -105,8 +105,9 @@ class TestPlacement:
 
     def test_a_superchip_without_the_unified_memory_layer_parks_pinned_copies(self) -> None:
         """As the run does it: then both experts have a home in main memory."""
+        disk = {"vae_cache_type": "disk", "text_cache_type": "disk"}
         plain = plan(
-            demand(memory={"enable_uvm_hints": False}, training={"gradient_checkpointing": "full"}),
+            demand(cache=disk, training={"gradient_checkpointing": "full"}),
             small_gpu(60, "gh200-numa"),
         )
         assert tier_of(plain, "high-noise expert, home copy") == "host"

@@ -231,7 +231,9 @@ def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> t
         return tiers.compute, f"{need.why}; idle, there is room"
     if tiers.parking == "disk":
         return "disk", "released after use, read again if needed"
-    profile = machine.profile.value if need.managed or not expert else "discrete"
+    if not expert:
+        return tiers.parking, "parked in main memory while it is idle"
+    profile = machine.profile.value if need.managed else "discrete"
     return tiers.parking, f"parked: {place('cold_weights', profile).reason}"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.memory.placement import hints_of
 from gracetune.memory.planning.demand import Need, Phase, Role
 from gracetune.memory.planning.footprint import AudioLatents, Encoder, Footprint, Shape
 from gracetune.memory.planning.samples import DatasetFacts
@@ -157,8 +158,8 @@ def _text_cache(
 
 
 def _is_managed(kind: str, config: RunConfig) -> bool:
-    """`enable_uvm_hints` false means no managed caches either (docs/memory.md)."""
-    return kind == "unified_memory" and config.memory.enable_uvm_hints
+    """Without hints there are no managed caches either (docs/memory.md)."""
+    return kind == "unified_memory" and hints_of(config).on
 
 
 def _cache(

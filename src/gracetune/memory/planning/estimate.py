@@ -12,6 +12,7 @@ from typing import Literal
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
+from gracetune.memory.placement import hints_of
 from gracetune.memory.planning.activations import Method, activations, casts_tensors
 from gracetune.memory.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
@@ -151,7 +152,7 @@ def _settings(job: _Job) -> Settings:
         fp8_possible=not job.method.full_finetune and not job.processes.sharded,
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
-        managed=config.memory.use_uvm or config.memory.enable_uvm_hints,
+        managed=config.memory.use_uvm or hints_of(config).on,
     )
 
 

@@ -11,9 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cache.slabs import ManagedSlab, MemorySlab
+from gracetune.cache import bench
+from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.resident import ResidentStore, load_resident
+from gracetune.cache.slabs import CacheRole, ManagedSlab, MemorySlab, Where
+from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.config.environment import Environment, make_cublas_deterministic
+from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import Loader
 from gracetune.hardware import probe
 from gracetune.hardware.machine import Profile
 from gracetune.memory.layer import UnifiedMemory
@@ -21,6 +27,7 @@ from gracetune.memory.link_file import FILE
 from gracetune.memory.lookahead import LookAhead
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST, RangeState, Uvm
+from gracetune.memory.placement import Hints
 from gracetune.memory.stacked import Stacked
 from gracetune.memory.transport import choose_transport, measure_link, mover_for
 from gracetune.telemetry.events import MemorySampled
@@ -201,3 +208,44 @@ def test_a_cache_changes_its_home_without_waiting(heap: ManagedHeap) -> None:
     assert heap.hints.refused == 0
     del seen
     slab.close()
+
+
+def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) -> None:
+    """Steps that take no time wait for every batch; then the cache is nearer, and its bytes are the same."""
+    machine = probe()
+    layer = UnifiedMemory.open(MemoryOptions(), machine)
+    assert isinstance(layer, UnifiedMemory)
+    hints = Hints(True, "for the test", asked=True)
+    where, index, heard = Where(machine, 0, layer.heap, hints=hints), bench.index_of(256), list[str]()
+    visits = {
+        "latent_cache": latent_visits(index, bench.KEYS.latent),
+        "text_cache": text_visits(index, bench.KEYS.text),
+    }
+    with bench.filled(tmp_path / "cache", index) as disk:
+
+        def loaded(role: CacheRole) -> ResidentStore:
+            return load_resident([disk], visits[role], name=role, role=role, kind="unified_memory", where=where)
+
+        with loaded("latent_cache") as latents, loaded("text_cache") as texts:
+            slab = latents.managed
+            assert slab is not None
+            assert slab.home == "host", latents.report.lines()
+            expected = slab.host.clone()
+            source = BatchSource(
+                Loader(index, batch_size=64), latents=latents, texts=texts, keys=bench.KEYS, device=CUDA, memory=layer,
+                on_decision=heard.append,
+            )  # fmt: skip
+            with source:
+                for _ in range(2000):
+                    outcome = source.next()
+                    if isinstance(outcome, Batch):
+                        outcome.tensors["latents"].view(-1)[:1].add_(1)
+                    if heard:
+                        break
+            assert slab.home == "device", heard
+            assert heard[0].startswith("latent_cache: moves to the GPU: steps of "), heard
+            torch.cuda.synchronize()
+            assert slab._buffer.state().preferred == 0
+            assert torch.equal(slab.host, expected)
+            del slab
+    layer.close()

@@ -107,6 +107,7 @@ def test_a_small_buffer_cannot_change_what_its_neighbours_were_promised(heap: Ma
     hint = heap.empty((100,), torch.uint8).rehome("device")
     assert not hint
     assert "share" in hint.reason
+    assert (heap.hints.bytes, heap.hints.refused) == (ALIGNMENT, 1), "the first home was told, the second was not"
 
 
 def test_hints_are_undone_when_bytes_are_recycled(heap: ManagedHeap) -> None:

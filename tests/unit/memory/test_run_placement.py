@@ -158,6 +158,19 @@ def test_false_means_no_managed_memory_anywhere(
     assert not bench.fake.journal("cuMemAdvise")
 
 
+def test_hints_the_driver_refuses_are_counted_and_said(
+    bench: Any, heap: ManagedHeap, index: DataIndex, disk: DiskStore
+) -> None:
+    bench.fake.fail("cuMemAdvise_v2", 801, every=1)
+    two = stores(disk, index, Where(machine("gh200-numa"), 0, heap, hints=ASKED))
+    for store in two:
+        assert store.report.residence.place == "pinned_host"
+        assert "unified_memory was asked for and refused: cuMemAdvise_v2 failed" in store.report.lines()[1]
+        store.close()
+    assert (heap.hints.bytes, heap.hints.refused) == (0, 2)
+    assert bench.fake.in_use == 0
+
+
 @pytest.mark.parametrize(
     ("name", "hints", "speeds", "place", "said"),
     [

@@ -118,8 +118,8 @@ def test_mistakes_are_told_without_a_traceback(
 def test_flags_of_train_py() -> None:
     launch = read_arguments(
         ["--config", "c.json", "--max_train_steps=10", "--attention_mechanism", "flash_attn_3", "--use_ema",
-         "--learning_rate", "1e-4", "--enable_manual_validation", "--dry-run", "--force-oversubscription",
-         "--set", "a.b=1", "--log_level", "debug"]
+         "--learning_rate", "1e-4", "--enable-manual-validation", "--dry-run", "--force-oversubscription",
+         "--set", "a.b=1", "--log_level", "debug", "--checkpointing_steps", "5"]
     )  # fmt: skip
     assert launch.request.config == Path("c.json")
     assert launch.request.dry_run
@@ -127,7 +127,7 @@ def test_flags_of_train_py() -> None:
     assert launch.request.log_level == "debug"
     assert set(launch.request.overrides) == {
         "training.max_steps=10", "training.epochs=null", "training.attention=flash_attn_3", "optimizer.lr=0.0001",
-        "a.b=1", "training.ema.enabled=true",
+        "a.b=1", "training.ema.enabled=true", "checkpoints.every_steps=5",
     }  # fmt: skip
     with pytest.raises(ConfigError) as error:
         read_arguments(["--max_train_step", "10", "--log-level", "loud"])

@@ -283,7 +283,7 @@ class SelfProof:
         except GracetuneError as error:
             why = str(error)
         for reason in job.runtime.all_of(why):
-            raise _wrong(path, f"it does not fit the model it was trained on:\n{reason}")
+            raise _wrong(path, f"it does not fit the model it was trained on\n{reason}")
         return values
 
     def _compare(self, job: Job, name: ExpertName, expert: _Expert, path: Path, values: LayerTensors) -> float:

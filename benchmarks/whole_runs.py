@@ -57,6 +57,8 @@ SECONDS: Final = 150
 INTERRUPTED: Final = 3
 """The exit code of a run that was asked to stop and saved its state."""
 SYNC: Final = "called a synchronizing CUDA operation"
+SHOWN: Final = ("CUDA graph", "overflow arena", "entries,", "experts:", "memory stage")
+"""Words of the lines a run prints about what it decided; a result keeps these lines."""
 SECOND_HALF: Final = "-- second half of the steps: from here on nothing may synchronize --"
 ROOM: Final = 1.35
 """Times what small batches need: so large a GPU is left for the overflow scenario, as in `memory/spill_bench.py`."""
@@ -571,6 +573,9 @@ def rows(name: str, plain: Ended, ours: Ended, *, on_gpu: bool) -> Iterator[Row]
     yield Row(f"{name}_weights_equal", same, f"of {len(one)}", "all", equal, "the adapter's tensors, bit for bit")
     facts = ours.facts
     assert facts is not None
+    if plain.facts is not None:
+        replays = plain.facts.graph_replays
+        yield Row(f"{name}_plain_graphs", replays, "replays", "0", replays == 0, "CUDA graphs of the plain twin")
     if on_gpu:
         late = [(step, where) for step, where in facts.syncs if step > facts.steps // 2]
         count = len(late) + ours.printed_syncs
@@ -613,7 +618,7 @@ def told(plain: Ended, ours: Ended) -> dict[str, Any]:
         "facts": facts,
         "checkpoints": [event.step for event in ours.events if isinstance(event, CheckpointWritten)],
         "samples": [len(event.files) for event in ours.events if isinstance(event, ValidationDone)],
-        "lines": [line.strip() for line in ours.text.splitlines() if "CUDA graph" in line or "arena" in line][:12],
+        "lines": [line.strip() for line in ours.text.splitlines() if any(word in line for word in SHOWN)][:16],
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,19 @@ for _name in [*os.environ]:
         del os.environ[_name]
 
 
+# Taken out of the environment: a process that a test starts runs all it is asked to.
+_HALF = os.environ.pop("TEST_HALF", "")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under `make test`, the files of the other half; see halves.py."""
+    if not _HALF or collection_path.suffix != ".py" or collection_path.name == "conftest.py":
+        return None
+    from halves import half
+
+    return collection_path not in half(int(_HALF)) or None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None:
         return
@@ -43,6 +58,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("marked gpu: torch sees no CUDA GPU here")
+
+
+_MODULES_SEEN = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Take what stays until the end, like imported modules, out of every later garbage collection.
+
+    A run collects garbage when it closes its encoders. In a process that has torch, diffusers, transformers and all
+    the tests loaded, that takes longer than a tiny run.
+    """
+    yield
+    imported = len(sys.modules) - item.config.stash.get(_MODULES_SEEN, 0)
+    last_of_its_file = nextitem is None or nextitem.path != item.path
+    if item.get_closest_marker("gpu") is None and (imported > 20 or last_of_its_file):
+        gc.collect()
+        gc.freeze()
+        item.config.stash[_MODULES_SEEN] = len(sys.modules)
 
 
 @pytest.fixture(scope="session")

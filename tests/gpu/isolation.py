@@ -124,10 +124,21 @@ def managed_bytes() -> int:
     return 0 if loaded is None or isinstance(loaded, Unavailable) else loaded.total_stats().live_bytes
 
 
+def _clear_position_tables() -> None:
+    """diffusers keeps Qwen-Image's position tables, on the device, in `lru_cache`s of its class."""
+    module = sys.modules.get("diffusers.models.transformers.transformer_qwenimage")
+    classes = [one for one in vars(module).values() if isinstance(one, type)] if module is not None else []
+    for method in (one for cls in classes for one in vars(cls).values()):
+        for cell in getattr(method, "__closure__", None) or ():
+            if hasattr(cell.cell_contents, "cache_clear"):
+                cell.cell_contents.cache_clear()
+
+
 def drop_caches() -> None:
     """Whatever torch keeps for later, compiled code included: the next test begins without it."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    _clear_position_tables()
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)  # pytest keeps a failed test's frames here, with all their tensors

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 
 from gracetune.adapters.fast.products import kronecker
 from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.memory.planning.plan import FP8_CAPABILITY
+from gracetune.memory.planning.ladder import FP8_CAPABILITY
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.fp8 import by_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
@@ -318,7 +318,13 @@ def test_a_compiled_gelu_by_sigmoid_is_as_near_the_exact_one_as_torchs(size: tup
 
 @pytest.mark.parametrize(
     ("bench", "adapter"),
-    [("wan14b", "lora"), ("wan14b", "lokr"), ("flux", "lora"), ("qwen", "lora"), ("sdxl", "lora")],
+    [
+        ("wan14b", "lora"),
+        *(  # each compiles for a quarter or half of a minute
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (("wan14b", "lokr"), ("flux", "lora"), ("qwen", "lora"), ("sdxl", "lora"))
+        ),
+    ],
 )
 def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(
     bench: str, adapter: AdapterKind, tmp_path: Path

@@ -15,11 +15,13 @@ from gracetune.memory.native import Uvm
 from gracetune.models.experts import ParkingChoice, Way
 from gracetune.telemetry.events import HeldOutLoss, MemorySampled
 from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.demo import demo_config
 from gracetune.train.view import Heard
 from runs.made import TinyModel, config_for, pictures, run
 from runs.test_bad_input import assert_same_states
 from runs.test_resume import DUAL_EXPERT, STEPS, Interrupting, assert_same_end, losses
+from runs.test_self_proof import Absent
 
 pytestmark = pytest.mark.gpu
 
@@ -116,6 +118,36 @@ def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_
     assert any("torch.compile on" in line for line in heard.said)
     one, two = ([loss for _, _, loss, _ in losses(config)] for config in (plain, compiled))
     assert one == pytest.approx(two, rel=1e-3)
+
+
+def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bf16, with a checkpoint in the middle: steps follow on the check of the file. CUDA graphs as they come."""
+    sections: dict[str, Any] = {
+        "training": {**PLAIN, "max_steps": 8, "compile": "on", "mixed_precision": "bf16"}, "logging": QUIET,
+        "model": {"base_precision": "bf16"}, "checkpoints": {"every_steps": 6},
+    }  # fmt: skip
+    with_check, without = (config_for("flux", tiny_model, tmp_path / name, **sections) for name in ("with", "without"))
+    prepared: list[Preparation] = []
+
+    def kept(*args: Any, **options: Any) -> Preparation:
+        prepared.append(prepare_blocks(*args, **options))
+        return prepared[-1]
+
+    monkeypatch.setattr("gracetune.train.trainee.prepare_blocks", kept)
+    heard = Heard()
+    run(with_check, heard)
+    (line,) = [line for line in heard.said if line.startswith("self-check")]
+    assert "the adapter changes the output by " in line
+    assert "the saved file reproduces it" in line
+    torch._dynamo.reset()
+    monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
+    run(without)
+    first, second = (one.stats.graphs for one in prepared)
+    assert first == second > 0
+    assert losses(with_check) == losses(without)
+    assert_same_end(with_check, without, 8)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "automagic", "lion", "adafactor"])

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from gracetune.cli.main import main
+from gracetune.cli.train_flags import main as train_script
 from gracetune.cli.train_flags import read_arguments
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError
@@ -51,17 +52,11 @@ def test_the_launch_line_of_the_guides(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`train.py --config config/gh200_in_memory_example.json`, with SimpleTuner's flags."""
-    import importlib.util
-
     monkeypatch.chdir(tmp_path)  # the example's text cache is relative
-    spec = importlib.util.spec_from_file_location("train_script", ROOT / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     flags = ["--attention_mechanism", "diffusers", "--enable_manual_validation", "--max_train_steps", "2", "--json"]
     warmup = ["--set", "schedule.warmup_steps=1"]
-    code = script.main(["--config", str(GUIDES), *flags, *warmup, *small(tiny_model, tmp_path, "flux", "dev")])
+    words = ["--config", str(GUIDES), *flags, *warmup, *small(tiny_model, tmp_path, "flux", "dev")]
+    code = train_script(words, help=None)
     captured = capsys.readouterr()
     assert code == 0, captured.err
     told = json.loads(captured.out)
@@ -101,6 +96,8 @@ def test_a_dry_run_trains_nothing_and_tells_hours_and_cost(
     heard = " ".join(captured.err.split())  # what was asked for and is not done: said, wherever lines break
     assert "adapter.full_rank: no effect, because adapter.kind is lora" in heard
     assert "memory.enable_uvm_hints: not available" in heard or torch.cuda.is_available()
+    assert "residency hints: off, this run has no GPU" in heard or torch.cuda.is_available()
+    assert "latents-0: 0 entries, 0 B, in disk (as asked" in heard, "who asks for hints hears of every cache"
 
 
 def test_mistakes_are_told_without_a_traceback(
@@ -121,17 +118,21 @@ def test_mistakes_are_told_without_a_traceback(
 def test_flags_of_train_py() -> None:
     launch = read_arguments(
         ["--config", "c.json", "--max_train_steps=10", "--attention_mechanism", "flash_attn_3", "--use_ema",
-         "--learning_rate", "1e-4", "--enable_manual_validation", "--dry-run", "--set", "a.b=1"]
+         "--learning_rate", "1e-4", "--enable_manual_validation", "--dry-run", "--force-oversubscription",
+         "--set", "a.b=1", "--log_level", "debug"]
     )  # fmt: skip
     assert launch.request.config == Path("c.json")
     assert launch.request.dry_run
+    assert launch.request.force_oversubscription
+    assert launch.request.log_level == "debug"
     assert set(launch.request.overrides) == {
         "training.max_steps=10", "training.epochs=null", "training.attention=flash_attn_3", "optimizer.lr=0.0001",
         "a.b=1", "training.ema.enabled=true",
     }  # fmt: skip
     with pytest.raises(ConfigError) as error:
-        read_arguments(["--max_train_step", "10"])
-    assert [problem.key for problem in error.value.problems] == ["--max_train_step", "--config"]
+        read_arguments(["--max_train_step", "10", "--log-level", "loud"])
+    assert [problem.key for problem in error.value.problems] == ["--max_train_step", "--config", "--log-level"]
+    assert error.value.problems[2].expected == "one of debug, info, warning"
     assert "max_train_steps" in error.value.problems[0].hint
 
 

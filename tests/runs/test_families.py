@@ -41,8 +41,12 @@ def test_a_family_is_trained_and_its_adapter_fits(
         checkpoints={"format": format, "save_dtype": "fp32"},
         **SECTIONS,
     )
-    result = run(config)
+    view = Heard()
+    result = run(config, view)
     assert result.step == 3
+    judged = "fewer than 3 steps" if family == "wan" else "the adapter changes the output by "  # its experts have two
+    assert [line for line in view.said if line.startswith(f"self-check: {judged}")], view.said
+    assert not [text for text in view.warnings if "self-check" in text]
     if kind == "lora":
         stored = json.loads(FILE.read_text())
         assert [loss for _, _, loss, _ in losses(config)] == pytest.approx(stored["losses"][family], rel=1e-4)

@@ -64,6 +64,10 @@ def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Pa
     replicas, sharded, parted = (half(alone, tmp_path / name) for name in ("replicas", "sharded", "parted"))
     said = run_two([(replicas, {}, None), (sharded, FSDP, None), (parted, FSDP, 2), (parted, FSDP, None)], tmp_path)
     assert said.count("spread over 2 processes") == 3
+    # The plan is made for both: what each of them holds, and what this machine holds for the two.
+    assert said.count("2 processes: DDP, each holds a whole copy") == 1
+    assert said.count("2 processes: FSDP2, each holds 1/2 of the weights") == 3
+    assert said.count("Python, torch, CUDA; 2 processes, 4.00 GiB each") == 4
     for config in (replicas, sharded, parted):
         assert_close(config, alone)
     assert losses(parted) == losses(sharded)

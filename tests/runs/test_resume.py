@@ -101,16 +101,6 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_interrupted(
     assert_same_end(whole, parted)
 
 
-def test_the_ramp_is_told_in_the_guides_words(
-    tiny_model: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("DEBUG", logger="gracetune")
-    run(config_for("wan", tiny_model, tmp_path, **DUAL_EXPERT))
-    lines = [record.getMessage() for record in caplog.records if record.name == "gracetune"]
-    assert lines[0] == "GH200 gradient accumulation ramp enabled (initial=1, target=2, ramp_steps=6)"
-    assert lines[1:] == ["GH200 ramp adjusted gradient_accumulation_steps -> 2"]
-
-
 def test_an_interrupted_run_leaves_weights_one_can_load(tiny_model: TinyModel, tmp_path: Path) -> None:
     config = config_for("wan", tiny_model, tmp_path)
     run(config, Interrupting(2))

@@ -67,5 +67,6 @@ def test_statistics_have_the_promised_names() -> None:
     assert {name for name in stats if name.startswith("uvm.")} == {
         "uvm.stage", "uvm.transitions", "uvm.light_reclamations", "uvm.hard_reclamations", "uvm.arena_reserved_bytes",
         "uvm.arena_active_bytes", "uvm.arena_peak_bytes", "uvm.refused", "uvm.prefetched_bytes", "uvm.prefetch_wait_ms",
+        "uvm.hinted_bytes", "uvm.hints_refused",
     }  # fmt: skip
     assert stats["uvm.stage"] == 1

@@ -3,6 +3,7 @@
     attached = attach(denoiser, config.adapter, family="wan", stage="high_noise", default_targets=..., seed=42)
     optimizer = AdamW(attached.parameters().values())
     with attached.disabled(): ...                  # the base model's own prediction
+    with attached.holding(attached.fitting(state)): ...   # another adapter's values, for as long as this lasts
     file = write(attached.state())
 
 What is trained is held in fp32 whatever the base is; the base stays as it is and gets no gradient. Each layer's first
@@ -20,12 +21,13 @@ from typing import Literal
 
 import torch
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from gracetune.adapters import full, lycoris, peft_lora
+from gracetune.adapters.delta import ZERO_AT_FIRST
 from gracetune.adapters.fast.layer import FastLayer, choice
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
-from gracetune.adapters.layer import AttachedLayer, seeded
+from gracetune.adapters.layer import AttachedLayer, local, seeded
 from gracetune.adapters.loading import fitted
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
@@ -33,19 +35,24 @@ from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Sel
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.planning.adapter_paths import Computation, reference
+from gracetune.memory.planning.trainable import unused_conv_options
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
 _EVERY_KIND: tuple[Kind, ...] = ("linear", "conv", "norm", "parameter", "other")
+LayerTensors = Mapping[str, Mapping[str, Tensor]]
+"""By layer and name."""
 _WHOLE = "a full fine-tune has no adapter beside the model: "
 
 
 class Attached(ABC):
     """A denoiser with something to train in it."""
 
-    def __init__(self, selection: Selection | None) -> None:
+    def __init__(self, selection: Selection | None, notes: tuple[str, ...] = ()) -> None:
         self.selection = selection
         """What was chosen and why; None for a full fine-tune of everything."""
+        self.notes = notes
+        """What the config asks for and this model has no place for."""
 
     @property
     def decisions(self) -> tuple[str, ...]:
@@ -70,6 +77,27 @@ class Attached(ABC):
         """Take another adapter's values. Everything has to fit; what does not is listed, and nothing is changed."""
 
     @abstractmethod
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        """Another adapter's values as this one's layers take them. What does not fit is listed in a ConfigError."""
+
+    @abstractmethod
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        """Inside, the layers have these values; afterwards their own again, bit for bit. Gives this process's part of
+        their own, by the names of `parameters`."""
+        yield {}
+
+    @abstractmethod
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        """By layer, the tensors that are 0 as long as the layer changes nothing (`delta.ZERO_AT_FIRST`)."""
+
+    @abstractmethod
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        """Inside, the tensors of `acting` are multiplied by this; afterwards they are as before, bit for bit."""
+        yield
+
+    @abstractmethod
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:
         """Inside, the adapter works with this times the config's own strength; 0 is exactly the base model."""
@@ -92,11 +120,15 @@ def attach(
     family: str,
     stage: Stage = "",
     default_targets: Sequence[str],
+    conv_targets: Sequence[str] = (),
     untrained: Sequence[str] = (),
     seed: int,
     adapter_path: PathChoice = "auto",
 ) -> Attached:
-    """`default_targets` and `untrained` are the family's (`ModelSpec`); targets of the config take their place."""
+    """`default_targets`, `conv_targets` and `untrained` are the family's (`ModelSpec`).
+
+    Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones.
+    """
     if any(isinstance(module, LoraLayer | lycoris.Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
     if adapter.strength == 0:
@@ -109,15 +141,18 @@ def attach(
                 _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, kinds=_EVERY_KIND
             )
         return _FullAttached(denoiser, chosen)
-    chosen = select(modules, adapter.targets or default_targets, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
+    own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
+    chosen = select(modules, adapter.targets or own, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
+    spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
+    notes = () if spatial else unused_conv_options(adapter)
     ways = {
         path: choice(denoiser.get_submodule(path), options) if adapter_path == "auto" else reference("asked for")
         for path, options in plan.items()
     }
     return _LayersAttached(
-        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength
+        denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength, notes=notes
     )  # fmt: skip
 
 
@@ -185,8 +220,9 @@ class _LayersAttached(Attached):
         stage: Stage,
         seed: int,
         strength: float,
+        notes: tuple[str, ...],
     ) -> None:
-        super().__init__(selection)
+        super().__init__(selection, notes)
         self._family, self._stage = family, stage
         self._ways = ways
         self._strength, self._factor = strength, 1.0
@@ -221,8 +257,35 @@ class _LayersAttached(Attached):
         return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
 
     def load(self, state: AdapterState) -> None:
-        for path, tensors in fitted(state, self._family, self._stage, self._layers).items():
+        self._take(self.fitting(state))
+
+    def _take(self, values: LayerTensors) -> None:
+        for path, tensors in values.items():
             self._layers[path].load(tensors)
+
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        return fitted(state, self._family, self._stage, self._layers)
+
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        with _restored(self.parameters()) as own:
+            self._take(values)
+            yield own
+
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        return {
+            path: [parameter for name, parameter in layer.parameters().items() if name in ZERO_AT_FIRST]
+            for path, layer in self._layers.items()
+        }
+
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        acting = {f"{path}.{number}": one for path, some in self.acting().items() for number, one in enumerate(some)}
+        with _restored(acting):
+            with torch.no_grad():
+                for parameter in acting.values():
+                    local(parameter).mul_(factor)
+            yield
 
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:
@@ -241,6 +304,18 @@ class _LayersAttached(Attached):
     def detach(self) -> None:
         self._undo.close()
         self._layers = {}
+
+
+@contextmanager
+def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """Copies of this process's part, put back in place afterwards: whatever points at a parameter still does."""
+    own = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
+    try:
+        yield own
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                local(parameter).copy_(own[name])
 
 
 def _layers(count: int) -> str:
@@ -282,6 +357,25 @@ class _FullAttached(Attached):
 
     def load(self, state: AdapterState) -> None:
         raise GracetuneError(_WHOLE + "merge the adapter into the base weights and start from those")
+
+    def fitting(self, state: AdapterState) -> LayerTensors:
+        raise GracetuneError(_WHOLE + "compare the model's own weights")
+
+    @contextmanager
+    def holding(self, values: LayerTensors) -> Iterator[dict[str, Tensor]]:
+        if values:
+            raise GracetuneError(_WHOLE + "its weights are the model's own")
+        yield {}
+
+    def acting(self) -> dict[str, list[nn.Parameter]]:
+        """None: its weights do not begin at 0."""
+        return {}
+
+    @contextmanager
+    def amplified(self, factor: float) -> Iterator[None]:
+        if factor != 1:
+            raise GracetuneError(_WHOLE + "there is nothing to amplify")
+        yield
 
     @contextmanager
     def scale(self, strength: float) -> Iterator[None]:

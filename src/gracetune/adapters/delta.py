@@ -28,6 +28,13 @@ Tensors = Mapping[str, Tensor]
 FLAG = "on_input"
 MAGNITUDE, BASE_MAGNITUDE = "dora_scale", "dora_base_scale"
 EPSILON = torch.finfo(torch.float32).eps
+ZERO_AT_FIRST = frozenset(
+    {
+        "lora_B.weight", "lora_up.weight", "lokr_w2", "lokr_w2_b", "hada_w2_a", "weight", "oft_blocks", "diff", "diff_b"
+    }
+)  # fmt: skip
+"""Tensors that training begins with at 0. While all of them in a layer are 0, the layer changes nothing and its other
+tensors get no gradient; the change grows from 0 with them."""
 
 
 def delta(layer: Layer, weight_shape: Sequence[int]) -> Tensor:
@@ -70,6 +77,20 @@ def measured_by_base(layer: Layer, weight: Tensor) -> Layer:
     others = {name: tensor for name, tensor in layer.tensors.items() if name != MAGNITUDE}
     scaled = _rows(magnitude.detach().float().flatten() * ratio.cpu(), base.shape)
     return Layer(layer.algorithm, {**others, BASE_MAGNITUDE: scaled}, layer.alpha, layer.rank)
+
+
+def measured_by_adapted(layer: Layer, weight: Tensor) -> Layer:
+    """The inverse of `measured_by_base`: a DoRA written for ComfyUI with its magnitudes as they are trained."""
+    magnitude = layer.tensors.get(BASE_MAGNITUDE)
+    if magnitude is None:
+        return layer
+    base = weight.detach().float()
+    others = {name: tensor for name, tensor in layer.tensors.items() if name != BASE_MAGNITUDE}
+    factors = {name: tensor.to(base.device) for name, tensor in _fp32(layer).items() if name != BASE_MAGNITUDE}
+    added = change("lora" if layer.algorithm == "dora" else layer.algorithm, factors, layer.scale, base.shape)
+    ratio = (_row_norms(base + added) + EPSILON) / (_row_norms(base) + EPSILON)
+    scaled = magnitude.detach().float().flatten() * ratio.cpu()
+    return Layer(layer.algorithm, {**others, MAGNITUDE: scaled}, layer.alpha, layer.rank)
 
 
 def change(

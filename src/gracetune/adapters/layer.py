@@ -71,6 +71,11 @@ class AttachedLayer(ABC):
             parameter.copy_(tensor)
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that may be spread over several; writing to it writes to the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _whole(parameter: Tensor) -> Tensor:
     tensor = parameter.detach()
     if isinstance(tensor, DTensor):

@@ -23,13 +23,15 @@ from gracetune.cache.collate import UnlikeEntriesError, collate
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
 from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, latent_key, text_key
+from gracetune.cache.resident import ResidentStore
 from gracetune.cache.stats import SourceStats, StoreStats, merged
 from gracetune.data.index import freshness
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import Problem
-from gracetune.memory.lookahead import InPlace, LookAhead, Mover, RingMover
+from gracetune.memory.lookahead import InPlace, LookAhead, Mover, OnDepth, RingMover
+from gracetune.memory.placement import Waits, rehome
 from gracetune.memory.stacked import Stacked
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ V = TypeVar("V")
 
 MOST_KNOWN = 1 << 15
 """About 1 KB each."""
+JUDGED = 32
+"""Batches between two looks at how long steps have waited."""
 BEYOND = 2
 """Batches whose entries are read from disk or decoded before they are gathered, beyond those under way."""
 
@@ -124,7 +128,8 @@ class Batch:
 
     ref: BatchRef
     tensors: Mapping[str, Tensor]
-    """With a first dimension for the samples, on the device; names as in `cache.encoder`."""
+    """With a first dimension for the samples, on the device; names as in `cache.encoder`. For reading: where batches
+    are read in place, the tensors of a single sample are the cache's own."""
 
 
 class BatchSource:
@@ -143,10 +148,12 @@ class BatchSource:
         workers: int = 2,
         live: Live | None = None,
         memory: UnifiedMemory | None = None,
+        on_decision: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`workers` threads read what is not in memory and decode what is not cached.
 
         `memory` counts waiting in its statistics and makes the look-ahead shallower when memory is tight.
+        `on_decision` hears in words when a cache gets another home because of how long steps waited, and why.
         """
         if mover is None:
             mover = RingMover(device) if device.type == "cuda" else InPlace(device)
@@ -162,6 +169,7 @@ class BatchSource:
         self._on_gpu = device.type == "cuda"
         self._memory = memory
         self._counted = _Counted()
+        self._homes = _Homes(memory, on_decision)
 
     def next(self, size: int | None = None, *, step: int = 0) -> Batch | EpochEnd | Exhausted:
         """As `Loader.next_batch`. What cannot be had raises when its turn comes; then the loader has not moved.
@@ -184,6 +192,8 @@ class BatchSource:
         counted.batches += 1
         counted.samples += len(ref.samples)
         counted.host_ms += 1000 * (time.perf_counter() - began)
+        if counted.batches % JUDGED == 0 or self._homes.must_go_back:
+            self._homes.judge(self._feed.fetcher, self._ahead)
         return Batch(ref, tensors)
 
     def _no_batch(self, size: int | None, step: int) -> EpochEnd | Exhausted:
@@ -206,6 +216,10 @@ class BatchSource:
         fetcher = self._feed.fetcher
         fetcher.latents = fetcher.latents if latents is None else latents
         fetcher.texts = fetcher.texts if texts is None else texts
+
+    def on_depth(self, report: OnDepth) -> None:
+        """`report` gets every later change of how many batches are kept under way, and why."""
+        self._ahead.on_change = report
 
     @property
     def stats(self) -> SourceStats:
@@ -236,6 +250,70 @@ class BatchSource:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _Homes:
+    """Gives managed caches another home when steps wait for them, or when memory becomes tight. The host never waits
+    for the GPU here: a move is only enqueued, and batches are right while it is under way."""
+
+    def __init__(self, memory: UnifiedMemory | None, on_decision: Callable[[str], None]) -> None:
+        self._memory, self._on_decision = memory, on_decision
+        self._seen = (0.0, 0.0)
+        self._moved: set[str] = set()
+        """Caches that went to the GPU because steps waited."""
+        self._sent_back: set[str] = set()
+        self._waits_said = False
+
+    @property
+    def must_go_back(self) -> bool:
+        return bool(self._moved) and self._memory is not None and self._memory.memory_is_tight
+
+    def judge(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
+        ahead.catch_up()
+        now = (ahead.stats.wait_ms, ahead.stats.step_ms)
+        waits = Waits(now[0] - self._seen[0], now[1] - self._seen[1], ahead.is_deepest)
+        self._seen = now
+        given = {"texts": fetcher.texts, "latents": fetcher.latents}
+        stores = {role: one for role, one in given.items() if isinstance(one, ResidentStore)}
+        by_size = sorted(stores.items(), key=lambda found: found[1].report.size)
+        moved = [self._judge_one(role, one, waits) for role, one in by_size]
+        if waits.are_long and not any(moved) and not self._waits_said:
+            self._waits_said = True
+            why = _why_not_nearer([*stores.values()])
+            self._on_decision(f"batches: {waits}, with the look-ahead at its deepest; no cache can move nearer: {why}")
+
+    def _judge_one(self, role: str, store: ResidentStore, waits: Waits) -> bool:
+        slab, memory = store.managed, self._memory
+        if slab is None or memory is None:
+            return False
+        name, size = store.report.name, store.report.size
+        # A cache whose home was the GPU from the start is small: it stays there.
+        if slab.home == "device" and store.report.residence.place == "managed_device":
+            return False
+        room = memory.device_room() if waits.are_long and slab.home == "host" else None
+        told = rehome(
+            slab.home, waits, size=size, room=room, memory_tight=memory.memory_is_tight,
+            was_sent_back=role in self._sent_back,
+        )  # fmt: skip
+        if told is None:
+            return False
+        hint = slab.move(told.home, memory.moving_stream())
+        if told.home == "device" and hint:
+            self._moved.add(role)
+        else:
+            self._moved.discard(role)
+            self._sent_back.add(role)
+        where = "the GPU" if told.home == "device" else "host memory"
+        self._on_decision(
+            f"{name}: moves to {where}: {told.reason}" if hint else f"{name}: stays where it is: {hint.reason}"
+        )
+        return bool(hint)
+
+
+def _why_not_nearer(stores: list[ResidentStore]) -> str:
+    if all(one.managed is None for one in stores):
+        return "none is managed memory (cache type unified_memory, memory.enable_uvm_hints: true)"
+    return "what is managed does not fit into free GPU memory, or is there already"
 
 
 @dataclass

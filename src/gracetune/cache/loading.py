@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,15 @@ from gracetune.cache.slabs import Residence
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
 from gracetune.errors import Problem
+from gracetune.memory.batch_hints import wish_of
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
+_Maker: TypeAlias = "tuple[str, Tensor, int, int, tuple[int, ...], tuple[int, ...]]"
+"""Name, typed slab, bytes of an element, offset, shape, strides."""
 _COLUMNS = ("high", "low", "shard", "layout", "start", "checksum")
 
 
@@ -53,11 +56,19 @@ class LoadReport:
     damaged: tuple[Key, ...] = ()
     """Found while loading; the store counts them as missing from here on."""
     seconds: float = 0.0
+    on_gpu: tuple[str, ...] = ()
+    """Tensors of a cache in host memory whose copies are at home on the GPU."""
+    on_gpu_size: int = 0
 
     def lines(self) -> list[str]:
         """For people; the first says where, the others what is not as asked."""
         said = f"{self.name}: {self.entries:,} entries, {format_bytes(self.size)}, in {self.residence.place}"
-        told = [f"{said} ({self.residence.reason})", *self.residence.notes]
+        told = [f"{said} ({self.residence.reason})", *(f"{self.name}: {note}" for note in self.residence.notes)]
+        if self.on_gpu:
+            told.append(
+                f"{self.name}: {', '.join(self.on_gpu)} ({format_bytes(self.on_gpu_size)}) at home on the GPU: small, "
+                "and read in every step"
+            )
         if self.on_disk:
             told.append(
                 f"{self.on_disk:,} entries, {format_bytes(self.on_disk_size)}, stay on disk: {self.why_on_disk}"
@@ -75,7 +86,7 @@ class LoadReport:
     def from_json(cls, value: Mapping[str, Any]) -> LoadReport:
         residence = value["residence"]
         known = {**value, "residence": Residence(**{**residence, "notes": tuple(residence["notes"])})}
-        return cls(**{**known, "damaged": tuple(value["damaged"])})
+        return cls(**{**known, "damaged": tuple(value["damaged"]), "on_gpu": tuple(value["on_gpu"])})
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,51 +144,150 @@ class Contents:
         return table.high.data, table.low.data, table.start.data, table.layout.data
 
     def find(self, key: Key) -> tuple[int, Layout] | None:
-        highs, lows, starts, layouts = self._columns
+        """Its offset in the slab, and what lies where from there on."""
+        row = self.row_of(key)
+        return None if row is None else self.at(row)
+
+    def at(self, row: int) -> tuple[int, Layout]:
+        _, _, starts, layouts = self._columns
+        return starts[row], self.layouts[layouts[row]]
+
+    def row_of(self, key: Key) -> int | None:
+        highs, lows, _, _ = self._columns
         high, low = int(key[:16], 16), int(key[16:], 16)
         row = bisect_left(highs, high)
         while row < len(highs) and highs[row] == high:
             if lows[row] == low:
-                return starts[row], self.layouts[layouts[row]]
+                return row
             row += 1
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class SmallTensors:
+    """Tensors that have a slab of their own beside the entries they belong to: masks, pooled embeddings, sizes.
+
+    They are read in every step and are a small part of a cache, so they can be at home on the GPU where all of it
+    cannot. The entries keep their own copies.
+    """
+
+    names: tuple[str, ...]
+    starts: NDArray[np.int64]
+    """By row of the contents' table."""
+    offsets: Mapping[Layout, Mapping[str, int]]
+    """From there on."""
+    size: int
+
+    def fill(self, target: Tensor, slab: Tensor, contents: Contents) -> None:
+        """Copy them out of the entries."""
+        to, come = target.numpy(), slab.numpy()
+        for number, layout in enumerate(contents.layouts):
+            rows = np.flatnonzero(contents.table.layout == number)
+            entries = contents.table.start[rows].astype(np.int64)
+            for one in layout.tensors:
+                if one.name in self.offsets[layout] and one.size:
+                    _copy_stretches(
+                        to, self.starts[rows] + self.offsets[layout][one.name], come, entries + one.offset, one.size
+                    )
+
+
+_GATHERED_AT_ONCE = 1 << 22
+"""Bytes; the indexes for them take eight times as many."""
+
+
+def _copy_stretches(
+    to: NDArray[np.uint8], targets: NDArray[np.int64], come: NDArray[np.uint8], sources: NDArray[np.int64], size: int
+) -> None:
+    inside = np.arange(size)
+    count = max(1, _GATHERED_AT_ONCE // size)
+    for first in range(0, len(targets), count):
+        part = slice(first, first + count)
+        to[targets[part, None] + inside] = come[sources[part, None] + inside]
+
+
+def choose_small(contents: Contents, limit: int) -> SmallTensors | None:
+    """Of the tensors that belong on the GPU (`memory.batch_hints`) the smallest, as many as `limit` bytes hold."""
+    counts = np.bincount(contents.table.layout, minlength=len(contents.layouts)).tolist()
+    totals: dict[str, int] = {}
+    for layout, count in zip(contents.layouts, counts, strict=True):
+        for one in layout.tensors:
+            wish = wish_of(one.name)
+            if count and wish is not None and wish.home == "device":
+                totals[one.name] = totals.get(one.name, 0) + count * _aligned(one.size)
+    names, size = [], 0
+    for name, total in sorted(totals.items(), key=lambda found: (found[1], found[0])):
+        if size + total > limit:
+            break
+        names.append(name)
+        size += total
+    if not size:
+        return None
+    offsets: dict[Layout, dict[str, int]] = {}
+    widths = []
+    for layout in contents.layouts:
+        own = offsets[layout] = {}
+        width = 0
+        for one in layout.tensors:
+            if one.name in names:
+                own[one.name] = width
+                width += _aligned(one.size)
+        widths.append(width)
+    each = np.array(widths, np.int64)[contents.table.layout]
+    starts = np.cumsum(each) - each
+    return SmallTensors(tuple(names), starts, offsets, size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 class Views:
     """Entries of a slab as tensors. One strided view for each: three times as fast as slicing bytes."""
 
-    def __init__(self, slab: Tensor, contents: Contents) -> None:
+    def __init__(self, slab: Tensor, contents: Contents, small: tuple[Tensor, SmallTensors] | None = None) -> None:
+        """`small`: tensors that are read from a slab of their own, and where they lie in it."""
         from gracetune.memory.weights.destinations import TORCH_DTYPES
 
         dtypes = {one.dtype for layout in contents.layouts for one in layout.tensors}
-        typed = {name: slab[: len(slab) // 8 * 8].view(TORCH_DTYPES[name]) for name in dtypes}
+
+        def by_dtype(slab: Tensor) -> dict[str, Tensor]:
+            return {name: slab[: len(slab) // 8 * 8].view(TORCH_DTYPES[name]) for name in dtypes}
+
+        def makers(typed: Mapping[str, Tensor], layout: Layout, offsets: Mapping[str, int]) -> list[_Maker]:
+            return [
+                (one.name, typed[one.dtype], TORCH_DTYPES[one.dtype].itemsize, offsets[one.name], one.shape,
+                 _strides(one.shape))
+                for one in layout.tensors if one.name in offsets
+            ]  # fmt: skip
+
         self._contents = contents
-        self._makers = {
-            layout: [
-                (
-                    one.name,
-                    typed[one.dtype],
-                    TORCH_DTYPES[one.dtype].itemsize,
-                    one.offset,
-                    one.shape,
-                    _strides(one.shape),
-                )
-                for one in layout.tensors
-            ]
-            for layout in contents.layouts
-        }
+        typed, apart = by_dtype(slab), {} if small is None else by_dtype(small[0])
+        places = {} if small is None else small[1].offsets
+        self._starts = None if small is None else small[1].starts.data
+        self._makers, self._small_makers = {}, {}
+        for layout in contents.layouts:
+            own = places.get(layout, {})
+            rest = {one.name: one.offset for one in layout.tensors if one.name not in own}
+            self._makers[layout] = makers(typed, layout, rest)
+            self._small_makers[layout] = makers(apart, layout, own)
 
     def find(self, key: Key) -> tuple[dict[str, Tensor], int] | None:
         """The entry's tensors and its bytes; None where it is not in the slab."""
-        found = self._contents.find(key)
-        if found is None:
+        row = self._contents.row_of(key)
+        if row is None:
             return None
-        start, layout = found
+        start, layout = self._contents.at(row)
         # Entries begin at multiples of 64 bytes, and tensors inside them at multiples of their element.
         tensors = {
             name: typed.as_strided(shape, strides, (start + offset) // itemsize)
             for name, typed, itemsize, offset, shape, strides in self._makers[layout]
         }
+        if self._starts is not None:
+            start = self._starts[row]
+            tensors |= {
+                name: typed.as_strided(shape, strides, (start + offset) // itemsize)
+                for name, typed, itemsize, offset, shape, strides in self._small_makers[layout]
+            }
         return tensors, layout.size
 
 

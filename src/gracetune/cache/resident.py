@@ -26,7 +26,9 @@ from gracetune.cache.loading import (
     Contents,
     LoadReport,
     Selection,
+    SmallTensors,
     Views,
+    choose_small,
     load_into,
     pack_index,
     select,
@@ -52,6 +54,7 @@ from gracetune.data.backends.share import LocalRanks, Offer, fetch
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
 from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.placement import TEXT_ON_DEVICE_SHARE
 from gracetune.memory.sensors import HostSensor
 from gracetune.units import format_bytes
 
@@ -76,10 +79,14 @@ class ResidentStore:
         *,
         pin: bool,
         offer: Offer | None = None,
+        small: tuple[ManagedSlab, SmallTensors] | None = None,
     ) -> None:
+        """`small`: tensors of this cache that are at home on the GPU."""
         self.report = report
         self._stores, self._slab, self._contents = tuple(stores), slab, contents
-        self._views = Views(slab.view, contents) if slab is not None and contents is not None else None
+        self._small = None if small is None else small[0]
+        apart = None if small is None else (small[0].view, small[1])
+        self._views = Views(slab.view, contents, apart) if slab is not None and contents is not None else None
         self._made: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
         """Views and bytes of entries that were asked for: an epoch later they are again."""
         self._pin = pin
@@ -112,6 +119,11 @@ class ResidentStore:
         self._counter.hit(found[1])
         return found[0]
 
+    @property
+    def managed(self) -> ManagedSlab | None:
+        """The slab, where it is managed memory and can change its home."""
+        return self._slab if isinstance(self._slab, ManagedSlab) else None
+
     def read(self, key: Key) -> Entry:
         """From disk, whether it is in memory or not; page-locked where a GPU will copy it."""
         began = time.perf_counter()
@@ -134,9 +146,10 @@ class ResidentStore:
             self._offer = None
         self._contents = self._views = None
         self._made.clear()
-        if self._slab is not None:
-            self._slab.close()
-            self._slab = None
+        for slab in (self._slab, self._small):
+            if slab is not None:
+                slab.close()
+        self._slab = self._small = None
 
     def __enter__(self) -> ResidentStore:
         return self
@@ -203,20 +216,27 @@ class _Job:
         if residence.place == "disk":
             return ResidentStore(self.stores, None, None, _report(self.name, residence, selection, why), pin=pin)
         slab, residence = _slab(residence, selection.size, self.where)
+        small = None
         try:
             contents, damaged = load_into(slab.host, selection, self.threads)
             slab.settle()
+            if residence.place == "managed_host":
+                small = _small_on_gpu(slab, contents, self.where)
         except BaseException:
             slab.close()
             raise
-        residence = replace(residence, notes=(*residence.notes, *slab.notes))
+        notes = slab.notes if not isinstance(small, str) else (*slab.notes, small)
+        small = None if isinstance(small, str) else small
+        residence = replace(residence, notes=(*residence.notes, *notes))
         report = replace(
             _report(self.name, residence, selection, why),
             entries=len(contents.table),
             damaged=damaged,
             seconds=time.perf_counter() - began,
+            on_gpu=() if small is None else small[1].names,
+            on_gpu_size=0 if small is None else small[1].size,
         )
-        return ResidentStore(self.stores, slab, contents, report, pin=pin)
+        return ResidentStore(self.stores, slab, contents, report, pin=pin, small=small)
 
     def _choose(self, size: int) -> Residence:
         where = self.where
@@ -228,6 +248,8 @@ class _Job:
             device_bytes=where.device_bytes,
             local_ranks=where.local_ranks,
             no_managed=where.no_heap if where.heap is None else None,
+            hints=where.hints,
+            transport=where.transport,
         )
 
 
@@ -261,8 +283,25 @@ def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residenc
             residence = residence.instead("pinned_host", "page-locked main memory", note)
     nodes = choose_nodes(where.machine)
     if where.local_ranks > 1 or nodes.nodes:
-        return MemorySlab.shared(size, nodes, where.device), residence
-    return MemorySlab.own(size, where.device), residence
+        return MemorySlab.shared(size, nodes, where.device, in_place=where.reads_in_place), residence
+    return MemorySlab.own(size, where.device, in_place=where.reads_in_place), residence
+
+
+def _small_on_gpu(slab: Slab, contents: Contents, where: Where) -> tuple[ManagedSlab, SmallTensors] | str | None:
+    """Small tensors of a cache whose home is the host, at home on the GPU; a note where that is refused."""
+    device_bytes = where.device_bytes
+    if where.heap is None or device_bytes is None:
+        return None
+    chosen = choose_small(contents, int(device_bytes * TEXT_ON_DEVICE_SHARE))
+    if chosen is None:
+        return None
+    try:
+        own = ManagedSlab(where.heap, chosen.size, "device")
+    except UnifiedMemoryError as error:
+        return f"{', '.join(chosen.names)} stay in host memory: {str(error).splitlines()[0]}"
+    chosen.fill(own.host, slab.host, contents)
+    own.settle()
+    return own, chosen
 
 
 # -- one copy for all local ranks -------------------------------------------------------------------------------------
@@ -315,7 +354,7 @@ def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     data, index = files
     with index:
         raw = os.pread(index.fileno(), os.fstat(index.fileno()).st_size, 0)
-    slab = MemorySlab.join(data, job.where.device)
+    slab = MemorySlab.join(data, job.where.device, in_place=job.where.reads_in_place)
     slab.settle()
     contents, report = unpack_index(raw)
     residence = replace(report.residence, notes=(*report.residence.notes, *slab.notes))

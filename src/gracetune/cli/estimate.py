@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from gracetune.cache.slabs import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
@@ -18,12 +19,15 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
-from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.demand import Demand, Role
 from gracetune.memory.planning.estimate import estimate as estimate_demand
 from gracetune.memory.planning.plan import plan
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.registry import footprint_of
+
+MOST_PROCESSES = 4096
 
 
 def estimate(
@@ -43,6 +47,18 @@ def estimate(
     samples: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Samples in each dataset that is not visible here.")
     ] = None,
+    processes: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=MOST_PROCESSES,
+            help="Plan for a run of N processes, one for each GPU, on as many machines like this one as that takes.",
+        ),
+    ] = 1,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="With --processes: weights are spread over the processes (FSDP2).")
+    ] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
     json_output: AsJson = False,
@@ -53,9 +69,14 @@ def estimate(
         config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
     )
     machine = probe() if machine_file is None else read_machine(machine_file)
-    demand, assumption = demand_of(resolved.config, machine, samples)
+    if fsdp and processes == 1:
+        expected = "--processes N with N above 1: one process has nothing to share"
+        raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
+    several = Processes.on(machine, processes, sharded=fsdp)
+    demand, assumption = demand_of(resolved.config, machine, samples, several)
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
+    result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
         result = replace(result, notes=(*result.notes, hint))
@@ -67,11 +88,21 @@ def estimate(
     raise typer.Exit(0 if result.verdict.startswith("fits") else 1)
 
 
-def demand_of(config: RunConfig, machine: Machine, samples: int | None) -> tuple[Demand, str | None]:
+def demand_of(
+    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS
+) -> tuple[Demand, str | None]:
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    return estimate_demand(config, footprint, survey(config, samples), compiled=compiled), assumption
+    facts = survey(config, samples)
+    return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
+
+
+def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
+    def held(role: Role) -> int:
+        return sum(need.bytes for need in demand.needs if need.role == role and need.home == "host")
+
+    return placement_lines(config, machine, latent_bytes=held("latent cache"), text_bytes=held("text cache"))
 
 
 def read_machine(path: Path) -> Machine:

@@ -26,6 +26,7 @@ def as_json(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[str
         "summary": plan.summary,
         "run": demand.title,
         "machine": {"profile": machine.profile.value, "gpu": machine.gpus[0].name if machine.gpus else None},
+        "processes": asdict(demand.processes),
         "changes": [_change(change) for change in plan.changes],
         "checkpointing": asdict(plan.checkpointing),
         "tiers": [_tier(use) for use in plan.tiers],
@@ -34,6 +35,8 @@ def as_json(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[str
         "training_peak_gib": {
             policy: round(demand.training_peak(policy) / GIB, 2) for policy in demand.settings.policies
         },
+        "managed_bytes": plan.managed_bytes,
+        "spilled_bytes": plan.spilled_bytes,
         "missing": list(plan.missing),
         "notes": list(plan.notes),
         "assumptions": list(assumptions),
@@ -70,6 +73,8 @@ def _line(line: Line) -> dict[str, Any]:
         "bytes": line.bytes,
         "tier": line.tier,
         "phases": list(line.phases),
+        "processes": line.processes,
+        "managed": line.managed or line.overflow,
         "reason": line.why,
     }
 
@@ -86,6 +91,10 @@ def print_plan(demand: Demand, plan: Plan, machine: Machine, assumptions: tuple[
         for row in _tier_rows(plan, use):
             table.add_row(*row)
     console.print(table, soft_wrap=False)
+    if demand.processes.words:
+        _print_list(
+            "processes", [f"{demand.processes.words}; GPU memory is one GPU's, main memory one machine's"], console
+        )
     _print_phases(plan, console)
     _print_list("checkpointing", [f"{plan.checkpointing.value}: {plan.checkpointing.why}"], console)
     _print_list("assumed", list(assumptions), console)

@@ -11,6 +11,7 @@ from rich.table import Table
 from gracetune.config import Resolved, RunConfig
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.families import find_flavour, flavours
+from gracetune.memory.placement import hints_of
 
 
 def print_summary(console: Console, resolved: Resolved) -> None:
@@ -86,7 +87,7 @@ def _batch(config: RunConfig) -> str:
 
 def _memory(config: RunConfig) -> str:
     memory = config.memory
-    hints = "residency hints on" if memory.enable_uvm_hints else "residency hints off"
+    hints = f"residency hints {'on' if hints_of(config).on else 'off'}"
     if not memory.use_uvm:
         return f"{hints}, no overflow arena"
     return f"{hints}, overflow arena up to {memory.uvm_oversubscription_ratio:g}x, {memory.uvm_access_pattern}"

@@ -13,6 +13,7 @@ import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
+from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import Environment, Resolved, load
 from gracetune.config.this_machine import path_problems
@@ -36,7 +37,9 @@ class TrainRequest:
     allow_other_data: bool = False
     allow_other_run: bool = False
     allow_misfit: bool = False
+    force_oversubscription: bool = False
     price_per_hour: float | None = None
+    log_level: LogLevel = LogLevel.WARNING
     json: bool = False
 
 
@@ -66,6 +69,17 @@ def train(
     allow_misfit: Annotated[
         bool, typer.Option("--allow-misfit", help="Begin although the memory plan says that it does not fit.")
     ] = False,
+    log_level: Annotated[
+        LogLevel, typer.Option(help="Which log lines to print on stderr, beside the lines of the run itself.")
+    ] = LogLevel.WARNING,
+    force_oversubscription: Annotated[
+        bool,
+        typer.Option(
+            "--force-oversubscription",
+            help="With memory.use_uvm: let managed memory exceed 4 GiB without a coherent link to the CPU. DANGER: "
+            "over PCIe this can hang the driver until the machine is rebooted.",
+        ),
+    ] = False,
     json_output: AsJson = False,
 ) -> None:
     """Train: stage data, build caches, train, validate, save. Exit code 3: interrupted, with its state saved."""
@@ -78,7 +92,9 @@ def train(
         allow_other_data=allow_other_data,
         allow_other_run=allow_other_run,
         allow_misfit=allow_misfit,
+        force_oversubscription=force_oversubscription,
         price_per_hour=price_per_hour,
+        log_level=log_level,
         json=json_output,
     )
     raise typer.Exit(run_training(request, session(context).environment))
@@ -101,7 +117,8 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
     _check_paths(resolved)
     first = (environment.get("RANK") or "0") == "0"
     # Libraries print as they like; stdout is for results.
-    with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
+    level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
+    with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
         from gracetune import gh200
         from gracetune.cli.train_view import QuietView, TerminalView
         from gracetune.train.run import RunOptions
@@ -113,6 +130,7 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
             allow_other_data=request.allow_other_data,
             allow_other_run=request.allow_other_run,
             allow_misfit=request.allow_misfit,
+            force_oversubscription=request.force_oversubscription,
         )
         view = TerminalView() if first and not request.json else QuietView(first=first)
         for note in resolved.notes:

@@ -1,13 +1,18 @@
-"""`train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options as `--name value`."""
+"""`train.py` and `simpletuner/train.py`: the launch lines of the GH200 guides. Our own flags, and SimpleTuner's options
+as `--name value`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.cli.train import TrainRequest
+from gracetune.cli.console import Session, start
+from gracetune.cli.log_level import LogLevel
+from gracetune.cli.train import TrainRequest, run_training
 from gracetune.config.draft import dotted
+from gracetune.config.simpletuner.keys import ALIASES
 from gracetune.config.simpletuner.training import ROWS
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
@@ -21,8 +26,26 @@ _OTHERS: dict[str, str] = {
     "lr_scheduler": "schedule.name",
 }
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
-_SWITCHES = ("dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "json")
-_VALUES = ("config", "set", "resume", "max-steps", "price-per-hour")
+_SWITCHES = (
+    "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
+    "json",
+)  # fmt: skip
+_VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level")
+
+
+def main(arguments: Sequence[str], *, help: str | None) -> int:
+    """The exit code. `help` is the script's own description."""
+    if not arguments or "-h" in arguments or "--help" in arguments:
+        print(help)
+        return 0 if arguments else 2
+
+    def run(session: Session) -> int:
+        launch = read_arguments(arguments)
+        for note in launch.notes:
+            print(note, file=sys.stderr)
+        return run_training(launch.request, session.environment)
+
+    return start(run)
 
 
 @dataclass(frozen=True)
@@ -54,12 +77,15 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
     if "config" not in ours:
         problems.append(Problem("--config", "nothing", "a configuration file", "--config config.json"))
     price = _number(ours.get("price-per-hour"), "--price-per-hour", problems)
+    level = _log_level(ours.get("log-level", LogLevel.WARNING), problems)
     if "max-steps" in ours:
         sets += [f"training.max_steps={ours['max-steps']}", "training.epochs=null"]
     if problems:
         raise ConfigError(problems)
+    config, elsewhere = find_config(Path(ours["config"]))
+    notes += [elsewhere] if elsewhere else []
     request = TrainRequest(
-        Path(ours["config"]),
+        config,
         tuple(sets),
         ours.get("resume"),
         dry_run="dry-run" in ours,
@@ -67,10 +93,20 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         allow_other_data="allow-other-data" in ours,
         allow_other_run="allow-other-run" in ours,
         allow_misfit="allow-misfit" in ours,
+        force_oversubscription="force-oversubscription" in ours,
         price_per_hour=price,
+        log_level=level,
         json="json" in ours,
     )
     return Launch(request, tuple(notes))
+
+
+def find_config(path: Path) -> tuple[Path, str | None]:
+    """The guides name a config with and without `config/` in front of it; a sentence where that made a difference."""
+    inside = Path("config") / path
+    if path.exists() or path.is_absolute() or not inside.is_file():
+        return path, None
+    return inside, f"--config {path}: no such file here, so {inside} is taken"
 
 
 def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
@@ -84,14 +120,19 @@ def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[
         name, equals, value = word[2:].partition("=")
         if equals:
             yield name, value
-        elif name.replace("_", "-") in _SWITCHES or name in _ALWAYS or not words or words[0].startswith("--"):
+        elif _is_switch(name) or not words or words[0].startswith("--"):
             yield name, None
         else:
             yield name, words.pop(0)
 
 
+def _is_switch(name: str) -> bool:
+    return name.replace("_", "-") in _SWITCHES or name.replace("-", "_") in _ALWAYS
+
+
 def _override(name: str, value: str | None) -> list[str] | None:
     """SimpleTuner's option as `--set` overrides; None where we have none for it."""
+    name = ALIASES.get(name, name)
     if name in ("max_train_steps", "num_train_epochs"):
         ours, other = ("max_steps", "epochs") if name == "max_train_steps" else ("epochs", "max_steps")
         return [f"training.{ours}={value}", f"training.{other}=null"]
@@ -113,6 +154,15 @@ def _as_text(value: object) -> str:
         if isinstance(value, bool | None)
         else str(value)
     )
+
+
+def _log_level(text: str, problems: list[Problem]) -> LogLevel:
+    try:
+        return LogLevel(text)
+    except ValueError:
+        known = ", ".join(LogLevel)
+        problems.append(Problem("--log-level", text or "nothing", f"one of {known}", "--log-level debug"))
+        return LogLevel.WARNING
 
 
 def _number(text: str | None, flag: str, problems: list[Problem]) -> float | None:

@@ -174,3 +174,9 @@ class Dataset(Section):
     """Overrides `cache.vae_cache_type` for this dataset."""
     corrupt_threshold: Fraction = 0.01
     """Unreadable files up to this share are listed and left out; more stop the run."""
+
+    @property
+    def encodes_each_visit(self) -> bool:
+        """Whether latents are not cached at all."""
+        changing = bool(self.augmentation.transforms) and self.augmentation.cache_mode == "disable_cache"
+        return self.cache_latents == "none" or changing

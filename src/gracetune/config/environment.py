@@ -40,6 +40,14 @@ class Environment:
     def get(self, name: str) -> str | None:
         return self.variables.get(name)
 
+    @property
+    def cache_folder(self) -> Path | None:
+        """Where this user's programs keep what they can do without; None where nothing says whose home it is."""
+        named, home = self.get("XDG_CACHE_HOME"), self.get("HOME")
+        if named and Path(named).is_absolute():
+            return Path(named) / "gracetune"
+        return Path(home) / ".cache" / "gracetune" if home else None
+
     def without_memory_options(self) -> Environment:
         """The same environment as seen from a machine where nobody set a memory option."""
         ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE)

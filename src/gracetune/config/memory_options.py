@@ -24,5 +24,6 @@ class MemoryOptions(Section):
     """Memory pressure begins when less than this fraction of the GPU's memory is available."""
     uvm_stage1_min_bytes: Annotated[int, Strict(), Field(ge=0, lt=2**63)] = 0
     """The same floor in bytes; the larger of both counts."""
-    enable_uvm_hints: Flag = False
-    """Give residency hints and prefetch cached batches."""
+    enable_uvm_hints: Flag | None = None
+    """Residency hints and caches in managed memory. `true` takes managed slabs for caches of type `unified_memory` on
+    every GPU that can; `false` takes none and gives no hint; unset follows the cache types and the measured speeds."""

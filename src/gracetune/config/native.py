@@ -1,6 +1,7 @@
 """Our own dialect: YAML whose keys are `RunConfig`'s own, exactly what `gracetune config show` prints.
 
-The first key is `gracetune: 1`, the version of the format; it tells this dialect from the others.
+The first key is `gracetune: 1`, the version of the format; it tells this dialect from the others. The same sections can
+stand in a `gracetune` block of an ai-toolkit or SimpleTuner file.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, dotted, visible
+from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted, visible
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, one_line_yaml
@@ -18,17 +19,43 @@ VERSION = 1
 
 
 def looks_like(data: Any) -> bool:
-    return isinstance(data, Mapping) and VERSION_KEY in data
+    """A mapping below the key is a block of ours in another dialect's file (`read_block`)."""
+    return isinstance(data, Mapping) and VERSION_KEY in data and not isinstance(data[VERSION_KEY], Mapping)
 
 
 def read(document: Document, draft: Draft, _environment: Environment) -> None:
-    version = document.data[VERSION_KEY]
+    _sections(document.data, draft, "", document.name)
+
+
+def read_block(value: Any, key: str, file: str, draft: Draft) -> None:
+    """The `gracetune` block of another dialect's file: sections of ours, laid over what the rest of the file says.
+
+    Lists of sections (`datasets`) are merged entry by entry. Where the file says something else elsewhere, the block
+    wins, and a note names both.
+    """
+    if not isinstance(value, Mapping):
+        expected = "sections of our own dialect, such as `memory` or `cache`"
+        draft.problem(key, value, expected, f"write `{VERSION_KEY}: {{memory: {{use_uvm: true}}}}`", file)
+        return
+    before = {
+        path: (draft.get(path), origin) for path, origin in draft.origins.items() if origin.kind == "file"
+    }  # fmt: skip
+    _sections(value, draft, f"{key}.", file)
+    for path, (old, origin) in before.items():
+        now, new = draft.get(path), draft.origin(path)
+        if new is not None and new != origin and now != old:
+            draft.note(f"{new.key}: {describe(now)} takes the place of `{origin.key}` ({describe(old)})")
+
+
+def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> None:
+    version = data.get(VERSION_KEY, VERSION)
     if version != VERSION or isinstance(version, bool):
-        draft.problem(VERSION_KEY, version, f"format version {VERSION}", f"write `{VERSION_KEY}: {VERSION}`")
-    for key, value in document.data.items():
+        key = f"{prefix}{VERSION_KEY}"
+        draft.problem(key, version, f"format version {VERSION}", f"write `{VERSION_KEY}: {VERSION}`", file)
+    for key, value in data.items():
         if key != VERSION_KEY:
             kept = _without_retired(value, draft) if key == "cache" and isinstance(value, Mapping) else value
-            draft.put_tree((str(key),), kept, Origin("file", str(key), document.name))
+            draft.put_tree((str(key),), kept, Origin("file", f"{prefix}{key}", file))
 
 
 def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:

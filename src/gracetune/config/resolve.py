@@ -32,12 +32,14 @@ class Dialect:
     name: str
     looks_like: Callable[[Any], bool]
     read: Reader
+    settle: tuple[Callable[[Draft], None], ...] = ()
+    """What follows from values that flags may have changed."""
 
 
 DIALECTS = (
     Dialect("native", native.looks_like, native.read),
-    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read),
-    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read),
+    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read, (settle_samples, aitoolkit.settle_caches)),
+    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read, (settle_samples,)),
 )
 """Asked in this order; the first that recognises a file reads it."""
 
@@ -79,9 +81,9 @@ def load(
     except ConfigError as error:  # a file too broken to read on
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
     _read_overrides(draft, overrides)
-    _switch_hints_on(draft)
-    if dialect.name != "native":
-        settle_samples(draft)
+    _overrule_hints_variable(draft)
+    for settle in dialect.settle:
+        settle(draft)
     return _build(draft, dialect.name, path, allow_unsupported)
 
 
@@ -174,16 +176,20 @@ def _beyond_lists(draft: Draft, path: Path) -> bool:
     return False
 
 
-def _switch_hints_on(draft: Draft) -> None:
-    """Caches in unified memory ask for hints, unless the file or a flag says otherwise."""
+def _overrule_hints_variable(draft: Draft) -> None:
+    """Caches in unified memory ask for hints. A file that says so beats an environment that switches them off."""
     path: Path = ("memory", "enable_uvm_hints")
-    explicit = draft.origins.get(path)
-    if explicit is not None and explicit.kind in ("file", "flag"):
+    found = draft.origins.get(path)
+    if found is None or found.kind != "environment" or draft.get(path) is not False:
         return
     for name in ("vae_cache_type", "text_cache_type"):
         cause = draft.origins.get(("cache", name))
         if cause is not None and draft.get(("cache", name)) == "unified_memory":
-            draft.put(path, True, cause)
+            draft.put(path, None, cause)
+            draft.note(
+                f"{found.key}: overruled by {draft.place(('cache', name))[0]}: unified_memory; "
+                "to switch hints off set memory.enable_uvm_hints to false"
+            )
             return
 
 

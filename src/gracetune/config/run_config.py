@@ -65,7 +65,10 @@ class Adapter(Section):
     """Unset means equal to the rank."""
     dropout: Fraction = 0.0
     conv_rank: Rank | None = None
+    """Adapt the model's convolutions too, at this rank (SDXL's; the other families' blocks have none). With `targets`
+    of your own it is the rank of the convolutions among them. Unset means: linear layers only."""
     conv_alpha: PositiveFloat | None = None
+    """Unset means `alpha`, or `conv_rank` where that is unset too."""
     factor: Annotated[int, Strict(), Field(ge=-1, le=10**9)] = -1
     """LoKr's split of a dimension; -1 takes the most even one."""
     full_rank: Flag = False
@@ -149,6 +152,8 @@ class Optimizer(Section):
     """Automagic's per-element learning rate; the two below override it for one expert."""
     high_noise: AutomagicLimits = AutomagicLimits()
     low_noise: AutomagicLimits = AutomagicLimits()
+    rates_from: Name | None = None
+    """Automagic only: the `optimizer.pt` of an ai-toolkit run, whose learning rates a new run starts with."""
     options: Options = Field(default={})
     """Anything else the optimizer itself takes."""
 

@@ -59,6 +59,9 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
     for path, name in weights.items():
         if name is not None and _is_local(name):
             yield from _unless(("file", "folder"), path, name, "weights on this machine, or a hub id")
+    if config.optimizer.name == "automagic" and config.optimizer.rates_from is not None:
+        expected = "the optimizer.pt of an ai-toolkit run"
+        yield from _unless(("file",), ("optimizer", "rates_from"), config.optimizer.rates_from, expected)
     yield from _unless(
         ("folder", "nothing"), ("output_dir",), config.output_dir, "a folder, or nothing yet", "choose another folder"
     )

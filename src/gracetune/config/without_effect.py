@@ -80,6 +80,9 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
 
 def _of_training(config: RunConfig) -> Iterator[Switch]:
     training, objective = config.training, config.objective
+    yield Switch(config.optimizer.name != "automagic", "optimizer", config.optimizer, "rates_from",
+                 f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
+                 "--set optimizer.name=automagic")  # fmt: skip
     yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",
                  "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
     yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,
@@ -101,11 +104,17 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
 
 
 def _of_memory(config: RunConfig) -> Iterator[Switch]:
-    memory = config.memory
-    unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
+    memory, datasets = config.memory, [dataset for dataset in config.datasets if not dataset.disabled]
+    keeping = any(dataset.cache_latents != "disk" and not dataset.encodes_each_visit for dataset in datasets)
+    yield Switch(not keeping, "cache", config.cache, "vae_cache_type",
+                 "every dataset's cache_latents is disk or none, or its augmentations change at every visit",
+                 "remove cache_latents, or --set 'datasets[0].augmentation.cache_mode=static'")  # fmt: skip
+    hints = memory.enable_uvm_hints
+    if hints is None:
+        hints = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
     yield Switch(not memory.use_uvm, "memory", memory, "uvm_oversubscription_ratio uvm_access_pattern",
                  "memory.use_uvm is false, so there is no overflow arena", "--set memory.use_uvm=true")  # fmt: skip
-    yield Switch(not (memory.use_uvm or memory.enable_uvm_hints or unified), "memory", memory,
+    yield Switch(not (memory.use_uvm or hints), "memory", memory,
                  "uvm_stage1_threshold uvm_stage1_min_bytes",
                  "nothing asks for unified memory", "--set memory.use_uvm=true")  # fmt: skip
 

@@ -255,11 +255,9 @@ def check_unreadable(dataset: Dataset, unreadable: tuple[LeftOut, ...], total: i
 
 def freshness(dataset: Dataset) -> Freshness:
     """How long what is random about a dataset's samples stays the same: as long as their latents are cached."""
-    augmentation = dataset.augmentation
-    uncached = dataset.cache_latents == "none"
-    if uncached or (augmentation.transforms and augmentation.cache_mode == "disable_cache"):
+    if dataset.encodes_each_visit:
         return "visit"
-    return "epoch" if augmentation.cache_mode == "refresh_each_epoch" else "once"
+    return "epoch" if dataset.augmentation.cache_mode == "refresh_each_epoch" else "once"
 
 
 def flips(dataset: Dataset) -> tuple[tuple[bool, bool], ...]:

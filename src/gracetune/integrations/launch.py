@@ -117,7 +117,8 @@ def with_accelerate(variables: Mapping[str, str], scripts: Path) -> dict[str, st
 
 
 def _require(package: str, to_install: str) -> None:
-    if importlib.util.find_spec(package) is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:  # without an origin: a folder of that name, such as our own simpletuner/
         raise MachineError(
             f"{package} is not installed beside gracetune\n  found     no package {package} for {sys.executable}\n"
             f"  expected  it in the same environment (Python 3.12 or newer)\n  try       pip install {to_install}"

@@ -169,7 +169,7 @@ def _installed(upstream: Upstream) -> Path:
     if not _is_root(upstream, root):
         # Installed from a checkout that stayed where it is. A top-level name is found without importing it.
         spec = importlib.util.find_spec(upstream.distribution.replace("-", "_"))
-        if spec is not None and spec.submodule_search_locations:
+        if spec is not None and spec.origin is not None and spec.submodule_search_locations:
             return Path(spec.submodule_search_locations[0])
     return root
 

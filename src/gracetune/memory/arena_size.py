@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gracetune.errors import ConfigError, Problem
@@ -11,6 +11,7 @@ from gracetune.hardware.allocation import CAREFUL_CAP, GRANULE, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.units import format_bytes
 
+OTHERS = "managed caches and parked experts"
 Clamp = Literal["none", "MemAvailable", "cgroup", "managed cap", "unknown"]
 
 
@@ -46,6 +47,12 @@ class Room:
             coherent=gpu.coherent_link if gpu else None,
             one_pool=bool(gpu and gpu.attributes.integrated),
         )
+
+    @classmethod
+    def for_arena(cls, machine: Machine, device: int = 0, *, sharers: int = 1) -> Room:
+        """What a run sizes its arena by, and so what a plan counts on. The reserve is larger than the host's own: a
+        full arena must not sit at the very line where the governor reports pressure."""
+        return replace(cls.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=sharers)
 
     @property
     def careful(self) -> str | None:
@@ -88,17 +95,18 @@ def arena_size(room: Room, ratio: float, *, other_managed: int = 0, force: bool 
     clamp, most, why = min(clamps, key=lambda entry: entry[1])
     size = min(requested, most) // GRANULE * GRANULE
     if requested <= most:
-        return _whole(size, requested, asked)
+        return _whole(size, requested, asked, other_managed)
     if size == 0:
         return ArenaSize(0, requested, clamp, f"no arena: {asked} was asked for, but {why}")
     return ArenaSize(size, requested, clamp, f"{format_bytes(size)} instead of {asked}: {why}")
 
 
-def _whole(size: int, requested: int, asked: str) -> ArenaSize:
+def _whole(size: int, requested: int, asked: str, other_managed: int) -> ArenaSize:
     if size == 0:
         less = f"less than one block of {format_bytes(GRANULE)}"
         return ArenaSize(0, requested, "none", f"no arena: {asked} is {less}")
-    return ArenaSize(size, requested, "none", f"as asked: {asked}")
+    beside = f"; beside it {format_bytes(other_managed)} for {OTHERS}" if other_managed else ""
+    return ArenaSize(size, requested, "none", f"as asked: {asked}{beside}")
 
 
 def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp, int, str]]:
@@ -107,7 +115,7 @@ def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp,
     if room.sharers > 1:
         kept += f", divided among {room.sharers} processes,"
     if other_managed:
-        kept += f" and {format_bytes(other_managed)} for other managed memory"
+        kept += f" and {format_bytes(other_managed)} for {OTHERS}"
     found: list[tuple[Clamp, int, str]] = []
     if room.host_available is not None:
         left = max(0, (room.host_available - room.reserve) // room.sharers - other_managed)
@@ -121,7 +129,7 @@ def _clamps(room: Room, other_managed: int, *, force: bool) -> list[tuple[Clamp,
         left = max(0, CAREFUL_CAP - other_managed)
         text = (
             f"{room.careful}: all managed memory stays under {format_bytes(CAREFUL_CAP)} "
-            f"({format_bytes(other_managed)} is spoken for); --force-oversubscription lifts that"
+            f"({format_bytes(other_managed)} is for {OTHERS}); --force-oversubscription lifts that"
         )
         found.append(("managed cap", left, text))
     return found

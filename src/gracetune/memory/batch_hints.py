@@ -19,6 +19,7 @@ class Wish:
 
 _LATENTS = Wish("host", prefetch=False)
 _TEXT = Wish("device", prefetch=True)
+_SMALL = Wish("device", prefetch=True)
 _AUDIO = Wish("host", prefetch=True)
 
 WISHES: Final[Mapping[str, Wish]] = {
@@ -32,6 +33,11 @@ WISHES: Final[Mapping[str, Wish]] = {
     "add_text_embeds": _TEXT,
     "text_embeds": _TEXT,
     "pooled_embeds": _TEXT,
+    "loss_mask": _SMALL,
+    "time_ids": _SMALL,
+    "seconds": _SMALL,
+    "seconds_embeds": _SMALL,
+    "image_embeds": _SMALL,
     "audio_latents": _AUDIO,
     "waveform": _AUDIO,
     "audio_samples": _AUDIO,
@@ -61,6 +67,8 @@ def _walk(value: Any, name: str, wish: Wish | None, seen: set[int]) -> Iterator[
 
 def wish_of(key: str) -> Wish | None:
     """Every mask of some attention is read with the text it masks, whatever it is called."""
+    if key.startswith("conditioning_latents_"):
+        return _LATENTS
     return _TEXT if key.endswith(("attention_mask", "attn_mask")) else WISHES.get(key)
 
 

@@ -39,22 +39,24 @@ def run(machine: Machine, device: int = 0) -> list[Row]:
         raise MachineError(f"bench memory needs unified memory, which is {uvm}")
     uvm.set_managed_cap(4 * GIB)
     heap = ManagedHeap(uvm, device, lambda: synchronize(device))
-    speeds = measure_link(heap, LINK_BYTES)
+    speeds = measure_link(device, heap, LINK_BYTES).speeds
     choice = choose_transport(machine.profile.value, speeds)
     rows = [*_link_rows(choice, speeds), *_look_ahead_rows(heap, choice, speeds)]
     return [*rows, *spill_rows(machine, device), *overhead_rows(machine, device)]
 
 
 def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
+    managed = speeds.managed
+    assert managed is not None, "measured with a heap"
     for name, way in (
         ("pinned_copy", speeds.pinned_copy),
-        ("managed_gather", speeds.managed_gather),
-        ("managed_prefetch", speeds.managed_prefetch),
+        ("managed_gather", managed.gather),
+        ("managed_prefetch", managed.prefetch),
     ):
         yield Row(f"{name}_h2d", way.rate, "GB/s", detail=f"{way.hidden:.0%} hidden behind a step of the same length")
     yield Row("pinned_copy_d2h", speeds.pinned_copy_to_host, "GB/s")
-    yield Row("managed_prefetch_d2h", speeds.managed_prefetch_to_host, "GB/s")
-    ratio = speeds.managed_prefetch.rate / speeds.pinned_copy.rate
+    yield Row("managed_prefetch_d2h", managed.prefetch_to_host, "GB/s")
+    ratio = managed.prefetch.rate / speeds.pinned_copy.rate
     yield Row("prefetch_over_pinned", ratio, "ratio", ">= 0.85", ratio >= 0.85)
     yield Row("transport", 0.0, "", detail=f"{choice.transport}: {choice.reason}")
 
@@ -69,7 +71,7 @@ def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpe
         gather = choice.transport == "managed_gather"
         rows = list(slab.cuda()) if gather else list(host.pin_memory())
         sources = rows * ROUNDS  # one transfer per epoch has no step before it to hide behind
-        way = speeds.managed_gather if gather else speeds.pinned_copy
+        way = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
         yield _hidden(way.rate, sources, heap.device)
         del rows, sources
     faults = _fault_rate(heap)

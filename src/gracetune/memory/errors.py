@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gracetune.errors import GracetuneError, Problem
 from gracetune.units import format_bytes
@@ -93,3 +93,15 @@ class WeightFileError(GracetuneError):
         if not self.problems:
             raise ValueError("a WeightFileError without problems would tell the user nothing")
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class CacheWrittenError(UnifiedMemoryError):
+    """A step wrote into a batch that is a view of the cache: every later epoch would train on what it wrote."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        super().__init__(
+            f"a step wrote into {', '.join(names)} of its batch, which is read in place from the cache\n"
+            "  expected  batch tensors that are only read\n"
+            "  try  clone the tensor in the model family's `predict` before changing it"
+        )

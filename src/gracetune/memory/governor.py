@@ -13,6 +13,8 @@ would.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
@@ -89,6 +91,42 @@ class Decision:
     reason: str
     unknown: tuple[str, ...] = ()
     """What could not be read. Unknown is neither pressure nor calm."""
+
+
+@dataclass(frozen=True)
+class StageChange:
+    """The memory stage is another one."""
+
+    before: Stage
+    after: Stage
+    reason: str
+
+
+@dataclass(frozen=True)
+class ArenaChange:
+    """The overflow arena is used, holds more than ever before, or is empty again."""
+
+    before: int
+    after: int
+    """Bytes: the most it held between two samples."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Reclamation:
+    """A reclamation was carried out."""
+
+    action: Action
+    released: int | None
+    """Bytes of GPU memory that went back to the driver; None: unknown."""
+    demoted: int | None
+    """Bytes of managed buffers that were sent to main memory; None: unknown."""
+    milliseconds: float
+    reason: str
+
+
+MemoryChange = StageChange | ArenaChange | Reclamation
+OnChange = Callable[[MemoryChange], None]
 
 
 def decide(state: State, reading: Reading, limits: Limits) -> Decision:
@@ -170,16 +208,19 @@ class Reclaimer(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def release_device_cache(self) -> None:
-        """Garbage first, then the blocks torch keeps for later."""
+    def release_device_cache(self) -> int | None:
+        """Garbage first, then the blocks torch keeps for later. Returns the bytes given back; None: unknown."""
         ...
 
     def release_host_caches(self) -> None:
         """Pinned blocks torch keeps for later, and what the C library holds."""
         ...
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
-        """Send managed buffers nobody is about to use to main memory; `everything`: the recently used ones too."""
+    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
+        """Send managed buffers nobody is about to use to main memory; `everything`: the recently used ones too.
+
+        Returns the bytes sent; None: unknown.
+        """
         ...
 
 
@@ -207,13 +248,22 @@ class Counters:
 
 
 class Governor:
-    """Samples, decides, acts. Lives in the training thread; `state` and `counters` may be read from any."""
+    """Samples, decides, acts. Lives in the training thread; `state` and `counters` may be read from any.
 
-    def __init__(self, sensors: SensorSource, reclaimer: Reclaimer, limits: Limits) -> None:
+    `on_change` gets every change when it happens: the arena's use, then the stage, then each reclamation once it is
+    done. It is called before a MemoryPressure is raised.
+    """
+
+    def __init__(
+        self, sensors: SensorSource, reclaimer: Reclaimer, limits: Limits, on_change: OnChange = lambda change: None
+    ) -> None:
         self._sensors = sensors
         self._reclaimer = reclaimer
         self._limits = limits
         self._checked = False
+        self._arena = 0
+        """What the last sample that could read it found in the arena."""
+        self.on_change = on_change
         self.state = State()
         self.counters = Counters()
 
@@ -221,11 +271,15 @@ class Governor:
         """Once per step boundary. Raises MemoryPressure when nothing is left to give up."""
         reading = self._sensors.read()
         self._check_limits_once(reading)
-        decision = decide(self.state, reading, self._limits)
-        self.counters = self.counters.after(self.state, reading, decision)
+        before, peak = self.state, self.counters.arena_peak
+        decision = decide(before, reading, self._limits)
+        self.counters = self.counters.after(before, reading, decision)
         self.state = decision.state
+        self._report_arena(reading, peak)
+        if before.stage != decision.state.stage:
+            self.on_change(StageChange(before.stage, decision.state.stage, decision.reason))
         for action in decision.actions:
-            self._carry_out(action, demotion_budget(reading, self._limits))
+            self.on_change(self._carry_out(action, demotion_budget(reading, self._limits), decision.reason))
         if Action.HARD_RECLAMATION in decision.actions:
             self._raise_if_still_short(self._sensors.read())
         return decision
@@ -238,14 +292,29 @@ class Governor:
             raise ConfigError([problem])
         self._checked = True
 
-    def _carry_out(self, action: Action, budget: int) -> None:
-        hard = action is Action.HARD_RECLAMATION
+    def _report_arena(self, reading: Reading, peak: int) -> None:
+        if reading.arena_active is None:
+            return
+        before, self._arena = self._arena, reading.arena_active
+        if self._arena > peak:
+            reason = "it holds more than ever before" if peak else "a step needed more than the device has"
+        elif self._arena and not before:
+            reason = "a step needed more than the device has, again"
+        elif before and not self._arena:
+            reason = "the last step needed none of it"
+        else:
+            return
+        self.on_change(ArenaChange(before, self._arena, reason))
+
+    def _carry_out(self, action: Action, budget: int, reason: str) -> Reclamation:
+        hard, began = action is Action.HARD_RECLAMATION, time.perf_counter()
         if hard:
             self._reclaimer.synchronize()
-        self._reclaimer.release_device_cache()
+        released = self._reclaimer.release_device_cache()
         if hard:
             self._reclaimer.release_host_caches()
-        self._reclaimer.demote_cold(at_most=budget, everything=hard)
+        demoted = self._reclaimer.demote_cold(at_most=budget, everything=hard)
+        return Reclamation(action, released, demoted, 1000 * (time.perf_counter() - began), reason)
 
     def _raise_if_still_short(self, reading: Reading) -> None:
         if _shortage(reading, self._limits) is None or reading.host_headroom is None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gracetune.config.alloc_conf import max_split_bytes
 from gracetune.config.memory_options import MemoryOptions
@@ -13,12 +13,12 @@ from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.arena_size import ArenaSize, Room, arena_size
-from gracetune.memory.governor import Decision, Governor, Limits
+from gracetune.memory.governor import Decision, Governor, Limits, OnChange
 from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load
 from gracetune.memory.reclaim import TorchReclaimer
-from gracetune.memory.sensors import ArenaUsage, DeviceSensor, HostSensor, Sensors, TorchCuda
+from gracetune.memory.sensors import ArenaUsage, CudaMemory, DeviceSensor, HostSensor, Sensors, TorchCuda
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.trial import synchronize
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from gracetune.memory.lookahead import Parts
+
+
+_COUNTED_WITH_ARENA: Final = "they are counted with an overflow arena only: each kernel launch takes 2 us longer"
 
 
 @dataclass(frozen=True)
@@ -45,18 +48,25 @@ class UnifiedMemory:
         size: ArenaSize,
         arena: OverflowArena | None,
         device: int,
+        *,
+        cuda: CudaMemory | None = None,
+        host: HostSensor | None = None,
     ) -> None:
+        """`cuda` counts the GPU's memory, `host` main memory: those of a modelled machine, else torch and /proc."""
         self.arena_size = size
+        self.uncounted: str | None = _COUNTED_WITH_ARENA
+        """Why page faults and migrations are not counted; None where they are."""
         self._uvm, self._arena = uvm, arena
         self.heap = ManagedHeap(uvm, device, partial(synchronize, device))
-        limits = Limits.from_options(options, host_reserve=host_reserve(machine))
+        self._limits = limits = Limits.from_options(options, host_reserve=host_reserve(machine))
         self._device = DeviceSensor(
-            TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
+            cuda or TorchCuda(device), exact_below=limits.calm_level, one_pool=machine.profile.value == "integrated"
         )
-        self.sensors = Sensors(HostSensor(machine.gpus), self._device, arena or _NoArena())
+        self.sensors = Sensors(host or HostSensor(machine.gpus), self._device, arena or _NoArena())
         self._governor = Governor(self.sensors, TorchReclaimer(device, self.heap), limits)
         self._cuda_device = device
         self._look_ahead = LookAheadStats()
+        self._moving: torch.cuda.Stream | None = None
 
     @classmethod
     def open(
@@ -79,8 +89,7 @@ class UnifiedMemory:
         uvm = load()
         if isinstance(uvm, Unavailable):
             return uvm
-        # A full arena must not sit at the very line where the governor calls it pressure.
-        room = replace(Room.of(machine, device), reserve=host_reserve(machine) * 5 // 4, sharers=local_ranks)
+        room = Room.for_arena(machine, device, sharers=local_ranks)
         uvm.set_managed_cap(CAREFUL_CAP if room.careful and not force_oversubscription else None)
         size = ArenaSize(0, 0, "none", "no arena: use_uvm is off")
         if options.use_uvm:
@@ -101,15 +110,41 @@ class UnifiedMemory:
                 streams=streams,
                 max_split_bytes=max_split_bytes(allocator_string),
             )
-        return cls(uvm, machine, options, size, arena, device)
+        memory = cls(uvm, machine, options, size, arena, device)
+        if arena is not None:
+            unavailable = uvm.count_migrations()
+            memory.uncounted = None if unavailable is None else str(unavailable)
+        return memory
 
     def step(self) -> Decision:
         """Sample and act. Raises MemoryPressure when nothing is left to give up."""
         return self._governor.sample()
 
+    def on_change(self, report: OnChange) -> None:
+        """`report` gets every change of stage, every reclamation and every change of the arena's use as it happens."""
+        self._governor.on_change = report
+
     @property
     def memory_is_tight(self) -> bool:
         return self._governor.state.stage == 2
+
+    @property
+    def has_arena(self) -> bool:
+        """Whether PyTorch can take memory from a live overflow arena; hints and caches need none."""
+        return self._arena is not None
+
+    def device_room(self) -> int | None:
+        """GPU memory that can be taken without coming near memory pressure; None where nobody knows."""
+        device = self.sensors.device_at_peak()
+        return None if device is None else max(0, device.available - self._limits.calm_level(device.total))
+
+    def moving_stream(self) -> int:
+        """The CUDA stream on which whole buffers change their home, beside the step's and the look-ahead's."""
+        import torch
+
+        if self._moving is None:
+            self._moving = torch.cuda.Stream(self._cuda_device)
+        return int(self._moving.cuda_stream)
 
     def look_ahead(self, batches: Iterable[Parts], mover: Mover, *, depth: int = 2) -> LookAhead:
         """Batches on the GPU ahead of time, counted in this layer's statistics and shallower when memory is tight."""
@@ -127,8 +162,11 @@ class UnifiedMemory:
             arena_active_bytes=usage.active,
             arena_peak_bytes=max(counters.arena_peak, usage.active),
             refused=self._uvm.total_stats().refused,
+            hinted_bytes=self.heap.hints.bytes,
+            hints_refused=self.heap.hints.refused,
             prefetched_bytes=self._look_ahead.prefetched_bytes,
             prefetch_wait_ms=self._look_ahead.wait_ms,
+            migrations=self._uvm.migrations() if self.uncounted is None else None,
         )
 
     def stats(self) -> dict[str, Any]:
@@ -143,6 +181,9 @@ class UnifiedMemory:
         return self._uvm.total_stats().live_bytes
 
     def close(self) -> None:
+        if self.uncounted is None:
+            self.uncounted = "the layer is closed"
+            self._uvm.stop_counting_migrations()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

@@ -10,10 +10,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
+from gracetune.memory.errors import CacheWrittenError
 from gracetune.memory.stacked import CopyBytes, Stacked
 
 if TYPE_CHECKING:
@@ -62,23 +63,32 @@ class Mover(Protocol):
 class _Here:
     tensors: Tensors
     bytes: int = 0
+    lent: tuple[str, ...] = ()
+    """Which of them are views of the cache."""
+    versions: dict[str, int] = field(default_factory=dict)
+    """Of those, when they were handed over: torch counts writes, so one is noticed without looking at data."""
 
     def arrive(self) -> tuple[Tensors, Arrival | None]:
+        self.versions = {name: self.tensors[name]._version for name in self.lent}
         return self.tensors, None
 
     def release(self) -> bool:
-        self.tensors = {}
+        written = [name for name, version in self.versions.items() if self.tensors[name]._version != version]
+        self.tensors, self.versions = {}, {}
+        if written:
+            raise CacheWrittenError(written)
         return False
 
 
 class InPlace:
-    """For the CPU and for one-pool machines: a batch is where it is needed.
+    """For the CPU and for one-pool machines: a batch is read where it lies.
 
-    What is given in pieces is put together when it is given, on the current stream: the only copy that is made.
+    What is given in pieces is put together when it is given, on the current stream: the only copy that is made. With
+    `lend` a batch of one sample is not even that, but a view of its pieces; a step that writes into it is an error.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device
+    def __init__(self, device: torch.device | None = None, *, lend: bool = False) -> None:
+        self._device, self._lend = device, lend
 
     def start(self, batch: Parts, *, ahead: bool = True) -> Moving:
         import torch
@@ -86,10 +96,18 @@ class InPlace:
         if not any(isinstance(part, Stacked) for part in batch.values()):
             return _Here(cast("Tensors", batch))
         # Whoever asks first may be validating: a tensor made in inference mode could never be trained on.
+        tensors: dict[str, torch.Tensor] = {}
+        lent = []
         with torch.inference_mode(False), torch.no_grad():
-            return _Here(
-                {name: part.build(self._device) if isinstance(part, Stacked) else part for name, part in batch.items()}
-            )
+            for name, part in batch.items():
+                if not isinstance(part, Stacked):
+                    tensors[name] = part
+                elif self._lend and (there := part.in_place(self._device)) is not None:
+                    tensors[name] = there
+                    lent.append(name)
+                else:
+                    tensors[name] = part.build(self._device)
+        return _Here(tensors, lent=tuple(lent))
 
     def keep(self, slots: int) -> None:
         pass
@@ -109,7 +127,7 @@ class RingMover:
 
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.copy_bytes = _copies_on(self.stream)
+        self.copy_bytes = copies_on(self.stream)
         self._free: deque[_Slot] = deque()
         self._slots = 0
         self._most = 1 << 30
@@ -142,7 +160,7 @@ class RingMover:
             self._slots -= 1
 
 
-def _copies_on(stream: torch.cuda.Stream) -> CopyBytes | None:
+def copies_on(stream: torch.cuda.Stream) -> CopyBytes | None:
     """Many copies in one call of the driver; None where the native library cannot be had, and torch makes them."""
     from gracetune.memory.native import Unavailable, load
 
@@ -255,6 +273,10 @@ class Depth:
     reason: str
 
 
+OnDepth: TypeAlias = Callable[[Depth, Depth], None]
+"""The depth before, and the one from now on with its reason."""
+
+
 def next_depth(depth: int, *, waited_ms: float, step_ms: float, memory_tight: bool, most: int = 4) -> Depth:
     """One deeper after a step that waited for more than 1 % of its time, one shallower while memory is tight."""
     if memory_tight:
@@ -285,10 +307,13 @@ class LookAhead:
         most: int = 4,
         memory_tight: Callable[[], bool] = lambda: False,
         stats: LookAheadStats | None = None,
+        on_change: OnDepth | None = None,
     ) -> None:
+        """`on_change` gets the depth before and after every change; nothing is synchronized for it."""
         if not 0 <= depth <= most:
             raise ValueError(f"a look-ahead of {depth} is not between 0 and {most}")
         self.depth = Depth(depth, "as asked")
+        self.on_change = on_change
         self.stats = LookAheadStats() if stats is None else stats
         self._source = iter(batches)
         self._mover = mover
@@ -339,6 +364,11 @@ class LookAhead:
         """The source failed for the batch whose turn it is: the next call raises that, unless it is discarded."""
         return self._failure is not None and not self._under_way
 
+    @property
+    def is_deepest(self) -> bool:
+        """It cannot go further ahead than it does."""
+        return self.depth.value >= self._most
+
     def _start_moves(self, wanted: int) -> None:
         while len(self._under_way) < wanted and self._failure is None:
             try:
@@ -359,6 +389,9 @@ class LookAhead:
             self.stats.wait_ms += waited
             self.stats.step_ms += step
             if self.depth.value > 0:
+                before = self.depth
                 self.depth = next_depth(
-                    self.depth.value, waited_ms=waited, step_ms=step, memory_tight=self._tight(), most=self._most
+                    before.value, waited_ms=waited, step_ms=step, memory_tight=self._tight(), most=self._most
                 )
+                if self.on_change is not None and self.depth.value != before.value:
+                    self.on_change(before, self.depth)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gracetune.memory.errors import DriverTooOldError, UnifiedMemoryError
+from gracetune.memory.errors import DriverError, DriverTooOldError, UnifiedMemoryError
 from gracetune.memory.hint import Hint, not_applied
 from gracetune.memory.native import HOST, Advice, RangeState, Span, Uvm
 from gracetune.memory.pages import HINT_PAGE, round_up
@@ -78,6 +78,16 @@ class _Block:
     use: _Use = field(default_factory=_Use)
 
 
+@dataclass
+class HintCounters:
+    """What became of the hints a heap gave. Both only ever grow."""
+
+    bytes: int = 0
+    """Of buffers whose home the driver was told, each time it was."""
+    refused: int = 0
+    """Hints that could not be given."""
+
+
 @dataclass(eq=False)
 class ManagedHeap:
     """All managed buffers of one GPU. `quiesce` waits until the GPU is done with what it was given."""
@@ -86,6 +96,7 @@ class ManagedHeap:
     device: int
     quiesce: Callable[[], None]
     slab_bytes: int = SLAB_BYTES
+    hints: HintCounters = field(default_factory=HintCounters)
     _slabs: list[_Slab] = field(default_factory=list)
     _returned: deque[tuple[_Slab, Span, _Use]] = field(default_factory=deque)
     _live: weakref.WeakSet[_Block] = field(default_factory=weakref.WeakSet)
@@ -103,6 +114,7 @@ class ManagedHeap:
         with self._working():
             block = self._place(size, home)
             self._live.add(block)
+            self.hints.bytes += block.span.bytes
         # The finalizer must not refer to the block itself, or the block would live for ever. At the interpreter's end
         # the process gives everything back anyway, and views may still be in use.
         weakref.finalize(block, self._give_back, block.slab, block.span, block.use).atexit = False
@@ -114,10 +126,11 @@ class ManagedHeap:
         with self._working():
             return sum(slab.span.bytes for slab in self._slabs)
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
+    def demote_cold(self, *, at_most: int, everything: bool) -> int:
         """Send buffers that lie on the GPU and were not used lately to host memory, longest unused first.
 
         `everything` takes those in use along: they stay correct, only slower. Enqueued on the default stream.
+        Returns the bytes sent.
         """
         oldest = math.inf if everything else time.monotonic() - COLD_AFTER_SECONDS
         sent = 0
@@ -129,6 +142,7 @@ class ManagedHeap:
                     self.uvm.prefetch(block.span, HOST, stream=0)
                     block.use.sent_to_device = False
                     sent += block.span.bytes
+        return sent
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -155,6 +169,7 @@ class ManagedHeap:
         try:
             set_home(self.uvm, span, home)
         except UnifiedMemoryError:
+            self.hints.refused += 1
             self.uvm.free(span)
             raise
         slab = _Slab(span, home, unit, FreeSpace(span.pointer, size))
@@ -274,9 +289,16 @@ class ManagedBuffer:
     def rehome(self, home: Home) -> Hint:
         """Prefer another home from now on. Pages move when they are next touched or prefetched."""
         block = self._block
+        counters = self._heap.hints
         if block.slab.unit < HINT_PAGE:
+            counters.refused += 1
             return not_applied(f"{self.nbytes} bytes share a page with other buffers")
-        set_home(self._heap.uvm, block.span, home)
+        try:
+            set_home(self._heap.uvm, block.span, home)
+        except (DriverError, DriverTooOldError) as error:
+            counters.refused += 1
+            return not_applied(f"the driver refused: {str(error).splitlines()[0]}")
+        counters.bytes += block.span.bytes
         self.home = home
         return Hint(True, block.span.bytes, f"prefers the {home}")
 

@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
+from gracetune.config.run_config import RunConfig
 from gracetune.hardware.machine import ProfileName
+from gracetune.units import format_bytes
 
 Role = Literal["hot_weights", "activations", "cold_weights", "optimizer_state", "latent_cache", "text_cache"]
 Place = Literal["device", "managed_host", "managed_device", "pinned_host", "shared_host", "host"]
 
 TEXT_ON_DEVICE_SHARE = 0.02
 """Text embeddings this small a part of the GPU's memory are kept there: every step reads them."""
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Whether a run gives residency hints and keeps caches in managed memory, and what decided it."""
+
+    on: bool
+    reason: str
+    asked: bool = False
+    """`memory.enable_uvm_hints` is true: managed memory is taken even where a measurement speaks against it."""
+
+
+FOLLOW_CACHES: Final = Hints(True, "a cache type is unified_memory")
+
+
+def hints_of(config: RunConfig) -> Hints:
+    """The switch decides; where it is unset, the cache types do."""
+    switch = config.memory.enable_uvm_hints
+    if switch is not None:
+        return Hints(switch, f"memory.enable_uvm_hints is {str(switch).lower()}", asked=switch)
+    if "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type):
+        return FOLLOW_CACHES
+    return Hints(False, "no cache type is unified_memory")
 
 
 @dataclass(frozen=True)
@@ -64,3 +89,53 @@ def place(
     if role == "text_cache" and profile == "superchip" and fits_device:
         return Placement("managed_device", False, "small, and read in every step")
     return chosen
+
+
+WAITED_SHARE: Final = 0.05
+"""Of the steps' own time. Steps that wait longer than this are worth a change of placement."""
+
+
+@dataclass(frozen=True)
+class Waits:
+    """What a number of batches in a row cost the step."""
+
+    waited_ms: float
+    step_ms: float
+    is_deepest: bool
+    """The look-ahead cannot go further ahead, so waiting is not a matter of depth."""
+
+    @property
+    def are_long(self) -> bool:
+        return self.is_deepest and self.waited_ms > WAITED_SHARE * self.step_ms
+
+    def __str__(self) -> str:
+        return f"steps of {self.step_ms:.0f} ms in all waited {self.waited_ms:.0f} ms for their data"
+
+
+@dataclass(frozen=True)
+class Rehoming:
+    """Where a managed cache should lie from now on, and why."""
+
+    home: Literal["host", "device"]
+    reason: str
+
+
+def rehome(
+    home: Literal["host", "device"],
+    waits: Waits,
+    *,
+    size: int,
+    room: int | None,
+    memory_tight: bool,
+    was_sent_back: bool,
+) -> Rehoming | None:
+    """Pure; None where it stays. `room`: device bytes that can be taken without coming near memory pressure.
+
+    A cache moves to the GPU at most once: one that had to go back when memory became tight stays in host memory, so
+    that it does not move to and fro.
+    """
+    if home == "device":
+        return Rehoming("host", "memory is tight") if memory_tight else None
+    if was_sent_back or memory_tight or not waits.are_long or room is None or size > room:
+        return None
+    return Rehoming("device", f"{waits}, and its {format_bytes(size)} fit into {format_bytes(room)} of free GPU memory")

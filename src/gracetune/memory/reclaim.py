@@ -10,10 +10,10 @@ from typing import Protocol
 class Demoter(Protocol):
     """The owner of the managed buffers."""
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
+    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
         """Send up to `at_most` bytes of managed buffers nobody is about to use to main memory.
 
-        `everything` counts those as cold too that were used a moment ago.
+        `everything` counts those as cold too that were used a moment ago. Returns the bytes sent; None: unknown.
         """
         ...
 
@@ -28,13 +28,16 @@ class TorchReclaimer:
     def synchronize(self) -> None:
         import torch
 
-        torch.cuda.synchronize(self._device)
+        if torch.cuda.is_initialized():  # a GPU that nobody has used has nothing to wait for
+            torch.cuda.synchronize(self._device)
 
-    def release_device_cache(self) -> None:
+    def release_device_cache(self) -> int:
         import torch
 
+        before = torch.cuda.memory_reserved(self._device)
         gc.collect()  # a tensor in a reference cycle holds its block until then
         torch.cuda.empty_cache()
+        return max(0, before - torch.cuda.memory_reserved(self._device))
 
     def release_host_caches(self) -> None:
         import torch
@@ -44,9 +47,8 @@ class TorchReclaimer:
             torch.accelerator.empty_host_cache()
         trim_heap()
 
-    def demote_cold(self, *, at_most: int, everything: bool) -> None:
-        if at_most > 0:
-            self._demoter.demote_cold(at_most=at_most, everything=everything)
+    def demote_cold(self, *, at_most: int, everything: bool) -> int | None:
+        return self._demoter.demote_cold(at_most=at_most, everything=everything) if at_most > 0 else 0
 
 
 def trim_heap() -> None:

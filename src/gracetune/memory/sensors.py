@@ -159,9 +159,14 @@ def device_reading(
     """
     own_reserved = max(0, reserved - arena.reserved)
     own_used = max(0, used - arena.active)
-    # Torch reports 1.0 where no limit was set, and then it enforces none, however large the arena.
-    most = total if fraction >= 1.0 else min(total, max(0, int(fraction * total) - arena.reserved))
+    most = usable_total(total, fraction, arena.reserved)
     return DeviceReading(available=max(0, min(free + own_reserved, most) - own_used), total=most)
+
+
+def usable_total(total: int, fraction: float, arena_reserved: int = 0) -> int:
+    """How much of the GPU this process may hold, the arena not counted."""
+    # Torch reports 1.0 where no limit was set, and then it enforces none, however large the arena.
+    return total if fraction >= 1.0 else min(total, max(0, int(fraction * total) - arena_reserved))
 
 
 class DeviceSensor:
@@ -196,6 +201,11 @@ class DeviceSensor:
         """Against what is allocated at this moment. Changes nothing, so any thread may ask."""
         free, total = self._info(host)
         return None if free is None else self._reading(free, total, self._cuda.stats(), ALLOCATED, arena)
+
+    def read_peak(self, arena: ArenaUsage, host: HostReading) -> DeviceReading | None:
+        """Against the highest point of torch's counter, which is left running."""
+        free, total = self._info(host)
+        return None if free is None else self._reading(free, total, self._cuda.stats(), PEAK_ALLOCATED, arena)
 
     def with_peaks(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of torch's statistics, with every peak as if we had never restarted the counter."""
@@ -279,6 +289,11 @@ class Sensors:
         host, arena = self._host.read(), self._arena.usage()
         device = self._device.read_now(arena, host) if self._device is not None and arena is not None else None
         return Vitals(host.headroom, None if device is None else device.available, host.notes)
+
+    def device_at_peak(self) -> DeviceReading | None:
+        """What the GPU could still give at the highest point of the last steps; None where nobody knows."""
+        host, arena = self._host.read(), self._arena.usage()
+        return self._device.read_peak(arena, host) if self._device is not None and arena is not None else None
 
     def _device_note(self, arena: ArenaUsage | None) -> tuple[str, ...]:
         if self._device is None:

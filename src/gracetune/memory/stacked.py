@@ -89,6 +89,16 @@ class Stacked:
         fits = piece.shape == own or piece.shape[1:] == own[1:]
         return fits and piece.dtype == self.dtype and piece.is_contiguous()
 
+    def in_place(self, device: torch.device | None = None) -> torch.Tensor | None:
+        """A view of the only piece, where that is all of it and lies on the device; None where it takes a copy."""
+        if len(self.pieces) != 1:
+            return None
+        (piece,) = self.pieces
+        if isinstance(piece, Constant) or piece.shape != self.shape[1:] or piece.dtype != self.dtype:
+            return None
+        there = "cpu" if device is None else device.type
+        return piece.unsqueeze(0) if piece.is_contiguous() and piece.device.type == there else None
+
     def build(self, device: torch.device | None = None) -> torch.Tensor:
         """A new tensor; nothing of it is shared with the pieces, so a step may write into it."""
         import torch

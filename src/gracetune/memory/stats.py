@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from gracetune.memory.governor import Stage
+from gracetune.memory.native import Migrations
 
 PREFIX = "uvm."
 
@@ -24,11 +25,29 @@ class UvmStats:
     arena_peak_bytes: int = 0
     refused: int = 0
     """Allocations of managed memory that the cap or the driver refused."""
+    hinted_bytes: int = 0
+    """Of buffers whose home the driver was told: caches, parked weights, `managed_empty`."""
+    hints_refused: int = 0
+    """Hints that the driver refused, or that would have reached a neighbour's page."""
     prefetched_bytes: int = 0
     prefetch_wait_ms: float = 0.0
     """How long steps waited for data that was still on its way."""
+    migrations: Migrations | None = None
+    """Page faults and bytes that pages took along; None where they are not counted."""
+
+    def by_name(self) -> dict[str, Any]:
+        """What is not counted has no entry."""
+        values = {name: value for name, value in vars(self).items() if name != "migrations"}
+        if self.migrations is not None:
+            values |= {
+                "gpu_page_faults": self.migrations.gpu_page_faults,
+                "cpu_page_faults": self.migrations.cpu_page_faults,
+                "migrated_to_device_bytes": self.migrations.to_device_bytes,
+                "migrated_to_host_bytes": self.migrations.to_host_bytes,
+            }
+        return {PREFIX + name: value for name, value in values.items()}
 
 
 def merged(torch_stats: Mapping[str, Any], uvm: UvmStats) -> dict[str, Any]:
     """A copy of `torch.cuda.memory_stats()` with ours added; torch's own dictionary is left as it is."""
-    return {**torch_stats, **{PREFIX + name: value for name, value in asdict(uvm).items()}}
+    return {**torch_stats, **uvm.by_name()}

@@ -156,18 +156,18 @@ def _overflow(heap: ManagedHeap) -> str:
 
 
 def _link(heap: ManagedHeap) -> str:
-    return describe(measure_link(heap))
+    return describe(measure_link(heap.device, heap).speeds)
 
 
 def describe(speeds: LinkSpeeds) -> str:
-    named = {
-        "pinned copy": speeds.pinned_copy,
-        "read in place": speeds.managed_gather,
-        "prefetch": speeds.managed_prefetch,
-    }
-    ways = ", ".join(f"{name} {way.rate:.0f} GB/s ({way.hidden:.0%} hidden)" for name, way in named.items())
-    back = f"pinned copy {speeds.pinned_copy_to_host:.0f}, prefetch {speeds.managed_prefetch_to_host:.0f} GB/s"
-    return f"to the GPU: {ways}; to the host: {back}"
+    managed = speeds.managed
+    ways = {"pinned copy": speeds.pinned_copy}
+    back = {"pinned copy": speeds.pinned_copy_to_host}
+    if managed is not None:
+        ways |= {"read in place": managed.gather, "prefetch": managed.prefetch}
+        back["prefetch"] = managed.prefetch_to_host
+    there = ", ".join(f"{name} {way.rate:.0f} GB/s ({way.hidden:.0%} hidden)" for name, way in ways.items())
+    return f"to the GPU: {there}; to the host: {', '.join(f'{name} {rate:.0f}' for name, rate in back.items())} GB/s"
 
 
 _EXPERIMENTS: Final[dict[str, Callable[[ManagedHeap], str]]] = {

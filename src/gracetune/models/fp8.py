@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.planning.plan import FP8_CAPABILITY
+from gracetune.memory.planning.ladder import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
 E4M3: Final = torch.float8_e4m3fn

@@ -184,6 +184,9 @@ class ModelSpec:
     repeated_blocks: tuple[str, ...]
     """Names of the block classes the denoiser repeats: what is compiled and checkpointed."""
     build_tiny: Callable[..., Path]
+    conv_targets: tuple[str, ...] = ()
+    """Patterns of the modules with convolutions: they join the default targets where `adapter.conv_rank` is set.
+    Empty where the denoiser's blocks have no convolutions."""
     untrained: Sequence[str] = ()
     """Patterns of target layers that never get a gradient, left out of the default targets."""
     attention: AttentionCalls = AttentionCalls()
@@ -191,7 +194,7 @@ class ModelSpec:
     """What `load_denoiser` and `build_denoiser` do to the library's own model, so that it computes the same faster."""
     recorded_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """What of a batch `predict` is given in a step recorded as a CUDA graph, in as few shapes as it can have: each is
-    recorded by itself. None: this family was never recorded on a GPU, so it is not."""
+    recorded by itself. None: this family has not been captured on a GPU yet, so it is not."""
     check_sample: Callable[[SampleRequest, ModelFacts], None] = lambda request, facts: None
     """ConfigError for a request that `sample` would refuse: asked before anything is loaded. A problem's key is what
     the value is called in `validation.prompts`."""

@@ -1,11 +1,13 @@
-"""Learning rates out of an ai-toolkit run's `optimizer.pt`.
+"""Learning rates out of an ai-toolkit run's `optimizer.pt` (`optimizer.rates_from`).
 
     {"state": {0: {"lr_mask": {"quantized": int8, "scale": float, ...}, "last_polarity": bool, ...}, ...},
-     "param_groups": [{"params": [0, ...], "param_names": [...] (where torch kept them), ...}]}
+     "param_groups": [{"params": [0, ...], ...}]}
 
-The file counts parameters and does not name them. Its rates are taken over only where names can be had: from the file
-itself, or from the caller, in the file's order. A guess by position could put one expert's rates on the other.
-The file is read without running anything in it (torch's `weights_only`).
+The file counts parameters and does not name them. ai-toolkit counts in the order of the model's modules, the high-noise
+expert's before the low-noise expert's, and within a layer lora_down, lora_up or LoKr's first and second factor. That is
+the order of our own parameters, so they get their names from it. The rates are taken over only where the number of
+parameters and every single shape agree, and where nothing is left to guess: a file of one expert of two does not say
+which one it is of. The file is read without running anything in it (torch's `weights_only`).
 """
 
 from __future__ import annotations
@@ -21,8 +23,10 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import GracetuneError
-from gracetune.optim.automagic import Automagic
 from gracetune.optim.naming import differences
+
+KINDS = ("lora", "lokr")
+"""Adapters whose layers have their parameters in the same order in ai-toolkit and here."""
 
 
 class NotImportableError(GracetuneError):
@@ -31,45 +35,45 @@ class NotImportableError(GracetuneError):
 
 @dataclass(frozen=True, eq=False)
 class ImportedRates:
-    """By the names they were found under."""
+    """By our own names of the parameters."""
 
+    path: Path
     rates: Mapping[str, Tensor]
     signs: Mapping[str, Tensor]
 
+    def __str__(self) -> str:
+        lowest = min(float(rate.min()) for rate in self.rates.values())
+        highest = max(float(rate.max()) for rate in self.rates.values())
+        return f"{len(self.rates)} parameters start with the rates of {self.path}, {lowest:.2g} to {highest:.2g}"
 
-def read_rates(path: Path, names: Sequence[str] | None = None) -> ImportedRates:
-    """`names`: of all parameters of the file in its order, where the file has none of its own."""
+
+def read_rates(path: Path, shapes: Mapping[str, tuple[int, ...]], *, kind: str, one_of_two: bool) -> ImportedRates:
+    """`shapes`: of all parameters the run trains, in the model's order. `one_of_two`: of one expert of a pair only."""
+    if kind not in KINDS:
+        raise _refused(path, f"a run with an adapter of kind {kind}", f"one of kind {' or '.join(KINDS)}")
     held = _open(path)
     state, groups = held.get("state"), held.get("param_groups")
     if not isinstance(state, Mapping) or not isinstance(groups, Sequence):
         raise _refused(path, "no optimizer's state")
+    if one_of_two:
+        found = "parameters by number only, so nothing says of which expert they are"
+        raise _refused(path, found, "a run that trains both experts, as the file's did")
     numbers = [number for group in groups for number in group["params"]]
-    own = [name for group in groups for name in group.get("param_names", ())]
-    called = [*names] if names is not None else own
-    if not called:
-        raise _refused(path, f"{len(numbers)} parameters by number only, so nothing says which layer each one is")
-    if len(called) != len(numbers) or len(set(called)) != len(called):
-        raise _refused(path, f"{len(numbers)} parameters, but {len(set(called))} names for them")
+    if len(numbers) != len(shapes):
+        expected = f"the {len(shapes)} that this run trains (the same layers, experts and kind of adapter)"
+        raise _refused(path, f"{len(numbers)} parameters", expected)
     rates, signs = {}, {}
-    for number, name in zip(numbers, called, strict=True):
+    for number, name in zip(numbers, shapes, strict=True):
         entry = state.get(number, {})
-        mask = entry.get("lr_mask")
-        if mask is None:
-            raise _refused(path, f"no lr_mask for {name}: this is not Automagic's state")
-        rates[name] = _dequantized(mask)
+        if "lr_mask" not in entry:
+            raise _refused(path, f"no lr_mask for parameter {number} ({name})")
+        rates[name] = _dequantized(entry["lr_mask"])
         if isinstance(entry.get("last_polarity"), Tensor):
             signs[name] = entry["last_polarity"].bool()
-    return ImportedRates(rates, signs)
-
-
-def import_rates(optimizer: Automagic, path: Path, names: Sequence[str] | None = None) -> int:
-    """Put them into an optimizer, whose parameters have to be exactly these; how many parameters that were."""
-    found = read_rates(path, names)
-    wrong = differences(optimizer.parameter_shapes(), {name: tuple(t.shape) for name, t in found.rates.items()})
+    wrong = differences(shapes, {name: tuple(tensor.shape) for name, tensor in rates.items()})
     if wrong:
-        raise _refused(path, f"other parameters than this run trains:\n{wrong}\n ")
-    optimizer.load_rates(dict(found.rates), dict(found.signs))
-    return len(found.rates)
+        raise _refused(path, f"parameters of other sizes:\n{wrong}\n ", "those of this run (the same rank and model)")
+    return ImportedRates(path, rates, signs)
 
 
 def _dequantized(mask: Any) -> Tensor:
@@ -92,8 +96,8 @@ def _open(path: Path) -> Mapping[str, Any]:
     return held
 
 
-def _refused(path: Path, found: str) -> NotImportableError:
+def _refused(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:
     return NotImportableError(
-        f"{path}: found {found}; expected an ai-toolkit Automagic optimizer.pt whose parameters have names. "
-        "Start without it: the adapter's weights are taken over, and Automagic finds its rates again from `lr`"
+        f"optimizer.rates_from: {path}: found {found}; expected {expected}. To start without it: "
+        "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`"
     )

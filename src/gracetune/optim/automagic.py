@@ -14,7 +14,7 @@ The state is saved by parameter name; `state_dict()` holds none of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -146,16 +146,14 @@ class Automagic(Optimizer):
                     value = _on_grid(value, state.json["units"][name], rule.grid)
                 stacked[at].copy_(_own_part(value, entry, stack, at))
 
-    def load_rates(self, rates: dict[str, Tensor], signs: dict[str, Tensor]) -> None:
+    @torch.no_grad()
+    def load_rates(self, rates: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> None:
         """Take over learning rates (and last signs) of another run, for the named parameters."""
         for name, stack, at, rule in self._members():
             if name in rates:
                 stack.rates[at].copy_(_own_part(rule.grid.store(rates[name]), "rate", stack, at))
             if name in signs:
                 stack.signs[at].copy_(_own_part(signs[name].to(torch.uint8), "sign", stack, at))
-
-    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(stack.whole_shape) for name, stack, _at, _rule in self._members()}
 
     def _members(self) -> Iterator[tuple[str, Stack, int, Rule]]:
         for _group, rule, stack in self._stacks:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gracetune.adapters.layer import local
 from gracetune.optim.automagic_stack import TINY, Rule, Stack, sharding_of
-from gracetune.optim.skipping import local
 
 if TYPE_CHECKING:
     from types import ModuleType

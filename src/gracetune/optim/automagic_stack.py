@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from gracetune.adapters.layer import local
 from gracetune.errors import GracetuneError
 from gracetune.optim.rates import RateGrid
-from gracetune.optim.skipping import local
 
 NO_SIGN = 2
 """In place of a last sign (0 or 1) where there has been no update yet."""

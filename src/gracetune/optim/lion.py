@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gracetune.optim.skipping import local, move_towards
+from gracetune.adapters.layer import local
+from gracetune.optim.skipping import move_towards
 
 
 class Lion(Optimizer):

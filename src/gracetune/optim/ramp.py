@@ -26,6 +26,11 @@ class Window:
     accumulation: int
     """Micro-batches of one rank."""
 
+    @property
+    def samples(self) -> int:
+        """Of one rank, in the whole optimizer step."""
+        return self.micro_batch * self.accumulation
+
 
 @dataclass(frozen=True)
 class Ramp:
@@ -64,10 +69,10 @@ class Ramp:
         found = 0
         while windows and consumed < self.ramp_steps:
             window = self.window(consumed)
-            found, windows = found + window.micro_batch * window.accumulation, windows - 1
+            found, windows = found + window.samples, windows - 1
             consumed += window.accumulation
         last = self.window(consumed)
-        return found + windows * last.micro_batch * last.accumulation
+        return found + windows * last.samples
 
     @property
     def first_line(self) -> str | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from gracetune.adapters.layer import local
 
 _MOST = 1 << 24
 """Elements that are worked on at a time (64 MiB of float32), or one tensor that has more."""
@@ -69,8 +70,3 @@ def _parts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[list[tuple[Tensor
             part, elements = [], 0
     if part:
         yield part
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process' part of a tensor that is spread over several."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,10 @@
 """Everything a run tells about itself. Each event is plain data, with the unit in the name where there is one.
 
 The event log holds one of them a line; `docs/events.md` is made from the notes here (see `schema`). Adding a field with
-a default keeps the version; anything else raises `SCHEMA_VERSION`.
+a default keeps the version; anything else raises `SCHEMA_VERSION`. Logs of every version in `READ_VERSIONS` are read.
+
+    1   the first one
+    2   adds EffectiveBatchChanged, OverflowArenaChanged, MemoryReclaimed and LookAheadChanged; all else is as in 1
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READ_VERSIONS = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,7 @@ class StepDone(Event):
     loss: Annotated[float, "mean over the samples"]
     step_ms: Annotated[float, "mean duration of an optimizer step, waiting for data included"]
     steps: Annotated[int, "how many optimizer steps this event speaks of"] = 1
-    stage: Annotated[str, "noise expert trained: high_noise, low_noise; empty where there is one only"] = ""
+    stage: Annotated[str, "expert trained: high_noise, low_noise; empty where there is one only"] = ""
     lr: Annotated[Mapping[str, float], "learning rate by parameter group; the mean where each element has its own"] = (
         field(default_factory=dict)
     )
@@ -58,21 +62,65 @@ class StepDone(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StageSwitched(Event):
-    """Another noise expert's turn."""
+    """The next optimizer step trains another expert than the last one. Emitted as that step begins."""
 
     step: Annotated[int, "optimizer steps done"]
-    before: Annotated[str, "stage trained until now; empty at the start"]
-    after: Annotated[str, "stage trained from now on"]
+    before: Annotated[str, "expert trained until now; empty at a process's first step"]
+    after: Annotated[str, "expert trained from now on"]
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EffectiveBatchChanged(Event):
+    """The batch ramp: the next optimizer step has more samples than the last one. Emitted as that step begins."""
+
+    step: Annotated[int, "optimizer steps done"]
+    before: Annotated[int | None, "samples of an optimizer step until now, all processes; null: a process's first step"]
+    after: Annotated[int, "samples of an optimizer step from now on, all processes"]
+    micro_batch: Annotated[int, "samples of one process's micro-batch"]
+    accumulation: Annotated[int, "micro-batches of one process in an optimizer step"]
     reason: Annotated[str, "why"] = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryStageChanged(Event):
-    """The governor of unified memory went to another stage (`uvm.stage`)."""
+    """The memory stage (`uvm.stage`) changed: 1, everything fits; 2, something spills or is about to."""
 
     step: Annotated[int, "optimizer steps done"]
-    before: Annotated[int, "stage until now"]
-    after: Annotated[int, "stage from now on"]
+    before: Annotated[int, "memory stage until now"]
+    after: Annotated[int, "memory stage from now on"]
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReclaimed(Event):
+    """Memory was reclaimed at a step boundary. A hard reclamation waits for the GPU, a light one does not."""
+
+    step: Annotated[int, "optimizer steps done"]
+    extent: Annotated[Literal["light", "hard"], "which of the two"]
+    released_bytes: Annotated[int | None, "GPU memory PyTorch gave back to the driver; null: not known"] = None
+    demoted_bytes: Annotated[int | None, "managed memory sent from the GPU to main memory; null: not known"] = None
+    duration_ms: Annotated[float, "how long training was held up"] = 0.0
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverflowArenaChanged(Event):
+    """The overflow arena is used, holds more than ever before, or is empty again."""
+
+    step: Annotated[int, "optimizer steps done"]
+    before_bytes: Annotated[int, "the most it held in the step before"]
+    after_bytes: Annotated[int, "the most it held in this step, as far as PyTorch's counters tell"]
+    reason: Annotated[str, "why"] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookAheadChanged(Event):
+    """More or fewer batches are brought to the GPU ahead of their step."""
+
+    step: Annotated[int, "optimizer steps done"]
+    before: Annotated[int, "batches ahead until now"]
+    after: Annotated[int, "batches ahead from now on"]
     reason: Annotated[str, "why"] = ""
 
 
@@ -81,8 +129,13 @@ class MemorySampled(Event):
     """Memory at a step boundary, and the counters of the unified-memory layer and the caches."""
 
     step: Annotated[int, "optimizer steps done"]
-    used_bytes: Annotated[Mapping[str, Mapping[str, int]], "tier (device, host, ...) -> owner (weights, ...) -> bytes"]
-    capacity_bytes: Annotated[Mapping[str, int], "of each tier whose size is known"] = field(default_factory=dict)
+    used_bytes: Annotated[
+        Mapping[str, Mapping[str, int]], "tier (device, host, arena) -> owner (weights, ...) -> bytes"
+    ]
+    capacity_bytes: Annotated[
+        Mapping[str, int],
+        "of each tier whose size is known: what this process may use of the GPU, of main memory, of the overflow arena",
+    ] = field(default_factory=dict)
     counters: Annotated[
         Mapping[str, float], "dotted names: uvm.stage, uvm.prefetch_wait_ms, cache.latents.hit_rate, ..."
     ] = field(default_factory=dict)
@@ -133,6 +186,28 @@ class HeldOutLoss(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SelfChecked(Event):
+    """A check that what is trained has an effect: of an expert after its first three applied steps, and of the first
+    file it is saved to."""
+
+    step: Annotated[int, "optimizer steps done"]
+    expert: Annotated[str, "noise expert checked; empty where there is one only"] = ""
+    layers: Annotated[int, "adapted layers; of a full fine-tune: trained tensors"] = 0
+    idle: Annotated[tuple[str, ...], "layers that have learnt nothing"] = ()
+    change: Annotated[
+        float | None,
+        "of the denoiser's answer by the adapter, relative to the base model's; null: a file, or a full fine-tune",
+    ] = None
+    amplified: Annotated[float, "the adapter's strength in that, times the one it is trained with"] = 1.0
+    file: Annotated[str, "that was read back, relative to the run's folder; empty: the model itself was checked"] = ""
+    file_difference: Annotated[
+        float | None,
+        "between the answers with the file's values and with the trained ones, relative to the base model's; of a full "
+        "fine-tune: the largest relative difference of the tensors compared",
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class Warned(Event):
     """Something the user should know, and that did not stop the run."""
 
@@ -158,11 +233,16 @@ EVENTS: tuple[type[Event], ...] = (
     RunStarted,
     StepDone,
     StageSwitched,
+    EffectiveBatchChanged,
     MemoryStageChanged,
+    MemoryReclaimed,
+    OverflowArenaChanged,
+    LookAheadChanged,
     MemorySampled,
     CheckpointWritten,
     ValidationDone,
     HeldOutLoss,
+    SelfChecked,
     Warned,
     RunEnded,
 )
@@ -183,11 +263,16 @@ def step_of(event: Event) -> int | None:
         case (
             StepDone(step=step)
             | StageSwitched(step=step)
+            | EffectiveBatchChanged(step=step)
             | MemoryStageChanged(step=step)
+            | MemoryReclaimed(step=step)
+            | OverflowArenaChanged(step=step)
+            | LookAheadChanged(step=step)
             | MemorySampled(step=step)
             | CheckpointWritten(step=step)
             | ValidationDone(step=step)
             | HeldOutLoss(step=step)
+            | SelfChecked(step=step)
             | Warned(step=step)
             | RunEnded(step=step)
         ):

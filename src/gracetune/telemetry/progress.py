@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from gracetune.telemetry import words
-from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDone
+from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted, StepDone
 
 WARM_UP_STEPS = 3
 """Of every process: compiling, allocating and the first reads make them slow."""
@@ -29,7 +29,8 @@ class Standing:
     """Without warm-up; None until it is known."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Bytes in use by tier."""
-    uvm_stage: int | None = None
+    memory_stage: int | None = None
+    """None where the unified-memory layer is not open."""
 
     @property
     def fraction(self) -> float | None:
@@ -43,7 +44,7 @@ class Standing:
         return max(0, self.total_steps - self.step) * self.seconds_per_step
 
     def line(self) -> str:
-        """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · device 61.2 GiB · uvm.stage 1`"""
+        """`step 120/1,000 · loss 0.1234 · 1.52 s/it · ETA 22m 17s · memory stage 1 · device 61.2 GiB`"""
         total = "" if self.total_steps is None else f"/{self.total_steps:,}"
         parts = [f"step {self.step:,}{total}"]
         if self.loss is not None:
@@ -51,9 +52,9 @@ class Standing:
         parts.append(words.pace(self.seconds_per_step))
         if self.eta_s is not None:
             parts.append(f"ETA {words.duration(self.eta_s)}")
+        if self.memory_stage is not None:  # before the sizes: a narrow terminal cuts the end off
+            parts.append(f"memory stage {self.memory_stage}")
         parts += [f"{tier} {words.size(used)}" for tier, used in self.memory.items()]
-        if self.uvm_stage is not None:
-            parts.append(f"uvm.stage {self.uvm_stage}")
         return " · ".join(parts)
 
 
@@ -64,6 +65,8 @@ class Progress:
         self._warm_up_steps = warm_up_steps
         self._paces: deque[float] = deque(maxlen=recent)
         self._begin = 0
+        self._step = 0
+        self._stage: int | None = None
         self._last: StepDone | None = None
         self._total: int | None = None
         self._memory: MemorySampled | None = None
@@ -73,24 +76,29 @@ class Progress:
             case RunStarted():
                 self._begin, self._total = event.resumed_step or 0, event.total_steps
                 self._paces.clear()
-                self._last = self._memory = None
+                self._last = self._memory = self._stage = None
+                self._step = self._begin
             case StepDone():
                 self._last = event
+                self._step = event.step
                 first = event.step - event.steps
                 if first >= self._begin + self._warm_up_steps:
                     self._paces.append(event.step_ms / 1000)
+            case MemoryStageChanged():
+                self._step, self._stage = event.step, event.after
             case MemorySampled():
                 self._memory = event
+                stage = event.counters.get("uvm.stage", math.nan)
+                self._stage = int(stage) if math.isfinite(stage) else None
 
     def standing(self) -> Standing:
         last, memory = self._last, self._memory
-        stage = math.nan if memory is None else memory.counters.get("uvm.stage", math.nan)
         return Standing(
-            step=self._begin if last is None else last.step,
+            step=self._step,
             total_steps=self._total,
             loss=None if last is None else last.loss,
             stage="" if last is None else last.stage,
             seconds_per_step=median(self._paces) if self._paces else None,
             memory={} if memory is None else {tier: sum(used.values()) for tier, used in memory.used_bytes.items()},
-            uvm_stage=int(stage) if math.isfinite(stage) else None,
+            memory_stage=self._stage,
         )

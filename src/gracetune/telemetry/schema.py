@@ -1,6 +1,6 @@
 """Events as JSON and back, and the written schema: all of it follows from the dataclasses in `events`.
 
-A line of the log is `{"v": 1, "kind": "StepDone", "time_s": ..., <the event's fields>}`. JSON has no NaN and no
+A line of the log is `{"v": 2, "kind": "StepDone", "time_s": ..., <the event's fields>}`. JSON has no NaN and no
 infinity: such a number is written as the text "NaN", "Infinity" or "-Infinity".
 
 `python -m gracetune.telemetry.schema` prints `docs/events.md`.
@@ -18,7 +18,7 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union
 
-from gracetune.telemetry.events import EVENTS, SCHEMA_VERSION, Record, SampleFile
+from gracetune.telemetry.events import EVENTS, READ_VERSIONS, SCHEMA_VERSION, Record, SampleFile
 
 _KINDS = {kind.__name__: kind for kind in EVENTS}
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -71,8 +71,9 @@ def from_line(line: bytes) -> Record:
 def from_json(value: Any) -> Record:
     if not isinstance(value, dict) or not isinstance(value.get("kind"), str):
         raise NotAnEventError("no event")
-    if value.get("v") != SCHEMA_VERSION:
-        raise NotAnEventError(f"an event of version {value.get('v')}; this release reads version {SCHEMA_VERSION}")
+    if value.get("v") not in READ_VERSIONS:
+        known = " and ".join(map(str, READ_VERSIONS))
+        raise NotAnEventError(f"an event of version {value.get('v')}; this release reads versions {known}")
     kind = _KINDS.get(value["kind"])
     if kind is None:
         raise NotAnEventError(f"an event of an unknown kind, {value['kind']}")
@@ -231,6 +232,9 @@ Made by `python -m gracetune.telemetry.schema`; a test compares it. Version {ver
 - A run that is resumed appends, beginning with a `RunStarted`. Events that an earlier process wrote for steps after its
   `resumed_step` are void, and with `resumed_step` null all earlier ones: those steps are done again.
 - New fields may appear within a version; readers pass over what they do not know. Everything else raises the version.
+- Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed` and `LookAheadChanged` to version 1
+  and changes nothing else. `gracetune report` reads both, also mixed in one log.
+- With several processes, events about memory are those of the first one.
 """
 
 

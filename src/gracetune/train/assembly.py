@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import Live
+from gracetune.cache.places import places_of
 from gracetune.cache.slabs import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
@@ -20,8 +23,14 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
+from gracetune.memory.arena_size import Room
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.link_file import FILE, machine_key, recall, remember
+from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Unavailable
+from gracetune.memory.placement import Hints, hints_of
+from gracetune.memory.transport import TransportChoice, choose_transport, measure_link
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
@@ -44,18 +53,22 @@ from gracetune.train.view import View
 
 
 def open_memory(
-    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack
-) -> UnifiedMemory | None:
-    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had."""
-    wanted = config.memory.use_uvm or config.memory.enable_uvm_hints or "unified_memory" in (
-        config.cache.vae_cache_type, config.cache.text_cache_type
-    )  # fmt: skip
-    if not wanted:
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, view: View, stack: ExitStack,
+    *, managed_elsewhere: int = 0, force_oversubscription: bool = False,
+) -> UnifiedMemory | None:  # fmt: skip
+    """The unified-memory layer, where the config asks for any of it; a warning where it cannot be had.
+
+    `managed_elsewhere`: what caches and parked experts will hold in managed memory, by the plan.
+    """
+    if force_oversubscription and (why := _nothing_to_force(config, machine, runtime)):
+        view.warn(f"--force-oversubscription: no effect, because {why}")
+    hints = hints_of(config)
+    if not (config.memory.use_uvm or hints.on):
         return None
     if runtime.device.type != "cuda":
         if config.memory.use_uvm:
             view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
-        if config.memory.enable_uvm_hints:
+        if hints.asked:
             view.warn("memory.enable_uvm_hints: not available, this run has no GPU that hints could be about")
         return None
     allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
@@ -65,18 +78,76 @@ def open_memory(
         device=runtime.device.index or 0,
         allocator_string=allocator,
         local_ranks=runtime.local_world_size,
+        managed_elsewhere=managed_elsewhere,
+        force_oversubscription=force_oversubscription,
     )
     if isinstance(memory, Unavailable):
         view.warn(f"unified memory is not available: {memory}")
         return None
     stack.callback(memory.close)
     view.say(f"overflow arena: {memory.arena_size.reason}")
+    if memory.has_arena:
+        view.say(f"page faults: {memory.uncounted or 'counted, by CUPTI'}")
     return memory
 
 
-def where_of(config: RunConfig, machine: Machine, runtime: Runtime, memory: UnifiedMemory | None) -> Where:
-    device = runtime.device.index or 0 if runtime.device.type == "cuda" else None
-    return Where(machine, device, None if memory is None else memory.heap, ranks=local_ranks(config, runtime))
+def _nothing_to_force(config: RunConfig, machine: Machine, runtime: Runtime) -> str | None:
+    if runtime.device.type != "cuda":
+        return "this run has no GPU whose memory could overflow"
+    if not config.memory.use_uvm:
+        return "memory.use_uvm is off"
+    if Room.of(machine, runtime.device.index or 0).careful is None:
+        return "the link to the CPU is coherent: managed memory has no cap here"
+    return None
+
+
+def where_of(
+    config: RunConfig, machine: Machine, runtime: Runtime, environment: Environment, memory: UnifiedMemory | None,
+    view: View,
+) -> Where:  # fmt: skip
+    """What the machine offers the caches, and how batches come from there: measured where it is not known."""
+    hints, ranks = hints_of(config), local_ranks(config, runtime)
+    on_gpu = runtime.device.type == "cuda"
+    heap = memory.heap if memory is not None and hints.on else None
+    view.say(f"residency hints: {'off' if heap is None else 'on'}, {_why_hints(hints, memory, on_gpu)}")
+    where = Where(machine, runtime.device.index or 0 if on_gpu else None, heap, ranks=ranks, hints=hints)
+    if heap is None:
+        where = replace(where, no_heap=_why_hints(hints, memory, on_gpu))
+    unified = "unified_memory" in (config.cache.vae_cache_type, config.cache.text_cache_type)
+    managed = heap if unified and ranks is None else None
+    folder = environment.cache_folder or places_of(config).base
+    choice = transport_of(where, folder, managed, insists=hints.asked and managed is not None, main=runtime.is_main)
+    view.say(f"batches: {choice.transport}, {choice.reason}")
+    return replace(where, transport=choice)
+
+
+def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
+    if not hints.on or memory is not None:
+        return hints.reason
+    return "unified memory is not available here" if on_gpu else "this run has no GPU that hints could be about"
+
+
+def transport_of(
+    where: Where, folder: Path, heap: ManagedHeap | None, *, insists: bool = False, main: bool = True
+) -> TransportChoice:
+    """By what was measured on this machine, now or before; `folder` keeps it."""
+    profile = where.profile
+    if where.device is None or profile == "integrated":
+        return choose_transport(profile, None)
+    key = machine_key(where.machine, where.device)
+    measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
+    if measured is None:
+        try:
+            measured = measure_link(where.device, heap)
+        except (UnifiedMemoryError, torch.cuda.OutOfMemoryError) as error:
+            choice = choose_transport(profile, None)
+            return replace(choice, reason=f"{choice.reason} ({str(error).splitlines()[0]})")
+        failed = remember(folder, key, measured) if main else None
+        when = f"measured in {measured.seconds:.2f} s" + (f", not kept: {failed}" if failed else "")
+    insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
+    speeds = measured.speeds if heap is not None else replace(measured.speeds, managed=None)
+    choice = choose_transport(profile, speeds, insisted=insisted)
+    return replace(choice, reason=f"{choice.reason}; {when}")
 
 
 def open_host(
@@ -85,16 +156,18 @@ def open_host(
 ) -> ExpertHost:  # fmt: skip
     count = len(trained_experts(config.model.experts, facts))
     profile = machine.profile.value if runtime.device.type == "cuda" else "cpu"
-    choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=memory is not None)
-    heap = None if memory is None else memory.heap
+    # `enable_uvm_hints: false` means none at all: parked weights would be managed memory with a home, too.
+    heap = None if memory is None or config.memory.enable_uvm_hints is False else memory.heap
+    choice = choose_parking(profile, park=planned.parks_experts, experts=count, managed=heap is not None)
     blocks = spec_of(facts.family).repeated_blocks
     return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes, blocks=blocks)
 
 
 def assemble(
     config: RunConfig, trainee: Trainee, ready: Ready, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
-    view: View, stack: ExitStack,
+    view: View, stack: ExitStack, where: Where | None = None,
 ) -> Job:  # fmt: skip
+    """`where` says how batches come; without one they are copied to a GPU."""
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
@@ -116,7 +189,8 @@ def assemble(
     )  # fmt: skip
     goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
-    for note in (*optimizer_notes(config.optimizer, groups), *scheduled.notes, goal.weighting.warning, waiting):
+    about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
+    for note in (*about, goal.weighting.warning, waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
@@ -133,7 +207,7 @@ def assemble(
         trainee=trainee,
         step=step,
         loader=loader,
-        source=open_source(ready, loader, live, runtime, memory, stack),
+        source=open_source(ready, loader, live, runtime, memory, stack, where=where, on_decision=view.say),
         ramp=ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,
@@ -161,15 +235,16 @@ def _replay(
     config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
     memory: UnifiedMemory | None, runtime: Runtime, view: View,
 ) -> Replay | None:  # fmt: skip
-    """For runs in which a step is the same every time, on the same places, and nobody else wants the GPU's memory."""
+    """CUDA graphs, for runs whose step is the same every time, on the same addresses, with GPU memory to itself."""
     if runtime.device.type != "cuda":
         return None
     reasons = {
         "weights are spread over processes": runtime.is_sharded,
-        "unified memory is in use": memory is not None,
+        # Its blocks come and go with memory pressure; hints and caches in managed memory do not touch a step's memory.
+        "the overflow arena is in use": memory is not None and memory.has_arena,
         "samples are encoded on the GPU beside the training": live.latents is not None or is_refreshed(ready.index),
     }
-    why = next((why for why, holds in reasons.items() if holds), None) or why_not_recorded(config, trainee)
+    why = next((why for why, holds in reasons.items() if holds), None) or why_not_captured(config, trainee)
     if why is not None:
         view.say(f"CUDA graph: off: {why}")
         return None
@@ -177,12 +252,12 @@ def _replay(
     return Replay(trainee.spec, flat, say=view.say)
 
 
-def why_not_recorded(config: RunConfig, trainee: Trainee) -> str | None:
+def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
     """Of the model alone; None where nothing speaks against it."""
     adapter, prepared = config.adapter, trainee.prepared.values()
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
-        f"{trainee.facts.family} was never recorded on a GPU": trainee.spec.recorded_inputs is None,
+        f"{trainee.facts.family} has not been captured on a GPU yet": trainee.spec.recorded_inputs is None,
         "blocks are not compiled": not all(one.compiled for one in prepared),
         "blocks are computed again as a whole in the backward pass": any(one.repeats for one in prepared),
         "a full fine-tune's gradients would be there twice": adapter.kind == "full_finetune",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from gracetune.data.loader import Loader
 from gracetune.data.words import counted
 from gracetune.hardware import Machine
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.transport import mover_for
 from gracetune.models.encoders import FamilyEncoders
 from gracetune.train.runtime import Runtime
 from gracetune.train.view import View
@@ -148,13 +149,18 @@ def load_caches(
     wanted = needs(config, index, encoders, caches.places, epoch=epoch)
     visits = latent_visits(_resident(index, config.cache.vae_cache_type), keys.latent, epoch)
     kind = _kind(config, index)
+    idle: tuple[str, ...] = ()
+    if kind != "disk" and not visits:
+        # An empty store in memory would look as if it worked.
+        idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
+        kind = "disk"
     latents = _Loaded(f"latents-{epoch}", "latent_cache", kind, where, stack).of(
         caches.stores_of(wanted.latents), visits
     )
     spoken = text_visits(index, keys.text, reads_pictures=keys.reads_pictures, epoch=epoch)
     loader = _Loaded(f"texts-{epoch}", "text_cache", config.cache.text_cache_type, where, stack)
     texts = loader.of(caches.stores_of(wanted.texts), spoken)
-    return latents[0], texts[0], (*latents[1], *texts[1])
+    return latents[0], texts[0], (*idle, *latents[1], *texts[1])
 
 
 def _kind(config: RunConfig, index: DataIndex) -> CacheType:
@@ -189,7 +195,8 @@ class _Loaded:
         store = load_resident(stores, visits, name=self.name, role=self.role, kind=self.kind, where=self.where)
         self.stack.callback(store.close)
         report = store.report
-        plain = self.kind == "disk" and not report.damaged and not report.missing  # as asked: nothing to say
+        asked = self.where.hints.asked  # who asks for hints hears of every cache what became of them
+        plain = self.kind == "disk" and not (asked or report.damaged or report.missing)  # as asked: nothing to say
         return store, () if plain else tuple(report.lines())
 
 
@@ -222,11 +229,14 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack:
 
 
 def open_source(
-    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack
-) -> BatchSource:
+    ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack, *,
+    where: Where | None = None, on_decision: Callable[[str], None] = lambda text: None,
+) -> BatchSource:  # fmt: skip
+    chosen = None if where is None else where.transport
     return stack.enter_context(
         BatchSource(
             loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
-            memory=memory,
+            memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
+            on_decision=on_decision,
         )
     )  # fmt: skip

@@ -25,9 +25,12 @@ from gracetune.models.tiny import build
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.run import RunOptions, train
+from gracetune.train.self_proof import STEPS as SELF_CHECKED
 from gracetune.train.view import View
 
 STEPS = 40
+CONTROL_STEPS = 2 * (SELF_CHECKED - 1)
+"""Of the run with a rate of 0, both experts together: one step more of either, and it is stopped for that."""
 SEEDS = (1, 2, 3)
 FALL = 0.20
 """The held-out loss has to fall by at least this share."""
@@ -81,7 +84,7 @@ def demonstrate(folder: Path, say: Say, view: Callable[[], View] = View) -> Demo
         for one in learnt[-2:]:
             say(f"seed {seed}, {one.stage}: held-out loss {one.before:.3f} -> {one.after:.3f}, {one.fall:.0%} less")
     control = demo_config(folder / "control", model, trained, held_out, seed=SEEDS[0], learns=False)
-    _run(control, view())
+    _run(_until(control, CONTROL_STEPS), view())
     unlearnt = _learnt(control, SEEDS[0])
     say(f"control with a rate of 0: {', '.join(f'{one.after - one.before:+.3g}' for one in unlearnt)}")
     difference = diffusers_difference(model, files, folder / "merged")
@@ -123,7 +126,7 @@ def demo_config(
             "validation": {
                 "every_steps": STEPS,
                 "at_start": True,
-                "loss_every_steps": STEPS // 4,
+                "loss_every_steps": STEPS // 4 if learns else CONTROL_STEPS,
                 "steps": 2,
                 "width": _SIDE,
                 "height": _SIDE,

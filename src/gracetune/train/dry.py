@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +46,7 @@ def dry_batch(job: Job, size: int, planned: Planned) -> DryBatch:
     try:
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
+            job.example = _first_sample(batch)
             times = {expert: (_once(job, batch, expert), _once(job, batch, expert)) for expert in job.trainee.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -87,6 +88,12 @@ def _batch(job: Job, size: int) -> Batch:
     while not isinstance(outcome := job.next_batch(size), Batch):
         pass
     return outcome
+
+
+def _first_sample(batch: Batch) -> Batch:
+    """A batch of its own, with memory of its own: the source uses a batch's again."""
+    ref = replace(batch.ref, samples=batch.ref.samples[:1], indexes=batch.ref.indexes[:1], global_samples=1)
+    return Batch(ref, {name: tensor[:1].clone() for name, tensor in batch.tensors.items()})
 
 
 def _once(job: Job, batch: Batch, expert: ExpertName) -> float:

@@ -20,7 +20,7 @@ from gracetune.telemetry.report.write import write_report
 from gracetune.train.control import Stop
 from gracetune.train.data import Cached
 from gracetune.train.job import Job
-from gracetune.train.output import RunFolder, save_weights, verify_weights
+from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
 from gracetune.train.renewal import Renewal
 from gracetune.train.view import View
 
@@ -30,7 +30,10 @@ def finish(
     *, began: float, renewal: Renewal | None, report: bool = True,
 ) -> tuple[Path, ...]:  # fmt: skip
     """The final files; none where the run did not get to its end."""
-    files = _final_files(job, config, folder, cached, renewal, view) if stop.kind == "finished" else ()
+    files: tuple[Path, ...] = ()
+    if stop.kind == "finished":
+        with failure_told(job, folder, telemetry, began=began):
+            files = _final_files(job, config, folder, cached, renewal, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
     telemetry.emit(
@@ -74,6 +77,9 @@ def _final_files(
     main = job.runtime.is_main
     with job.as_delivered():
         files = save_weights(job.trainee, config, folder, job.position.step, final=True, write=main)
+        wrong = job.check_saved(files)
+    if wrong is not None:
+        raise WrongFileError(wrong)
     if main:
         for line in verify_weights(job.trainee, config, files):
             view.say(line)

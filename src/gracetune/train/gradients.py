@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from gracetune.optim.skipping import local
+from gracetune.adapters.layer import local
 
 Reduce = Callable[[Tensor], None]
 """Sums a tensor over all ranks, in place."""

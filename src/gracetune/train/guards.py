@@ -13,9 +13,12 @@ from gracetune.data.refs import BatchRef
 from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_reserve
 from gracetune.memory.errors import MemoryPressure
+from gracetune.memory.governor import Action, ArenaChange, MemoryChange, StageChange
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.sensors import ArenaUsage, HostSensor, Sensors
 from gracetune.memory.watchdog import Floors, Watchdog
+from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
+from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop
 from gracetune.train.job import Job, Standing
 from gracetune.train.loop import WindowDone
@@ -142,13 +145,25 @@ class _NoArena:
 
 
 class MemoryGuard:
-    """The governor at every window's end, and the watchdog before every micro-batch."""
+    """The governor after every optimizer step, and the watchdog before every micro-batch.
 
-    def __init__(self, memory: UnifiedMemory | None, watchdog: Watchdog) -> None:
+    What the governor changes is an event at once, whatever the log steps are. A change of the memory stage is also a
+    line on the screen.
+    """
+
+    def __init__(self, memory: UnifiedMemory | None, watchdog: Watchdog, telemetry: Telemetry, view: View) -> None:
         self._memory, self._watchdog = memory, watchdog
+        self._telemetry, self._view = telemetry, view
 
     def start(self, job: Job) -> None:
         job.memory_alarm = self._alarm
+        if self._memory is not None:
+            self._memory.on_change(lambda change: self._report(job.position.step, change))
+
+    def _report(self, step: int, change: MemoryChange) -> None:
+        if isinstance(change, StageChange):
+            self._view.say(f"step {step}: memory {change.reason}")
+        self._telemetry.emit(memory_change_event(step, change))
 
     def _alarm(self) -> str | None:
         asked = self._watchdog.requested()
@@ -162,3 +177,20 @@ class MemoryGuard:
                 job.control.ask_to_stop("interrupted", str(pressure))
 
     def end(self, job: Job, stop: Stop) -> None: ...
+
+
+def memory_change_event(step: int, change: MemoryChange) -> Event:
+    if isinstance(change, StageChange):
+        return MemoryStageChanged(step=step, before=change.before, after=change.after, reason=change.reason)
+    if isinstance(change, ArenaChange):
+        return OverflowArenaChanged(
+            step=step, before_bytes=change.before, after_bytes=change.after, reason=change.reason
+        )
+    return MemoryReclaimed(
+        step=step,
+        extent="hard" if change.action is Action.HARD_RECLAMATION else "light",
+        released_bytes=change.released,
+        demoted_bytes=change.demoted,
+        duration_ms=change.milliseconds,
+        reason=change.reason,
+    )

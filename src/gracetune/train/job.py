@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
 from gracetune.optim.averages import averaged
 from gracetune.optim.ema import Ema
-from gracetune.optim.ramp import Ramp
+from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.schedules import move_to
 from gracetune.optim.skipping import step_unless
 from gracetune.train.control import Control, Stop
@@ -78,11 +79,17 @@ class Job:
     control: Control = field(default_factory=Control)
     callbacks: Sequence[Callback] = ()
     on_epoch_end: Callable[[EpochEnd], None] = lambda ended: None
+    on_step_start: Callable[[ExpertName, Window], None] = lambda expert, window: None
+    """Called as an optimizer step begins, with the expert it trains and its micro-batches."""
     warn: Callable[[str], None] = lambda text: None
     memory_alarm: Callable[[], str | None] = lambda: None
     """Asked before every micro-batch: why the run has to be saved now."""
     settle: Callable[[], Stop | None] = lambda: None
     """Wait until every window's gradients are judged; why the run has failed, if it has. It then stands before that."""
+    check_saved: Callable[[Sequence[Path]], str | None] = lambda files: None
+    """Given the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong."""
+    example: Batch | None = None
+    """One sample of the first batch, kept for checks; set by `dry.dry_batch`."""
     bad: Tensor | None = None
     """On the device: 1 where steps are left out (`optim.skipping`)."""
     encodes_live: bool = False

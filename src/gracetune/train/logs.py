@@ -1,6 +1,7 @@
-"""What a run tells about itself while it trains: losses, rates, times and memory, at log steps and never between.
+"""What a run reports while it trains. Losses, rates, times and memory: at log steps. Changes: when they happen.
 
-Losses and norms are added up on the device; a log step reads them once.
+Losses and norms are added up on the device; a log step reads them once. A change of expert, of the effective batch or
+of the look-ahead is something the host knows anyway: reporting it synchronizes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,24 @@ from gracetune import __version__
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
+from gracetune.memory.lookahead import Depth
+from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import state_tensors
+from gracetune.optim.ramp import Window
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import MemorySampled, Record, RunStarted, StageSwitched, StepDone, Warned
+from gracetune.telemetry.events import (
+    EffectiveBatchChanged,
+    LookAheadChanged,
+    MemorySampled,
+    MemoryStageChanged,
+    Record,
+    RunStarted,
+    StageSwitched,
+    StepDone,
+    Warned,
+)
 from gracetune.telemetry.hub import Sink, Telemetry
 from gracetune.telemetry.progress import Progress
 from gracetune.telemetry.sinks.jsonl import JsonlSink
@@ -39,11 +53,9 @@ from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
 _LOG = logging.getLogger("gracetune")
-_COUNTED = ("uvm.", "cache.")
-_NOT_TOLD = {
-    "uvm.page_faults": "the CUDA driver counts the GPU's page faults for profilers only (Nsight Systems)",
-    "uvm.migrated_bytes": "the CUDA driver counts page migrations for profilers only (Nsight Systems)",
-}
+_COUNTED = ("uvm.", "cache.", "cuda_graph.")
+_NO_LAYER = "the unified-memory layer is not open in this run"
+_NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
 
 def check_trackers(config: RunConfig, *, main: bool) -> None:
@@ -82,7 +94,7 @@ class _Bar:
 
     def write(self, record: Record) -> None:
         self._progress.observe(record.event)
-        if isinstance(record.event, StepDone | RunStarted):
+        if isinstance(record.event, StepDone | RunStarted | MemoryStageChanged):
             self._view.on_standing(self._progress.standing())
 
     def close(self) -> None: ...
@@ -114,8 +126,7 @@ class Logging:
     _waited_ms: float = 0.0
     _paused: float = 0.0
     _expert: ExpertName | None = None
-    _told_switch: bool = False
-    _accumulation: int = 0
+    _window: Window | None = None
 
     def start(self, job: Job) -> None:
         software = self.machine.software
@@ -143,10 +154,11 @@ class Logging:
         )
         for text in self.view.warnings:
             self.telemetry.emit(Warned(message=text))
+        job.on_step_start = lambda expert, window: self._step_starts(job, expert, window)
+        job.source.on_depth(lambda before, after: self._depth_changes(job, before, after))
         self._begin(job)
 
     def window(self, job: Job, done: WindowDone) -> None:
-        self._switch(job, done)
         sums = self._sums.get(done.expert)
         if sums is None:
             sums = self._sums[done.expert] = _Sums(torch.zeros_like(done.loss), torch.zeros_like(done.norm))
@@ -154,10 +166,6 @@ class Logging:
         sums.norm += done.norm
         sums.steps, sums.samples, sums.last = sums.steps + 1, sums.samples + done.samples, done
         self.view.on_step(done.step, job.length.steps)
-        if done.window.accumulation != self._accumulation:
-            if self._accumulation:
-                _LOG.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", done.window.accumulation)
-            self._accumulation = done.window.accumulation
         if done.step % self.config.logging.every_steps == 0:
             self._tell(job)
 
@@ -165,19 +173,40 @@ class Logging:
         if self._sums:
             self._tell(job)
 
-    def _switch(self, job: Job, done: WindowDone) -> None:
-        """Experts that take turns every step would fill the log: one change between two log steps is told."""
-        if done.expert == self._expert:
-            return
-        if not self._told_switch and len(job.trainee.trained) > 1:
+    def _step_starts(self, job: Job, expert: ExpertName, window: Window) -> None:
+        if expert != self._expert and len(job.trainee.trained) > 1:
+            turns = f"experts take turns every {job.switch_every} optimizer steps"
+            reason = turns if self._expert is not None else f"this process begins with it; {turns}"
             self.telemetry.emit(
-                StageSwitched(
-                    step=done.step - 1, before=self._expert or "", after=done.expert,
-                    reason=f"experts take turns every {job.switch_every} optimizer steps",
-                )
-            )  # fmt: skip
-            self._told_switch = True
-        self._expert = done.expert
+                StageSwitched(step=job.position.step, before=self._expert or "", after=expert, reason=reason)
+            )
+        if window != self._window and job.ramp.ramp_steps:
+            self._batch_changes(job, self._window, window)
+        self._expert, self._window = expert, window
+
+    def _batch_changes(self, job: Job, before: Window | None, after: Window) -> None:
+        step, world = job.position.step, job.runtime.world_size
+        event = EffectiveBatchChanged(
+            step=step,
+            before=None if before is None else before.samples * world,
+            after=after.samples * world,
+            micro_batch=after.micro_batch,
+            accumulation=after.accumulation,
+            reason=f"the batch ramp after {job.position.micro_batches} of {job.ramp.ramp_steps} micro-batches",
+        )
+        self.telemetry.emit(event)
+        if before is None:  # the run's first lines say where the ramp begins and ends
+            return
+        parts = f"micro-batch {after.micro_batch} x accumulation {after.accumulation}"
+        parts += f" x {world} processes" if world > 1 else ""
+        self.view.say(f"step {step}: effective batch {event.before} -> {event.after} ({parts})")
+        if after.accumulation != before.accumulation:
+            _LOG.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", after.accumulation)
+
+    def _depth_changes(self, job: Job, before: Depth, after: Depth) -> None:
+        self.telemetry.emit(
+            LookAheadChanged(step=job.position.step, before=before.value, after=after.value, reason=after.reason)
+        )
 
     def _tell(self, job: Job) -> None:
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
@@ -189,6 +218,7 @@ class Logging:
         count = sum(sums.steps for sums in self._sums.values())
         step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
         rates = learning_rates(job)
+        self.telemetry.emit(memory_event(job, self.machine))  # first: the line of this log step shows it
         for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
             assert sums.last is not None, "a window was added"
             self.telemetry.emit(
@@ -209,8 +239,7 @@ class Logging:
                 )
             )
             self.first_ms = 0.0
-        self.telemetry.emit(memory_event(job))
-        self._sums, self._told_switch = {}, False
+        self._sums = {}
         self._begin(job)  # telling took time of its own; the next steps are measured without it
 
     def _begin(self, job: Job) -> None:
@@ -224,8 +253,11 @@ def learning_rates(job: Job) -> dict[str, float]:
     return {name or "all": float(rate) for name, rate in job.optimizer.learning_rates().items()}
 
 
-def memory_event(job: Job) -> MemorySampled:
-    """What torch and the kernel say now. Owners are what we know the size of; the rest is `other`."""
+def memory_event(job: Job, machine: Machine) -> MemorySampled:
+    """What torch and the kernel say now. Owners are what we know the size of; the rest is `other`.
+
+    torch counts what lies in the overflow arena as its own; here it is a tier of its own.
+    """
     trained = sum(_bytes(one) for one in job.trainee.parameters().values())
     frozen = sum(
         _bytes(one) for name in job.trainee.trained for one in job.trainee.host.module(name).parameters()
@@ -233,20 +265,41 @@ def memory_event(job: Job) -> MemorySampled:
     )  # fmt: skip
     state = sum(_bytes(one) for one in state_tensors(job.optimizer))
     known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
+    stats = {**job.source.all_stats(), **job.step.counters}
+    counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
+    arena, spilled = (int(counters.get(f"uvm.arena_{what}_bytes", 0)) for what in ("reserved", "active"))
     process = psutil.Process().memory_info().rss
     used: dict[str, dict[str, int]] = {"host": {"process": process}}
     if job.device.type == "cuda":
-        allocated = torch.cuda.memory_allocated(job.device)
+        allocated = torch.cuda.memory_allocated(job.device) - spilled
         used["device"] = {**known, "other": max(0, allocated - sum(known.values()))}
     else:
         used["host"] = {**known, "other": max(0, process - sum(known.values()))}
-    stats = job.source.all_stats()
-    counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
+    if arena:
+        used["arena"] = {"spilled": spilled}
     counters["host.major_page_faults"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
-    unavailable = dict(_NOT_TOLD)
-    if "uvm.stage" not in counters:
-        unavailable["uvm.stage"] = "the unified-memory layer is not open in this run"
-    return MemorySampled(step=job.position.step, used_bytes=used, counters=counters, unavailable=unavailable)
+    absent = {"uvm.stage": _NO_LAYER, "uvm.gpu_page_faults": _NO_FAULTS, "uvm.migrated_to_device_bytes": _NO_FAULTS}
+    unavailable = {name: why for name, why in absent.items() if name not in counters}
+    return MemorySampled(
+        step=job.position.step,
+        used_bytes=used,
+        capacity_bytes=_capacities(job.device, machine, arena),
+        counters=counters,
+        unavailable=unavailable,
+    )
+
+
+def _capacities(device: torch.device, machine: Machine, arena: int) -> dict[str, int]:
+    """Of every tier whose size is known."""
+    found: dict[str, int] = {}
+    if device.type == "cuda":
+        cuda = TorchCuda(device.index or 0)
+        found["device"] = usable_total(cuda.info()[1], cuda.fraction(), arena)
+    if machine.host.memory_limit is not None:
+        found["host"] = machine.host.memory_limit
+    if arena:
+        found["arena"] = arena
+    return found
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -60,6 +60,7 @@ def run_window(job: Job) -> WindowDone | Stop:
     window = job.ramp.window(position.micro_batches)
     turn = (position.step, job.switch_every, job.trainee.trained)
     expert = expert_for_window(*turn)
+    job.on_step_start(expert, window)
     denoiser = job.trainee.host.activate(expert, at_once=False)
     if (coming := next_expert(*turn)) is not None:
         job.trainee.host.prepare(coming)

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from gracetune import __version__
-from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_base
+from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_adapted, measured_by_base
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
@@ -44,6 +44,12 @@ from gracetune.train.trainee import Trainee
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"
+MODEL_FILE = "diffusion_pytorch_model.safetensors"
+"""Of a component in diffusers' layout."""
+
+
+class WrongFileError(GracetuneError):
+    """A file that the run wrote does not hold what was trained."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,21 @@ def for_format(trainee: Trainee, expert: ExpertName, name: FormatName) -> Adapte
     return replace(state, layers=layers)
 
 
+@torch.no_grad()
+def from_format(trainee: Trainee, expert: ExpertName, name: FormatName, state: AdapterState) -> AdapterState:
+    """The inverse of `for_format`: what a file holds, as it is trained. A collective where the model is shared out."""
+    if name != "comfyui":
+        return state
+    ending, denoiser = f".{MAGNITUDE}", trainee.host.module(expert)
+    paths = [own.removesuffix(ending) for own in trainee.attached[expert].parameters() if own.endswith(ending)]
+    layers = dict(state.layers)
+    for path in paths:  # the same on every rank, whatever the file holds
+        weight = base_weight(denoiser, path)
+        if path in layers:
+            layers[path] = measured_by_adapted(layers[path], weight)
+    return replace(state, layers=layers)
+
+
 def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
     """Of a layer below its adapter: modules that take a layer's place keep it as their `base_layer`."""
     layer = denoiser.get_submodule(path)
@@ -275,7 +296,7 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
     cast(Any, denoiser).save_config(str(temporary))
     save_file(
         {name: cast_to(name, tensor) for name, tensor in tensors.items()},
-        temporary / "diffusion_pytorch_model.safetensors",
+        temporary / MODEL_FILE,
         {"format": "pt"},
     )
     temporary.rename(folder)

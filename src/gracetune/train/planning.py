@@ -13,12 +13,14 @@ from gracetune.hardware import Machine
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
 from gracetune.memory.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
+from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import Choices
 from gracetune.units import format_bytes
 
@@ -50,6 +52,16 @@ class Planned:
         return "one" if one and self.not_ours is None else "both"
 
     @property
+    def managed_bytes(self) -> int:
+        """Managed memory this process will hold besides its overflow arena: caches and, where the plan is followed,
+        experts that are parked in turn."""
+        if self.not_ours is None:
+            return self.plan.managed_bytes
+        return sum(
+            line.bytes for line in self.plan.lines if line.managed and line.role in ("latent cache", "text cache")
+        )
+
+    @property
     def step_bytes(self) -> int:
         """Device memory a step takes beside its denoiser's weights: nothing is brought ahead of its turn into that."""
         if self.not_ours is not None:
@@ -60,11 +72,12 @@ class Planned:
 
 
 def make_plan(
-    config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+    config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
+    *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
 ) -> Planned:  # fmt: skip
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
-    demand = estimate(config, footprint, survey(config), compiled=compiled)
+    demand = estimate(config, footprint, survey(config), compiled=compiled, processes=processes)
     parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
     not_ours = None
     if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:
@@ -72,7 +85,14 @@ def make_plan(
             f"the memory plan is for {footprint.flavour} with {footprint.parameters:,} parameters; "
             f"these weights have {parameters:,}, so it is not followed"
         )
-    return Planned(demand, plan(demand, machine, disk_free=free_on_disk(config.output_dir)), not_ours)
+    found = plan(
+        demand, machine, disk_free=free_on_disk(config.output_dir), force_oversubscription=force_oversubscription
+    )
+    return Planned(demand, found, not_ours)
+
+
+def processes_of(runtime: Runtime) -> Processes:
+    return Processes(runtime.world_size, runtime.local_world_size, runtime.is_sharded, runtime.launch.reshard)
 
 
 def refuse_misfit(planned: Planned, *, allowed: bool) -> None:

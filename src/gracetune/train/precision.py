@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from gracetune.config.run_config import RunConfig
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError
+from gracetune.memory.planning.processes import sharded_fp8_problem
 from gracetune.models.fp8 import check_fp8
 from gracetune.train.runtime import Runtime
 
@@ -13,6 +14,4 @@ def refuse_fp8(config: RunConfig, runtime: Runtime) -> None:
         return
     check_fp8(runtime.device)
     if runtime.is_sharded:
-        found, expected = "fp8, with weights spread over processes (FSDP)", "replicas: fp8 weights are not spread"
-        hint = "launch with config/accelerate_config_gh200.yaml, or --set model.base_precision=bf16"
-        raise ConfigError([Problem("model.base_precision", found, expected, hint)])
+        raise ConfigError([sharded_fp8_problem()])

@@ -1,12 +1,20 @@
-"""A denoiser's forward and backward pass recorded once and replayed, where Python is slower than the GPU.
+"""A denoiser's forward and backward pass captured as CUDA graphs and replayed, where a step is launch-bound.
 
     predict = Replay(spec, {denoiser: gradients}, say=view.say)    # called as `models.spec.Predict`
     answer = predict(denoiser, noisy, level, batch, facts)
-    answer.sum().backward()                                        # adds to the window's gradients
+    answer.sum().backward()                                        # adds to the step's gradients
 
-A model of many small kernels keeps a GPU waiting for their launches. A recording is two CUDA graphs, which launch all
-of them at once: the same kernels on the same places in memory, so the same numbers. It is for one denoiser and one
-shape of everything that goes in, and it holds the activations' memory until it is let go.
+A model of many small kernels keeps a GPU waiting for their launches. A capture is two CUDA graphs, which launch all of
+them at once: the same kernels on the same memory, so the same numbers. It serves one denoiser and one shape of all
+inputs, and it holds the activations' memory until it is released.
+
+Streams: every pass with gradients runs on one side stream, captured or not, and the parameters' AccumulateGrad nodes
+are created on that stream and kept alive. Autograd synchronizes the stream that produced a gradient with the stream of
+its AccumulateGrad node; a node left by a pass on the default stream would make the default stream wait for a capture,
+which CUDA rejects. Replays run on the caller's stream.
+
+A failed capture leaves torch's caching allocator and random generator in capture mode. `Gpu.capture` restores both, and
+the run goes on without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -22,32 +30,36 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
-from gracetune.errors import MachineError
 from gracetune.models.spec import ModelFacts, ModelSpec
 from gracetune.train.gradients import FlatGradients
 from gracetune.units import GIB, format_bytes, format_duration
 
 PROBES: Final = 2
-"""Passes after which the GPU is asked whether it had to wait; the first one of a shape compiles, and says nothing."""
+"""Passes after which the GPU is asked whether it had to wait. The first pass of a shape compiles and is not counted."""
 MOST: Final = 16
-"""Recordings at a time: each has memory of its own beside what they share."""
+"""Captures alive at a time: each has memory of its own beside what they share."""
 ROOM: Final = 1.3
-"""Times what is kept for the backward pass: what a step is given room for, and a GiB."""
+"""Times what is kept for the backward pass: the memory a step is given, and a GiB."""
 STATES: Final = 4
-"""Times the gradients: what an optimizer makes in its first step, and works with in every one."""
+"""Times the gradients: what an optimizer allocates in its first step and works with in every one."""
 WORTH: Final = 20
-"""Replays that make up for the time of a recording, by a rough count."""
+"""Replays that make up for the time of a capture, by a rough count."""
 _PROBE_S: Final = 1e-3
-"""A GPU with so little left to do, when all of a forward pass is launched, waits for Python most of the time."""
+"""A GPU with less than this left to do when a whole forward pass is launched is launch-bound."""
 
 Key = tuple[object, ...]
 Run = Callable[[Sequence[Tensor]], Tensor]
 
 
+class CaptureError(Exception):
+    """A capture failed and torch's state was restored. The message is the first cause, in one line."""
+
+
 @dataclass(eq=False)
 class Turns:
-    """The memory that all recordings share: only one is ever between its forward and its backward pass."""
+    """The memory pool that all captures share: only one is ever between its forward and its backward pass."""
 
     pool: Any
     taken: int = 0
@@ -55,8 +67,8 @@ class Turns:
     """Bytes."""
 
 
-class Recording:
-    """What a forward and a backward pass do, in memory that does not move."""
+class CapturedPass:
+    """A forward and a backward pass as two graphs, with fixed places for their inputs and outputs."""
 
     def __init__(
         self, inputs: Sequence[Tensor], answer: Tensor, gradient: Tensor, graphs: tuple[Any, Any], turns: Turns
@@ -65,7 +77,7 @@ class Recording:
         self._inputs, (self._forward, self._backward) = inputs, graphs
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, int]:
-        """The answer, and whose turn it is now."""
+        """The answer, and the number of this turn."""
         for place, given in zip(self._inputs, inputs, strict=True):
             place.copy_(given)
         self._turns.taken += 1
@@ -74,35 +86,61 @@ class Recording:
 
     def backward(self, gradient: Tensor, turn: int) -> None:
         if turn != self._turns.taken:
-            raise RuntimeError("another recorded forward pass was replayed before the backward pass of this one")
+            raise RuntimeError("another captured forward pass was replayed before the backward pass of this one")
         self._gradient.copy_(gradient)
         self._backward.replay()
 
 
-class _Replayed(torch.autograd.Function):
+class _ReplayedPass(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recording: Recording, inputs: Sequence[Tensor]) -> Tensor:
-        """`anchor` needs a gradient, so that autograd comes back here; it gets none."""
-        answer, ctx.turn = recording.forward(inputs)
-        ctx.recording = recording
+    def forward(ctx: Any, anchor: Tensor, captured: CapturedPass, inputs: Sequence[Tensor]) -> Tensor:
+        """`anchor` requires a gradient, so that autograd calls `backward`; it gets none."""
+        answer, ctx.turn = captured.forward(inputs)
+        ctx.captured = captured
         return answer
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.recording.backward(gradient, ctx.turn)
+        ctx.captured.backward(gradient, ctx.turn)
         return None, None, None
 
 
 class Gpu:
-    """What is asked of the device; CUDA's current one."""
+    """The operations of CUDA's current device that a `Replay` needs."""
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Work in here runs on the side stream, after the caller's work so far and before what the caller does next.
+
+        Because of that order no tensor needs `record_stream`: memory freed on one of the two streams is used again only
+        after the other one is done with it.
+        """
+        caller = torch.cuda.current_stream()
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        caller.wait_stream(self.stream)
+
+    def accumulators(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
+        """The parameters' AccumulateGrad nodes, created on the side stream. They keep it while somebody holds them."""
+        with torch.cuda.stream(self.stream):
+            return [get_gradient_edge(parameter).node for parameter in parameters]
 
     def finish(self) -> None:
-        """All it was given."""
         torch.cuda.synchronize()
 
-    def waits(self) -> bool:
-        """Whether it is done with what it was given, or nearly."""
+    def is_launch_bound(self) -> bool:
+        """Whether the GPU has finished, or nearly finished, what was launched so far."""
         event = torch.cuda.Event()
         event.record()
         time.sleep(_PROBE_S)
@@ -110,7 +148,7 @@ class Gpu:
 
     @contextmanager
     def watched(self) -> Iterator[list[str]]:
-        """In here, what makes this thread wait for the device ends up in the list: a recording can have none of it."""
+        """Collects the operations that make this thread wait for the device: a capture can contain none of them."""
         found: list[str] = []
         thread, before = threading.get_ident(), torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings():
@@ -121,7 +159,7 @@ class Gpu:
                 if "synchronizing CUDA operation" in text:
                     if threading.get_ident() == thread:
                         found.append(text)
-                elif "Synchronization debug mode is a prototype" not in text:  # torch says so when it is asked to watch
+                elif "Synchronization debug mode is a prototype" not in text:  # torch's warning about the watching
                     shown(message, *others, **more)
 
             warnings.filterwarnings("always", message=".*synchronizing CUDA operation")
@@ -136,45 +174,90 @@ class Gpu:
         return torch.cuda.memory_allocated()
 
     def free(self) -> int:
-        """With what is only kept for later given back."""
+        """Free memory once the caching allocator has returned its unused blocks."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info()[0])
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
-    def record(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> Recording:
-        """Nothing is computed: that is what the first replay does."""
-        places, pool = [one.clone() for one in inputs], turns.pool
+    def capture(self, run: Run, inputs: Sequence[Tensor], gradients: FlatGradients, turns: Turns) -> CapturedPass:
+        """Computes nothing: the first replay does. Raises `CaptureError`, or torch's `OutOfMemoryError`."""
+        places = [one.clone() for one in inputs]
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with self.side_stream():
+            with self._capturing(forward, turns.pool):
+                answer = run(places)
+            gradient = torch.empty_like(answer)
+            # Autocast is for forward passes; autograd never runs a backward pass in it.
+            with (
+                self._capturing(backward, turns.pool),
+                torch.autocast(answer.device.type, enabled=False),
+            ):
+                gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
+        return CapturedPass(places, answer.detach(), gradient, (forward, backward), turns)
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+        """As `torch.cuda.graph`, on the current stream, and restores torch's state when the capture fails."""
+        invalid: RuntimeError | None = None
         # Other threads may go on with their own work: they read ahead.
-        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
-            answer = run(places)
-        gradient = torch.empty_like(answer)
-        # Autocast is for forward passes; autograd's own are never in it.
-        with (
-            torch.cuda.graph(backward, pool=pool, capture_error_mode="thread_local"),
-            torch.autocast(answer.device.type, enabled=False),
-        ):
-            gradients.add(torch.autograd.grad((answer,), gradients.parameters, (gradient,), allow_unused=True))
-        return Recording(places, answer.detach(), gradient, (forward, backward), turns)
+        graph.capture_begin(pool, capture_error_mode="thread_local")
+        try:
+            try:
+                yield
+            finally:
+                invalid = _end_capture(graph, pool)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(_first_line(error)) from error
+        if invalid is not None:
+            raise CaptureError(_first_line(invalid)) from invalid
+
+
+_ABANDONED: Final[list[torch.cuda.CUDAGraph]] = []
+"""Graphs whose capture failed. torch's allocator of pinned memory keeps asking them whether a stream is theirs, and
+offers no way to end that, so they must outlive it."""
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> RuntimeError | None:
+    """End a capture, valid or not. An error is returned, so that it does not hide the one that invalidated it."""
+    try:
+        graph.capture_end()
+    except RuntimeError as error:
+        # torch stops at CUDA's error and leaves out the rest of what `capture_end` does.
+        _ABANDONED.append(graph)
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+        # The generator's state stays in capture mode. A copy has the same seed and offset, and is not in it.
+        generator = torch.cuda.default_generators[device]
+        generator.graphsafe_set_state(generator.clone_state())
+        return error
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @dataclass(eq=False)
 class _Shape:
-    """What is known of one denoiser and one shape."""
+    """What is known of one denoiser and one shape of its inputs."""
 
     latents: torch.Size
     passes: int = 0
     kept: int = 0
     """Bytes a forward pass leaves for the backward pass."""
-    refused: bool = False
+    rejected: bool = False
     beside: int = -1
-    """The size of all recordings when there was room beside them."""
-    recording: Recording | None = None
+    """The size of all captures when there was room beside them."""
+    captured: CapturedPass | None = None
     tensors: Sequence[Tensor] = ()
-    """The denoiser's, and where they were when it was recorded:"""
-    places: Sequence[int] = ()
+    """The denoiser's parameters and buffers, and their addresses when it was captured:"""
+    addresses: Sequence[int] = ()
 
 
 class Replay:
@@ -186,25 +269,26 @@ class Replay:
         say: Callable[[str], None] = lambda text: None,
         gpu: Gpu | None = None,
     ) -> None:
-        """`gradients` are those of each denoiser that may be recorded; others are called as ever."""
-        assert spec.recorded_inputs is not None, "families that were never recorded are not"
-        self._predict, self._recorded_inputs, self._gradients = spec.predict, spec.recorded_inputs, gradients
+        """`gradients` belong to the denoisers that may be captured; any other denoiser is called as usual."""
+        assert spec.recorded_inputs is not None, "the family has not been captured on a GPU yet"
+        self._predict, self._inputs_of, self._gradients = spec.predict, spec.recorded_inputs, gradients
         self._say, self._gpu = say, gpu or Gpu()
         self._shapes: dict[Key, _Shape] = {}
         self._turns: Turns | None = None
         self._anchor: Tensor | None = None
         self._off = False
-        self._made = self._replayed = 0
-        self._said: set[str] = set()
+        self._captures = self._replays = 0
+        self._reported: set[str] = set()
+        self._accumulators = [self._gpu.accumulators(one.parameters) for one in gradients.values()]
 
     def __call__(
         self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
     ) -> Tensor:
-        """See `models.spec.Predict`. With gradients, the answer's backward pass is to come before the next call."""
+        """See `models.spec.Predict`. With gradients, call the answer's backward pass before the next call."""
         gradients = self._gradients.get(denoiser)
         if gradients is None or self._off or not torch.is_grad_enabled():
             return self._predict(denoiser, noisy, level, batch, facts)
-        needed = self._recorded_inputs(batch)
+        needed = self._inputs_of(batch)
         names, inputs = sorted(needed), [noisy, level, *(needed[name] for name in sorted(needed))]
 
         def run(given: Sequence[Tensor]) -> Tensor:
@@ -212,47 +296,54 @@ class Replay:
 
         key = (id(denoiser), denoiser.training, *names, *((one.shape, one.dtype, one.device) for one in inputs))
         shape = self._shapes.setdefault(key, _Shape(noisy.shape))
-        if shape.recording is not None and shape.places != _places(shape.tensors):
-            self.release()  # it would read what is there now
-        if shape.recording is None and shape.passes > PROBES and not shape.refused:
-            self._make(shape, run, inputs, denoiser, gradients)
-        if shape.recording is not None:
-            self._replayed += 1
-            answer: Tensor = _Replayed.apply(self._anchor, shape.recording, inputs)  # type: ignore[no-untyped-call]
+        if shape.captured is not None and shape.addresses != _addresses(shape.tensors):
+            self.release()  # a replay would read what is at the old addresses now
+        if shape.captured is None and shape.passes > PROBES and not shape.rejected:
+            self._capture(shape, run, inputs, denoiser, gradients)
+        if shape.captured is not None:
+            self._replays += 1
+            answer: Tensor = _ReplayedPass.apply(self._anchor, shape.captured, inputs)  # type: ignore[no-untyped-call]
             return answer
-        return self._launched(shape, run, inputs)
+        return self._launch(shape, run, inputs)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        return {"cuda_graph.captures": self._captures, "cuda_graph.replays": self._replays}
 
     def release(self) -> None:
-        """For who needs the memory, or moves weights. What comes next is recorded again."""
+        """Release the captures' memory, for samples or weights that move. The next steps are captured again."""
         if self._turns is None:
             return
-        self._gpu.finish()  # replays that wait for their turn use that memory
+        self._gpu.finish()  # replays that are still queued use that memory
         for shape in self._shapes.values():
-            shape.recording, shape.tensors = None, ()
+            shape.captured, shape.tensors = None, ()
         self._turns = None
         self._gpu.free()
 
-    def _launched(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
-        """Kernel by kernel, as without recordings."""
+    def _launch(self, shape: _Shape, run: Run, inputs: Sequence[Tensor]) -> Tensor:
+        """Kernel by kernel, as without captures."""
         self._make_room(shape)
-        # Graphs of blocks remember of a view what it is a view of: they are to meet what will be recorded.
+        # Compiled blocks have guards on what a view is a view of: they are to meet what will be captured.
         given = [one.clone() if one._is_view() else one for one in inputs]
         shape.passes += 1
-        if shape.refused or shape.passes == 1:
+        if self._off:
             return run(given)
-        self._gpu.finish()  # earlier steps' work says nothing about this one
+        if shape.rejected or shape.passes == 1:
+            with self._gpu.side_stream():
+                return run(given)
+        self._gpu.finish()  # the work of earlier steps tells nothing about this one
         before = self._gpu.held()
-        with self._gpu.watched() as waited:
+        with self._gpu.watched() as waited, self._gpu.side_stream():
             answer = run(given)
         shape.kept = self._gpu.held() - before
         if waited:
-            self._refuse(shape, "the model waits for the GPU in its forward pass")
-        elif not self._gpu.waits():
-            self._refuse(shape, "the GPU has work left when all of a forward pass is launched")
+            self._reject(shape, "the model waits for the GPU in its forward pass")
+        elif not self._gpu.is_launch_bound():
+            self._reject(shape, "the step is GPU-bound")
         return answer
 
     def _make_room(self, shape: _Shape) -> None:
-        """Recordings hold what a step keeps, and this one needs as much beside them."""
+        """Captures hold what a step keeps, and this one needs as much beside them."""
         if self._turns is None or shape.beside == self._turns.size:
             return
         known = max(self._shapes.values(), key=lambda one: one.kept)
@@ -261,71 +352,63 @@ class Replay:
             shape.beside = self._turns.size
             return
         self.release()
-        if shape.refused:  # it is never recorded, and would take their memory every time
+        if shape.rejected:  # it is never captured, and would evict the others every time
             self._turn_off("there is no room for it beside samples of other shapes")
-        elif self._made > PROBES and self._replayed < WORTH * self._made:
+        elif self._captures > PROBES and self._replays < WORTH * self._captures:
             self._turn_off("samples of many shapes take the memory from each other")
 
-    def _make(
+    def _capture(
         self, shape: _Shape, run: Run, inputs: Sequence[Tensor], denoiser: nn.Module, gradients: FlatGradients
     ) -> None:
-        if sum(one.recording is not None for one in self._shapes.values()) == MOST:
-            self._refuse(shape, f"{MOST} other shapes are recorded")
+        if sum(one.captured is not None for one in self._shapes.values()) == MOST:
+            self._reject(shape, f"{MOST} other shapes are captured")
             return
         began, free = time.perf_counter(), self._gpu.free()
         turns = self._turns or Turns(self._gpu.pool())
         returned = sum(one.numel() * one.element_size() for one in gradients.parameters)
-        there = turns.size if any(one.recording and one.kept >= shape.kept for one in self._shapes.values()) else 0
-        states = 0 if shape.places else STATES * returned  # who was recorded before has made them since
+        there = turns.size if any(one.captured and one.kept >= shape.kept for one in self._shapes.values()) else 0
+        states = 0 if shape.addresses else STATES * returned  # a shape captured before has its optimizer states
         needed = max(0, int(ROOM * shape.kept) + returned - there) + states + GIB
         if free < needed:
-            self._refuse(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
+            self._reject(shape, f"it takes {format_bytes(needed)} of its own, and {format_bytes(free)} are free")
             return
         if self._anchor is None:
             self._anchor = torch.zeros((), device=inputs[0].device, requires_grad=True)
         try:
-            shape.recording = self._gpu.record(run, inputs, gradients, turns)
+            shape.captured = self._gpu.capture(run, inputs, gradients, turns)
         except torch.OutOfMemoryError:
-            torch.clear_autocast_cache()  # what was rounded there never was
-            self._refuse(shape, "the GPU's memory was full before all of it was recorded")
+            torch.clear_autocast_cache()  # weights cast during the capture were never computed
+            self._reject(shape, "the GPU's memory was full before all of it was captured")
             return
-        except RuntimeError as error:
-            raise _broken(error) from error
-        self._made += 1
+        except CaptureError as error:
+            torch.clear_autocast_cache()
+            # Graphs captured before share the random generator's state, which was replaced.
+            self._turn_off(f"a capture failed: {error}. Losses are not affected; please report this")
+            return
+        self._captures += 1
         turns.size += max(0, free - self._gpu.free())
         self._turns = turns
         shape.tensors = [*denoiser.parameters(), *denoiser.buffers()]
-        shape.places = _places(shape.tensors)
+        shape.addresses = _addresses(shape.tensors)
         took = format_duration(time.perf_counter() - began)
-        if "on" not in self._said:
-            self._said.add("on")
-            self._say(f"CUDA graph: on, recorded in {took}: the GPU waited for Python to launch its kernels")
+        self._report("on", f"CUDA graph: on, captured in {took}: the step is launch-bound")
 
-    def _refuse(self, shape: _Shape, why: str) -> None:
-        shape.refused = True
-        if why not in self._said:
-            self._said.add(why)
-            self._say(f"CUDA graph: off for latents {[*shape.latents]}: {why}")
+    def _reject(self, shape: _Shape, why: str) -> None:
+        shape.rejected = True
+        self._report(why, f"CUDA graph: off for latents {[*shape.latents]}: {why}")
+
+    def _report(self, topic: str, line: str) -> None:
+        if topic not in self._reported:
+            self._reported.add(topic)
+            self._say(line)
 
     def _turn_off(self, why: str) -> None:
-        """For all shapes and the whole run."""
+        """For all shapes and the rest of the run."""
         self._off = True
         self.release()
+        self._accumulators.clear()  # from the next pass on everything is on the caller's stream
         self._say(f"CUDA graph: off, kernels are launched one by one: {why}")
 
 
-def _places(tensors: Sequence[Tensor]) -> list[int]:
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
     return [one.data_ptr() for one in tensors]
-
-
-def _broken(error: BaseException) -> MachineError:
-    """Of a recording that was begun and could not be ended: torch's streams, generators and memory stay as they were in
-    the middle of it (so its sources say), and a run that went on would fail somewhere else."""
-    first = error
-    while first.__context__ is not None:  # the end of a recording fails too, and says less
-        first = first.__context__
-    found = (str(first).strip() or type(first).__name__).splitlines()[0]
-    return MachineError(
-        f"a step could not be recorded as a CUDA graph: {found}\nThe same command with --set training.compile=off, "
-        "which records nothing, goes on from the last checkpoint; please report this"
-    )

@@ -14,7 +14,9 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.spec import Expert
+from gracetune.models.spec import Expert, ModelFacts
+from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
+from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import named_state
 from gracetune.train.job import Job
 from gracetune.train.output import RunFolder
@@ -71,12 +73,40 @@ def nothing_left(start: Start, config: RunConfig, folder: RunFolder, experts: Se
     return files if all(path.exists() for path in files) else ()
 
 
+def rates_to_start_with(
+    config: RunConfig, start: Start, facts: ModelFacts, shapes: Mapping[str, tuple[int, ...]]
+) -> ImportedRates | None:
+    """What `optimizer.rates_from` holds, read before anything is loaded. A run that goes on has its own rates."""
+    asked = config.optimizer
+    if asked.rates_from is None or asked.name != "automagic" or start.checkpoint is not None:
+        return None
+    one_of_two = len(facts.experts) > 1 and config.model.experts != "both"
+    path = Path(asked.rates_from).expanduser()
+    return read_rates(path, shapes, kind=config.adapter.kind, one_of_two=one_of_two)
+
+
+def _rates_beside(config: RunConfig) -> list[str]:
+    """For who starts from an ai-toolkit run's weights and may not know that its learning rates can be had too."""
+    if config.adapter.init_from is None or config.optimizer.name != "automagic":
+        return []
+    beside = Path(config.adapter.init_from).expanduser().parent / "optimizer.pt"
+    if config.optimizer.rates_from is not None or not beside.is_file():
+        return []
+    return [f"an ai-toolkit run's learning rates are kept beside its weights: --set optimizer.rates_from='{beside}'"]
+
+
 def restore(
-    job: Job, config: RunConfig, start: Start, folder: RunFolder, *, allow_other_data: bool, dry_run: bool
-) -> tuple[str, ...]:
+    job: Job, config: RunConfig, start: Start, folder: RunFolder, rates: ImportedRates | None, *,
+    allow_other_data: bool, dry_run: bool,
+) -> tuple[str, ...]:  # fmt: skip
     """Returns what the user should know. A dry run leaves the folder as it is."""
     runtime = job.runtime
     told: list[str] = []
+    if rates is not None and isinstance(job.optimizer, Automagic):
+        job.optimizer.load_rates(rates.rates, rates.signs)
+        told.append(f"optimizer.rates_from: {rates}")
+    elif start.checkpoint is None:
+        told += _rates_beside(config)
     if start.checkpoint is not None:
         pieces = shared_pieces(job, config, allow_other_data=allow_other_data)
         told += start.checkpoint.load(

@@ -33,13 +33,14 @@ from gracetune.train.identity import identity_of, metadata_of
 from gracetune.train.logs import Logging, check_trackers, open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.output import RunFolder, check_format, checkpoint_bytes
-from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit, shapes_of
+from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit, shapes_of
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.prompts import prompts_of
 from gracetune.train.renewal import renew
 from gracetune.train.resume import (
     find_start,
     nothing_left,
+    rates_to_start_with,
     refuse_other_data,
     refuse_other_optimizer,
     restore,
@@ -47,6 +48,7 @@ from gracetune.train.resume import (
 )
 from gracetune.train.runtime import open_runtime
 from gracetune.train.saving import Saving
+from gracetune.train.self_proof import SelfProof
 from gracetune.train.trainee import check_adapter, load_trainee
 from gracetune.train.validation import Sampling
 from gracetune.train.view import View
@@ -65,6 +67,8 @@ class RunOptions:
     allow_other_run: bool = False
     allow_misfit: bool = False
     """Begin although the memory plan says that it does not fit."""
+    force_oversubscription: bool = False
+    """Lift the cap on managed memory on a machine without a coherent link; that can hang its driver."""
     report: bool = True
     """Write the report of the whole run at its end, and say where it is."""
 
@@ -109,7 +113,12 @@ def train(
         trained = trained_experts(config.model.experts, facts)
         optimizer = check_optimizer(config, trained, runtime.device)
         check_trackers(config, main=runtime.is_main)
-        planned = make_plan(config, machine, spec, source, facts)
+        forced = options.force_oversubscription
+        planned = runtime.from_main(
+            lambda: make_plan(
+                config, machine, spec, source, facts, processes=processes_of(runtime), force_oversubscription=forced
+            )
+        )
         view.planned(planned, machine)
         refuse_misfit(planned, allowed=options.allow_misfit)
 
@@ -131,12 +140,16 @@ def train(
         if runtime.is_main:
             folder.check()
         check_requests(config, spec, facts, view.warn)
-        check_adapter(config, spec, source, facts)
+        shapes = check_adapter(config, spec, source, facts)
+        rates = rates_to_start_with(config, start, facts, shapes)
 
-        memory = open_memory(config, machine, runtime, environment, view, stack)
+        memory = open_memory(
+            config, machine, runtime, environment, view, stack,
+            managed_elsewhere=planned.managed_bytes, force_oversubscription=forced,
+        )  # fmt: skip
         if memory is not None:
             on_memory(memory)
-        where = where_of(config, machine, runtime, memory)
+        where = where_of(config, machine, runtime, environment, memory, view)
         index = stage(config, geometry(facts.family, facts.flavour), machine, runtime, view, stack)
         cached = fill_caches(config, index, encoders, runtime, where, view, stack, epoch=saved_epoch(start))
 
@@ -152,8 +165,10 @@ def train(
         if runtime.is_main:
             store.check_room(checkpoint_bytes(trainee))
         live = live_encoders(cached.index, encoders, cached.keys, stack)
-        job = assemble(config, trainee, cached, live, runtime, memory, view, stack)
-        notes = restore(job, config, start, folder, allow_other_data=options.allow_other_data, dry_run=options.dry_run)
+        job = assemble(config, trainee, cached, live, runtime, memory, view, stack, where)
+        notes = restore(
+            job, config, start, folder, rates, allow_other_data=options.allow_other_data, dry_run=options.dry_run
+        )
         renewal = renew(job, config, cached, encoders, where, view, stack)
         for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
             view.say(line)
@@ -173,8 +188,9 @@ def train(
         # meet, the step's checkpoint is saved.
         job.callbacks = [
             NanGuard(),
-            MemoryGuard(memory, watchdog),
+            MemoryGuard(memory, watchdog, telemetry, view),
             Logging(telemetry, config, machine, view, resumed, dry.once_ms),
+            SelfProof(config, folder, telemetry, view),
             HeldOut(config, cached, telemetry, view),
             Saving(job, config, folder, store, metadata, telemetry, view),
             Sampling(

@@ -191,6 +191,15 @@ class Runtime:
                 fully_shard(module, **options)
         fully_shard(model, **options)
 
+    def reshard(self, model: nn.Module) -> None:
+        """Give back all weights gathered for a forward pass that no backward pass follows."""
+        if self.is_sharded:
+            from torch.distributed.fsdp import FSDPModule
+
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+
     def same_everywhere_(self, tensors: Iterable[Tensor]) -> None:
         """Every rank takes rank 0's values."""
         if self.world_size > 1:

@@ -14,7 +14,7 @@ from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
 from gracetune.train.loop import WindowDone
-from gracetune.train.output import RunFolder, save_weights
+from gracetune.train.output import RunFolder, WrongFileError, save_weights
 from gracetune.train.pieces import shared_pieces
 from gracetune.train.view import View
 from gracetune.units import format_bytes
@@ -34,6 +34,7 @@ class Saving:
         self._stages = job.trainee.trained
         self._last = job.position.step
         """A run that has just begun or been resumed has nothing new to save."""
+        self._wrong_file: str | None = None
 
     def start(self, job: Job) -> None: ...
 
@@ -51,6 +52,8 @@ class Saving:
         self._save(job, weights=stop.kind != "finished")
         self._store.wait()
         self._tell()
+        if self._wrong_file is not None and stop.kind != "failed":  # found when the run was over already
+            raise WrongFileError(self._wrong_file)
 
     def _save(self, job: Job, *, weights: bool = True) -> None:
         step = job.position.step
@@ -59,8 +62,13 @@ class Saving:
         with job.pausing():
             if weights:
                 with job.as_delivered():
-                    save_weights(job.trainee, self._config, self._folder, step, final=False, write=job.runtime.is_main)
+                    files = save_weights(
+                        job.trainee, self._config, self._folder, step, final=False, write=job.runtime.is_main
+                    )
+                    self._wrong_file = job.check_saved(files) or self._wrong_file
             self._store.write(step, self._pieces, metadata=self._metadata, per_rank=[self._random])
+        if self._wrong_file is not None:
+            job.control.ask_to_stop("failed", self._wrong_file)
         self._last = step
 
     def _tell(self) -> None:

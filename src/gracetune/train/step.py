@@ -84,12 +84,22 @@ class TrainStep:
         self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
 
     def __call__(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> StepLoss:
-        clean = batch.tensors["latents"].float()
-        indexes = batch.ref.indexes
-        tokens = math.prod(clean.shape[2:]) // LATENTS_PER_TOKEN
-        levels = self._goal.levels[expert].levels(self._seed, indexes, tokens)
         base = self._base(batch, expert)
-        return self.at(denoiser, batch, _on(levels, clean.device), self._seed, indexes, base)
+        return self.at(denoiser, batch, self._levels(batch, expert), self._seed, batch.ref.indexes, base)
+
+    def _levels(self, batch: Batch, expert: ExpertName) -> Tensor:
+        latents = batch.tensors["latents"]
+        tokens = math.prod(latents.shape[2:]) // LATENTS_PER_TOKEN
+        return _on(self._goal.levels[expert].levels(self._seed, batch.ref.indexes, tokens), latents.device)
+
+    @torch.no_grad()
+    def answer(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
+        """What the denoiser answers where `__call__` would take the loss: the same noise, the same level."""
+        clean, level = batch.tensors["latents"].float(), self._levels(batch, expert)
+        noise = draw_noise(clean, self._goal.objective, self._seed, batch.ref.indexes)
+        seen = noisy(self._facts.schedule, clean, noise.seen, level).to(self._dtype)
+        with self._autocast():
+            return self._spec.predict(denoiser, seen, level, batch.tensors, self._facts)
 
     def at(
         self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int],
@@ -114,6 +124,11 @@ class TrainStep:
         if any(weight != 1.0 for weight in weights):
             losses = losses * _on(weights, losses.device)
         return StepLoss(losses.sum(), losses.detach(), level)
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Captures and replays of CUDA graphs; nothing where the run has none."""
+        return {} if self._replay is None else self._replay.counters
 
     def release(self) -> None:
         """Give back the memory that recorded steps hold, for who needs it between two of them."""

@@ -101,6 +101,11 @@ class Trainee:
         return tuple(dict.fromkeys((*self.held, *(line for one in self.attached.values() for line in one.decisions))))
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Adapter options that have no effect on this model."""
+        return tuple(dict.fromkeys(line for one in self.attached.values() for line in one.notes))
+
+    @property
     def compiling(self) -> str | None:
         """What compiling took so far; None where nothing was."""
         stats = [one.stats for one in self.prepared.values()]
@@ -145,15 +150,20 @@ class Trainee:
                     module.training = training
 
 
-def check_adapter(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> None:
+def check_adapter(
+    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
-    loaded: all that will be attached is, to layers without weights."""
+    loaded: all that will be attached is, to layers without weights. Returns the shape of every trained parameter."""
     starts = _starts(config, facts)
+    groups = []
     for expert in facts.experts:
         if expert.name in trained_experts(config.model.experts, facts):
             attached = _made_trainable(config, spec, facts, spec.build_denoiser(source, expert), expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
+            groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
+    return {name: tuple(parameter.shape) for name, parameter in parameter_names(groups).items()}
 
 
 def load_trainee(
@@ -208,6 +218,7 @@ def _made_trainable(
         family=spec.family,
         stage=cast(Stage, expert.name),
         default_targets=spec.default_targets,
+        conv_targets=spec.conv_targets,
         untrained=(*spec.untrained, *facts.untrained),
         seed=config.training.seed,
         adapter_path=adapter_path,

@@ -20,6 +20,7 @@ from gracetune.adapters.merge import Weighted, merge_module
 from gracetune.adapters.state import AdapterState
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError
+from gracetune.models.registry import spec_of
 from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load, shake
 
 FAMILIES = ("wan", "sdxl")
@@ -76,6 +77,29 @@ def trained(request: pytest.FixtureRequest, tiny_model: TinyModel) -> Trained:
     first = denoiser().detach()
     losses = train(denoiser, attached)
     return Trained(denoiser, attached, weights, base, first, denoiser().detach(), losses)
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_what_a_layer_acts_through_is_0_at_first(kind: str, wan: Callable[[], Denoiser]) -> None:
+    acting = wan().attach(kind).acting()
+    assert acting
+    for path, tensors in acting.items():
+        assert tensors, path
+        assert not any(tensor.any() for tensor in tensors), path
+
+
+def test_values_are_lent_and_given_back_bit_for_bit(trained: Trained) -> None:
+    attached = trained.attached
+    assert all(any(tensor.any() for tensor in tensors) for tensors in attached.acting().values())
+    before = {name: parameter.detach().clone() for name, parameter in attached.parameters().items()}
+    fitting = attached.fitting(attached.state())
+    nothing = {path: {name: 0 * tensor for name, tensor in tensors.items()} for path, tensors in fitting.items()}
+    with attached.holding(nothing) as own:
+        assert all(not parameter.any() for parameter in attached.parameters().values())
+        assert all(torch.equal(own[name], tensor) for name, tensor in before.items())
+    with attached.amplified(2.0**10), torch.no_grad():
+        assert (trained.denoiser() - trained.base).norm() > 2 * (trained.last - trained.base).norm()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in attached.parameters().items())
 
 
 class TestEveryKind:
@@ -355,6 +379,34 @@ class TestOptions:
         found = {(path.rsplit(".", 1)[1], layer.rank, layer.alpha) for path, layer in layers.items()}
         assert {("conv1", 3, 6.0), ("conv2", 3, 6.0), ("time_emb_proj", 4, 2.0)} <= found
         assert ("conv_shortcut", 4, 2.0) in found  # one pixel wide: the linear rank, as in LyCORIS
+
+    @pytest.mark.parametrize(
+        "kind", [pytest.param(kind, marks=[] if kind in EVERYDAY else [pytest.mark.full]) for kind in ADAPTERS]
+    )
+    def test_a_rank_for_convolutions_adapts_them(self, tiny_model: TinyModel, kind: str) -> None:
+        spec = spec_of("sdxl")
+        found = {}
+        for rank in (None, 3):
+            denoiser = load(tiny_model, "sdxl")
+            attached = attach(
+                denoiser.model, Adapter(kind=kind, rank=2, conv_rank=rank), family="sdxl",  # type: ignore[arg-type]
+                default_targets=spec.default_targets, conv_targets=spec.conv_targets, seed=0,
+            )  # fmt: skip
+            assert attached.notes == ()
+            assert attached.selection is not None
+            found[rank] = {path for path in attached.selection.paths if "attentions" not in path}
+            before = denoiser()
+            shake(attached)
+            assert not torch.equal(denoiser(), before)
+        assert found[None] == set()
+        ends = {path.rsplit(".", 1)[1] for path in found[3]}
+        assert ends == {"conv1", "conv2", "conv_shortcut", "time_emb_proj", "conv"}
+
+    def test_a_rank_for_convolutions_without_any_is_noted(self, wan: Callable[[], Denoiser]) -> None:
+        attached = wan().attach("lora", conv_rank=3, conv_alpha=1.0, targets=())
+        assert attached.notes == (
+            "adapter.conv_rank and adapter.conv_alpha: no effect, because no convolution is among the adapted layers",
+        )
 
     def test_an_unset_alpha_is_the_rank(self, tiny_model: TinyModel) -> None:
         attached = load(tiny_model, "sdxl").attach("locon", rank=4, conv_rank=3, targets=("ResnetBlock2D",))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import UNet2DConditionModel, WanTransformer3DModel
 from torch import nn
 
 from gracetune.adapters.attach import attach, describe
 from gracetune.config.run_config import Adapter
 from gracetune.memory.planning.footprint import Block, Linear
 from gracetune.memory.planning.trainable import Target, select, trainable
-from gracetune.models.registry import FOOTPRINTS
+from gracetune.models.registry import FOOTPRINTS, spec_of
 from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load
 
 VARIANTS: list[dict[str, Any]] = [
@@ -27,23 +28,38 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def planned(denoiser: Denoiser, kind: str, options: dict[str, Any]) -> dict[str, list[tuple[int, ...]]]:
-    """What the planner would count for each linear layer."""
+    """What the planner would count for each linear layer and convolution."""
     adapter = Adapter(kind=kind, **options)  # type: ignore[arg-type]
     found = {}
     for path, info in describe(denoiser.model).items():
-        if info.kind == "linear":
-            layer = denoiser.model.get_submodule(path)
-            linear = Linear(path, layer.in_features, layer.out_features, "x", bias=layer.bias is not None)
-            block = Block("", 1, (), (), (), (linear,))
-            found[path] = sorted(tensor.shape for tensor in Target(block, linear, adapter).tensors())
+        if info.kind in ("linear", "conv"):
+            weight, bias = denoiser.model.get_submodule(path).weight, denoiser.model.get_submodule(path).bias
+            outputs, inputs, *kernel = weight.shape
+            linear = Linear(path, inputs, outputs, "x", bias=bias is not None, kernel=tuple(kernel))
+            footprint = replace(FOOTPRINTS[denoiser.family][0], blocks=(Block("", 1, (), (), (), (linear,)),))
+            (target,) = select(footprint, adapter).targets
+            found[path] = sorted(tensor.shape for tensor in target.tensors())
     return found
 
 
 CASES = [
     *(("wan", kind, options) for kind in ADAPTERS for options in (VARIANTS if kind == "lokr" else VARIANTS[1:3])),
-    *(("sdxl", kind, VARIANTS[0]) for kind in ("dora", "lokr")),
+    *(("sdxl", kind, {"rank": 2, "conv_rank": 3}) for kind in ADAPTERS),
+    ("sdxl", "lokr", {"rank": 2, "conv_rank": 3, "full_rank": True}),
 ]
 """Factors are LoKr's alone."""
+PUBLISHED_SDXL: dict[str, Any] = {
+    "block_out_channels": (320, 640, 1280),
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+    "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    "transformer_layers_per_block": (1, 2, 10),
+    "attention_head_dim": (5, 10, 20),
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
 
 
 @pytest.mark.parametrize(("family", "kind", "options"), CASES, ids=str)
@@ -53,10 +69,11 @@ def test_of_every_layer(tiny_model: TinyModel, family: str, kind: str, options: 
     layers = attached.state().layers
     attached.detach()
     expected = {path: shapes for path, shapes in planned(denoiser, kind, options).items() if path in layers}
+    assert expected.keys() == layers.keys()
     assert len(expected) >= 20
     for path, shapes in expected.items():
         tensors = layers[path].tensors.items()
-        assert sorted(tuple(tensor.shape) for name, tensor in tensors if name != "on_input") == shapes
+        assert sorted(tuple(tensor.shape) for name, tensor in tensors if name != "on_input") == shapes, path
 
 
 @pytest.mark.parametrize("family", ["wan", "sdxl"])
@@ -98,6 +115,29 @@ def test_of_the_published_14b(adapter: Adapter, layers: int) -> None:
     attached = attach(model, adapter, family="wan", default_targets=("blocks.*",), seed=0)
     assert attached.selection is not None
     assert len(attached.selection.paths) == layers
+    assert sum(parameter.numel() for parameter in attached.parameters().values()) == sum(
+        tensor.elements for tensor in tensors
+    )
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        Adapter(rank=16),
+        Adapter(rank=16, conv_rank=8),
+        Adapter(kind="lokr", rank=10_000, conv_rank=8, factor=8),
+        Adapter(rank=4, conv_rank=2, targets=("ResnetBlock2D", "to_q"), exclude=("conv_shortcut",)),
+    ],
+    ids=["linear layers", "lora", "lokr", "targets"],
+)
+def test_of_the_published_sdxl(adapter: Adapter) -> None:
+    footprint, spec = FOOTPRINTS["sdxl"][0], spec_of("sdxl")
+    tensors = trainable(footprint, select(footprint, adapter), adapter)
+    with torch.device("meta"):
+        model = UNet2DConditionModel(**PUBLISHED_SDXL)
+    attached = attach(
+        model, adapter, family="sdxl", default_targets=spec.default_targets, conv_targets=spec.conv_targets, seed=0
+    )  # fmt: skip
     assert sum(parameter.numel() for parameter in attached.parameters().values()) == sum(
         tensor.elements for tensor in tensors
     )

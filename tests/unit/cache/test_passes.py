@@ -29,7 +29,7 @@ from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError
 from gracetune.models.encoders import encode_options, encoders_of
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
-from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, quick_garbage, same  # noqa: F401 - a fixture
+from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, same
 from unit.data.folders import image, pictures, write
 
 NAMES = {

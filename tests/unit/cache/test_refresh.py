@@ -18,7 +18,7 @@ from gracetune.cache.session import Caches, build, current_epoch, needs
 from gracetune.cache.store import DiskStore
 from gracetune.data.media.load import Sample
 from unit.cache.processes import Child
-from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, quick_garbage, same  # noqa: F401 - a fixture
+from unit.cache.tiny_runs import FLAVOURS, Run, TinyModel, Watched, contents, datasets, same
 from unit.data.folders import pictures, write
 
 TRANSFORMS: list[dict[str, Any]] = [{"method": "RandomBrightnessContrast", "p": 1.0}]

@@ -17,7 +17,7 @@ from gracetune.cache.encoder import KnowsMore, Prompt
 from gracetune.cache.session import Built, build, needs
 from gracetune.cache.takeover import folders_there
 from gracetune.cache.wanted import LatentItem
-from unit.cache.tiny_runs import Run, TinyModel, contents, quick_garbage  # noqa: F401 - a fixture
+from unit.cache.tiny_runs import Run, TinyModel, contents
 from unit.data.folders import pictures, write
 
 MODELS = {"sdxl": ("base-1.0", "sdxl", "sdxl"), "flux": ("dev", "flux1", "flux")}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 
 from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
@@ -20,26 +18,12 @@ from gracetune.data.build import build_index
 from gracetune.data.index import DataIndex
 from gracetune.data.media.load import Sample
 from gracetune.models.encoders import FamilyEncoders, encoders_of
-from gracetune.models.registry import geometry_of, spec_of
+from gracetune.models.registry import geometry_of
 from unit.data.folders import image, pictures, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_garbage() -> Iterator[None]:
-    """Closing an encoder collects garbage, and looking through all of diffusers takes longer than a tiny pass.
-
-    For the modules that import it.
-    """
-    for family in FLAVOURS:
-        spec_of(family)
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 TinyModel = Callable[[str, str], Path]

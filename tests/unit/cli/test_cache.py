@@ -26,7 +26,7 @@ from gracetune.cli.cache_view import Bars, Lines
 from gracetune.cli.main import main
 from gracetune.errors import ConfigError, GracetuneError
 from unit.cache.processes import Child, mount_tmpfs, own_mounts, resize_tmpfs
-from unit.cache.tiny_runs import FLAVOURS, TinyModel, config_dict, contents, datasets, quick_garbage, same  # noqa: F401 - a fixture
+from unit.cache.tiny_runs import FLAVOURS, TinyModel, config_dict, contents, datasets, same
 from unit.data.folders import image, pictures, write
 
 Job = Callable[..., str]

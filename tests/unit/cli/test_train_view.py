@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import logging
 import warnings
 
 import pytest
 import torch
 from rich.console import Console
 
+from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.train_view import bars
 from gracetune.telemetry.progress import Standing
@@ -16,7 +18,7 @@ from gracetune.telemetry.progress import Standing
 
 @pytest.mark.parametrize("width", [40, 80, 120, 200])
 def test_a_narrow_terminal_shows_how_far_the_run_is(width: int) -> None:
-    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, uvm_stage=1)
+    standing = Standing(1234, 20000, 0.1234, "high_noise", 1.52, {"device": 65 * 2**30}, memory_stage=1)
     written = io.StringIO()
     console = Console(file=written, width=width, force_terminal=True, color_system=None)
     shown = bars(console)
@@ -41,3 +43,18 @@ def test_a_warning_of_python_is_told_without_the_code_it_came_from(capsys: pytes
     with libraries_quiet(told.append):
         warnings.warn("first\n  second", UserWarning, stacklevel=1)
     assert (told, capsys.readouterr().err) == (["first second"], "")
+
+
+@pytest.mark.parametrize(("level", "printed"), [("debug", 3), ("info", 2), ("warning", 1)])
+def test_the_log_level_decides_which_lines_are_printed(
+    level: str, printed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("gracetune.some.part")
+    before = logging.getLogger("gracetune").level, [*logging.getLogger("gracetune").handlers]
+    with logging_at(LogLevel(level)):
+        logger.warning("first")
+        logger.info("second")
+        logger.debug("third")
+    lines = ["WARNING: first", "INFO: second", "DEBUG: third"]
+    assert capsys.readouterr().err.splitlines() == lines[:printed]
+    assert (logging.getLogger("gracetune").level, logging.getLogger("gracetune").handlers) == before

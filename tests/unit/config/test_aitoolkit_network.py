@@ -64,7 +64,7 @@ def test_convolutions_are_adapted_where_there_are_any(tmp_path: Path) -> None:
     assert (found.conv_rank, found.conv_alpha) == (4, 2)
     on_wan = adapter(tmp_path, keys)
     assert on_wan.config.adapter.conv_rank is None
-    assert "network.conv" in note(on_wan, "harmless")
+    assert "no convolutions" in note(on_wan, "network.conv")
 
 
 def test_lokr_is_full_rank_unless_told_otherwise_and_says_so(tmp_path: Path) -> None:

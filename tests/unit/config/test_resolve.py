@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from gracetune.config import Environment, Resolved, UnresolvedError, load
 from gracetune.config.this_machine import path_problems, size_warnings
 from gracetune.errors import ConfigError, Problem
+from gracetune.memory.placement import hints_of
 from unit.config.strategies import mutated
 
 EMPTY = Environment({})
@@ -68,22 +69,33 @@ def test_flags_beat_the_file_and_the_file_beats_the_environment(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("cache", "memory", "variable", "hints"),
+    ("cache", "memory", "variable", "switch", "hints"),
     [
-        ({"vae_cache_type": "unified_memory"}, {}, None, True),
-        ({"text_cache_type": "unified_memory"}, {}, "0", True),
-        ({"vae_cache_type": "unified_memory"}, {"enable_uvm_hints": False}, "1", False),
-        ({"vae_cache_type": "disk"}, {}, "1", True),
-        ({"vae_cache_type": "disk"}, {}, None, False),
-        ({}, {"enable_uvm_hints": True}, "0", True),
+        ({"vae_cache_type": "unified_memory"}, {}, None, None, True),
+        ({"text_cache_type": "unified_memory"}, {}, "0", None, True),
+        ({"vae_cache_type": "unified_memory"}, {"enable_uvm_hints": False}, "1", False, False),
+        ({"vae_cache_type": "unified_memory"}, {}, "1", True, True),
+        ({"vae_cache_type": "disk"}, {}, "1", True, True),
+        ({"vae_cache_type": "disk"}, {}, "0", False, False),
+        ({"vae_cache_type": "disk"}, {}, None, None, False),
+        ({}, {"enable_uvm_hints": True}, "0", True, True),
     ],
 )
-def test_caches_in_unified_memory_switch_hints_on(
-    tmp_path: Path, cache: dict[str, str], memory: dict[str, bool], variable: str | None, hints: bool
+def test_the_switch_decides_and_else_the_caches(
+    tmp_path: Path,
+    cache: dict[str, str],
+    memory: dict[str, bool],
+    variable: str | None,
+    switch: bool | None,
+    hints: bool,
 ) -> None:
     environment = Environment({"SIMPLETUNER_GH200_ENABLE_UVM_HINTS": variable} if variable else {})
     resolved = resolve(tmp_path, {"cache": cache, "memory": memory}, environment=environment)
-    assert resolved.config.memory.enable_uvm_hints is hints
+    assert resolved.config.memory.enable_uvm_hints is switch
+    found = hints_of(resolved.config)
+    assert (found.on, found.asked) == (hints, switch is True)
+    overruled = [note for note in resolved.notes if "overruled" in note]
+    assert bool(overruled) == (variable == "0" and "text_cache_type" in cache)
 
 
 def test_all_problems_arrive_together(tmp_path: Path) -> None:

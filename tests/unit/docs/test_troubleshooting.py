@@ -38,7 +38,7 @@ def test_what_is_quoted_is_said_and_what_to_do_can_be_done(row: list[str]) -> No
     quoted = [span for span in spans(seen) if span not in (*OTHERS_SAY, *NO_MESSAGES, *ELSEWHERE)]
     assert [problem for span in quoted if (problem := message(span))] == []
     names = [span for span in spans(todo) if span not in ELSEWHERE and f"result `{span}`" not in todo]
-    typed = [span for span in names if key(span) is not None and span not in ("accumulation", "micro_batch")]
+    typed = [span for span in names if key(span) is not None]
     assert problems(todo) + [problem for span in typed if (problem := remedy(span))] == []
 
 

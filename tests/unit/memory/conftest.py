@@ -43,6 +43,11 @@ class FakeDriver:
     def capacity(self, size: int) -> None:
         self._library.fake_capacity(ctypes.c_uint64(size))
 
+    def migration(self, kind: int, value: int, *, activity: int = 25) -> None:
+        """A record of CUPTI's, delivered by the next flush: kinds 1 and 2 are bytes to the device and to the host, 3
+        and 4 page faults of the CPU and the GPU."""
+        self._library.fake_migration(ctypes.c_uint32(activity), ctypes.c_uint32(kind), ctypes.c_uint64(value))
+
     def quiet(self) -> None:
         """No journal, no page table, no locks."""
         self._library.fake_quiet(1)

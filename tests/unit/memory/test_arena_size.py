@@ -88,6 +88,14 @@ class TestTheReason:
         assert (found.bytes, found.clamp) == (192 * GIB, "none")
         assert found.reason == "as asked: (3 - 1) x 96.0 GiB of GPU memory = 192 GiB"
 
+    def test_what_else_is_managed_is_named_and_taken_off(self) -> None:
+        beside = arena_size(GH200, 3.0, other_managed=53 * GIB)
+        assert beside.bytes == 192 * GIB
+        assert beside.reason.endswith("= 192 GiB; beside it 53.0 GiB for managed caches and parked experts")
+        less = arena_size(GH200, 5.0, other_managed=53 * GIB)
+        assert less.bytes == (460 - 46 - 53) * GIB
+        assert less.reason.endswith("less a reserve of 46.0 GiB and 53.0 GiB for managed caches and parked experts")
+
     def test_main_memory(self) -> None:
         found = arena_size(replace(GH200, host_available=200 * GIB), 5.0)
         assert (found.bytes, found.requested, found.clamp) == (154 * GIB, 384 * GIB, "MemAvailable")
@@ -105,7 +113,8 @@ class TestTheReason:
         found = arena_size(replace(GH200, coherent=False), 5.0, other_managed=GIB)
         assert (found.bytes, found.clamp) == (3 * GIB, "managed cap")
         assert "has no coherent link" in found.reason
-        assert "stays under 4.00 GiB (1.00 GiB is spoken for); --force-oversubscription lifts that" in found.reason
+        words = "stays under 4.00 GiB (1.00 GiB is for managed caches and parked experts); --force-oversubscription"
+        assert words in found.reason
 
     def test_a_driver_that_does_not_say_gets_the_careful_answer(self) -> None:
         found = arena_size(replace(GH200, coherent=None), 5.0)

@@ -280,10 +280,27 @@ class TestRemarks:
         assert any("'to_nothing'" in line for line in demand.assumptions)
 
     def test_what_is_not_counted_is_said(self) -> None:
-        config = run_config("sdxl", adapter={"conv_rank": 4}, training={"max_steps": 1, "attention": "math"})
-        text = " ".join(demand_of(config).assumptions)
-        assert "convolutions" in text
-        assert "attention matrix" in text
+        config = run_config("sdxl", training={"max_steps": 1, "attention": "math"})
+        assert "attention matrix" in " ".join(demand_of(config).assumptions)
+
+    @pytest.mark.parametrize(
+        ("family", "adapter", "idle"),
+        [
+            ("sdxl", {"conv_rank": 4}, None),
+            ("sdxl", {"conv_rank": 4, "targets": ["to_q"]}, "adapter.targets names no convolution"),
+            ("wan", {"conv_rank": 4, "conv_alpha": 2.0}, "no convolution is among"),
+        ],
+    )
+    def test_a_rank_for_convolutions_is_counted_or_said_to_do_nothing(
+        self, family: str, adapter: dict[str, Any], idle: str | None
+    ) -> None:
+        with_it, without = demand_of(run_config(family, adapter=adapter)), demand_of(run_config(family))
+        told = [line for line in with_it.assumptions if "no effect" in line]
+        assert [line for line in told if str(idle) in line] == told
+        assert bool(told) == (idle is not None)
+        if idle is None:
+            # Convolutions in front of the first attention now have a gradient, and keep their inputs for it.
+            assert with_it.training_peak("off") > without.training_peak("off")
 
     @pytest.mark.parametrize("family", FOOTPRINTS)
     def test_every_family_gives_positive_numbers(self, family: str) -> None:

@@ -72,7 +72,10 @@ class TestJson:
         for key in ("changes", "tiers", "lines", "phases", "assumptions"):
             assert isinstance(found[key], list)
         assert {line["tier"] for line in found["lines"]} == {"device", "host", "disk"}
-        assert set(found["lines"][0]) == {"name", "role", "bytes", "tier", "phases", "reason"}
+        assert set(found["lines"][0]) == {"name", "role", "bytes", "tier", "phases", "processes", "managed", "reason"}
+        assert found["processes"] == {"count": 1, "per_machine": 1, "sharded": False, "reshard": True}
+        managed = [line for line in found["lines"] if line["managed"]]
+        assert {line["role"] for line in managed} == {"latent cache", "text cache", "frozen weights"}
         assert [phase["phase"] for phase in found["phases"]] == ["encode text", "encode latents", "train", "sample"]
         assert set(found["changes"][0]) == {"key", "from", "to", "saves", "reason", "automatic"}
         assert set(found["training_peak_gib"]) == {"off", "half", "quarter", "tenth", "full"}
@@ -116,6 +119,21 @@ class TestJson:
         assert next(tier for tier in found["tiers"] if tier["tier"] == "disk")["capacity"] is not None
         assert any("--machine" in note for note in found["notes"]) == (found["machine"]["profile"] == "cpu")
 
+    def test_several_processes(self, config: Path, report: Path) -> None:
+        """On a machine with one GPU they are on as many machines; weights are divided where they are spread."""
+        _, alone = run_json(config, "--machine", report)
+        code, four = run_json(config, "--machine", report, "--processes", 4)
+        assert (code, four["processes"]["count"], four["processes"]["per_machine"]) == (0, 4, 1)
+        assert four["tiers"][0]["peak"] == alone["tiers"][0]["peak"]
+        _, spread = run_json(config, "--machine", report, "--processes", 4, "--fsdp")
+
+        def expert(found: dict[str, Any]) -> int:
+            return int(next(line["bytes"] for line in found["lines"] if line["name"] == "high-noise expert"))
+
+        assert expert(spread) * 4 == pytest.approx(expert(alone), abs=4)
+        assert [phase["phase"] for phase in spread["phases"]][2] == "load"
+        assert any("never been measured" in note for note in spread["notes"])
+
 
 class TestText:
     def test_one_screen_of_80_columns(self, config: Path, report: Path) -> None:
@@ -127,6 +145,14 @@ class TestText:
         assert lines[-1].startswith(("FITS", "and "))
         for words in ("GPU memory", "CPU memory (coherent link)", "phases", "checkpointing", "assumed"):
             assert words in text
+
+    def test_several_processes_say_whose_memory_is_shown(self, config: Path, report: Path) -> None:
+        code, text = run(config, "--machine", report, "--processes", 2, "--fsdp", columns=80)
+        assert code == 0
+        assert max(map(len, text.splitlines())) <= 80
+        words = " ".join(text.split())
+        assert "processes 2 processes on 2 machines like this one: FSDP2, each holds 1/2 of the weights;" in words
+        assert "GPU memory is one GPU's, main memory one machine's" in words
 
     def test_what_does_not_fit_is_said_with_what_was_tried(self, config: Path, tmp_path: Path) -> None:
         path = tmp_path / "small.json"
@@ -184,6 +210,12 @@ class TestRefusals:
         (problem,) = refusal.value.problems
         assert words in problem.found
         assert "gracetune doctor --output" in problem.hint
+
+    def test_one_process_that_is_to_share(self, config: Path, report: Path) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            run(config, "--machine", report, "--fsdp")
+        (problem,) = refusal.value.problems
+        assert (problem.key, problem.hint) == ("--fsdp", "--processes 2 --fsdp")
 
     def test_a_config_that_cannot_be_read(self, tmp_path: Path, report: Path) -> None:
         path = tmp_path / "config.yaml"

@@ -12,10 +12,14 @@ from gracetune.errors import ConfigError
 from gracetune.memory.errors import MemoryPressure
 from gracetune.memory.governor import (
     Action,
+    ArenaChange,
     Counters,
     Decision,
     Governor,
     Limits,
+    MemoryChange,
+    Reclamation,
+    StageChange,
     State,
     decide,
     demotion_budget,
@@ -280,6 +284,45 @@ class TestGovernor:
         assert "try       --set training.gradient_checkpointing=full" in message
         assert "synchronize" in machine.done
         assert governor.counters.hard_reclamations == 1
+
+    def test_every_change_is_reported_before_memory_pressure_ends_the_run(self) -> None:
+        short = GIB
+        machine = Scripted([seen(arena=GIB), seen(arena=2 * GIB, host=short), seen(arena=2 * GIB, host=short)])
+        changes: list[MemoryChange] = []
+        governor = Governor(machine, machine, LIMITS, changes.append)
+        governor.sample()
+        entered = "stage 1 -> 2: the overflow arena holds 1.00 GiB"
+        assert changes[:2] == [
+            ArenaChange(0, GIB, "a step needed more than the device has"),
+            StageChange(1, 2, entered),
+        ]
+        (light,) = changes[2:]
+        assert isinstance(light, Reclamation)
+        assert (light.action, light.reason) == (Action.LIGHT_RECLAMATION, entered)
+        assert (light.released, light.demoted) == (None, None), "this reclaimer does not count"
+        changes.clear()
+        with pytest.raises(MemoryPressure):
+            governor.sample()
+        grown, hard = changes
+        assert grown == ArenaChange(GIB, 2 * GIB, "it holds more than ever before")
+        assert isinstance(hard, Reclamation)
+        assert hard.action is Action.HARD_RECLAMATION
+
+    @given(st.lists(ANY, min_size=1))
+    def test_what_is_reported_agrees_with_the_counters(self, readings: list[Reading]) -> None:
+        machine = Scripted(readings)
+        changes: list[MemoryChange] = []
+        governor = Governor(machine, machine, Limits(0.10, 0, host_reserve=0), changes.append)
+        for _ in readings:
+            governor.sample()
+        stages = [one for one in changes if isinstance(one, StageChange)]
+        arena = [one for one in changes if isinstance(one, ArenaChange)]
+        done = [one.action for one in changes if isinstance(one, Reclamation)]
+        counted = governor.counters
+        assert (len(stages), done.count(Action.LIGHT_RECLAMATION)) == (counted.transitions, counted.light_reclamations)
+        assert done.count(Action.HARD_RECLAMATION) == counted.hard_reclamations
+        assert [one.before for one in stages] == [1, 2] * (len(stages) // 2) + [1] * (len(stages) % 2)
+        assert max((one.after for one in arena), default=0) == counted.arena_peak
 
     def test_no_memory_pressure_when_it_is(self) -> None:
         machine = Scripted([seen(arena=GIB), seen(arena=GIB, host=GIB), seen(arena=0, host=9 * GIB)])

@@ -110,7 +110,11 @@ def test_a_gpu_that_waits_gets_its_batch_before_others_are_gathered() -> None:
 
 def test_depth_grows_after_a_wait_and_shrinks_when_memory_is_tight() -> None:
     mover, tight = Logged(waits={"b0": 50.0, "b1": 30.0}), []
-    ahead = LookAhead(batches(12), mover, depth=1, most=3, memory_tight=lambda: bool(tight))
+    changes: list[tuple[int, int, str]] = []
+    ahead = LookAhead(
+        batches(12), mover, depth=1, most=3, memory_tight=lambda: bool(tight),
+        on_change=lambda before, after: changes.append((before.value, after.value, after.reason)),
+    )  # fmt: skip
     depths = []
     for _ in range(6):
         next(ahead)
@@ -120,6 +124,11 @@ def test_depth_grows_after_a_wait_and_shrinks_when_memory_is_tight() -> None:
     next(ahead)
     assert ahead.depth == Depth(2, "memory is tight")
     assert ahead.stats.wait_ms == 80.0
+    assert changes == [
+        (1, 2, "the step waited 50.00 ms for its data and computed for 100.00 ms"),
+        (2, 3, "the step waited 30.00 ms for its data and computed for 100.00 ms"),
+        (3, 2, "memory is tight"),
+    ]
 
 
 def test_a_step_still_running_is_judged_later_never_waited_for() -> None:

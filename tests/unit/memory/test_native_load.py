@@ -81,11 +81,11 @@ def test_a_foreign_library_is_recognised(workshop):
 def test_a_library_of_another_version_is_not_used(workshop, tmp_path):
     source = Path(__file__).parents[3] / "src/gracetune/memory/native/uvm.c"
     old = tmp_path / "uvm.c"
-    old.write_text(source.read_text().replace("GT_ABI_VERSION = 2 ", "GT_ABI_VERSION = 999 "))
+    old.write_text(source.read_text().replace("GT_ABI_VERSION = 3 ", "GT_ABI_VERSION = 999 "))
     fake = workshop.fake()
     answer = load(workshop.compile(old), str(fake.path))
     assert isinstance(answer, Unavailable)
-    assert "interface 999, this gracetune needs 2" in answer.reason
+    assert "interface 999, this gracetune needs 3" in answer.reason
     assert fake.journal() == [], "nothing of it may run"
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from gracetune.hardware.machine import ProfileName
 from gracetune.memory.arena import LARGE_UNIT, SMALL_SEGMENT, SMALLEST_LARGE, arena_shape, slot_policy
 from gracetune.memory.placement import Role, place
-from gracetune.memory.transport import LinkSpeeds, Way, choose_transport
+from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, Way, choose_transport
 from gracetune.units import GIB, MIB
 
 
@@ -62,7 +62,7 @@ def test_access_patterns() -> None:
 
 
 def speeds(gather: float, hidden: float) -> LinkSpeeds:
-    return LinkSpeeds(Way(55, 0.93), Way(gather, hidden), Way(49, 0.9), 55.0, 13.0)
+    return LinkSpeeds(Way(55, 0.93), 55.0, ManagedSpeeds(Way(gather, hidden), Way(49, 0.9), 13.0))
 
 
 @pytest.mark.parametrize(

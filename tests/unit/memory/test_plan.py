@@ -13,6 +13,7 @@ from gracetune.hardware.recording import load_recording
 from gracetune.memory.planning.demand import Demand
 from gracetune.memory.planning.estimate import estimate
 from gracetune.memory.planning.plan import INPUTS, Change, Plan, link_rate, plan
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 from gracetune.memory.planning.samples import survey
 from gracetune.models.registry import footprint_of
 from gracetune.units import GIB, MIB
@@ -31,7 +32,9 @@ def small_gpu(gigabytes: float, name: str = "x86-h200", **host: Any) -> Machine:
     return whole.model_copy(update={"gpus": (gpu,), "host": whole.host.model_copy(update=host)})
 
 
-def demand(family: str = "wan", *, compiled: bool = True, **sections: Any) -> Demand:
+def demand(
+    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
+) -> Demand:  # fmt: skip
     tree: dict[str, Any] = {
         "name": "run",
         "output_dir": "out",
@@ -39,6 +42,7 @@ def demand(family: str = "wan", *, compiled: bool = True, **sections: Any) -> De
         "datasets": [{"id": "data", "path": "/nowhere"}],
         "training": {},
         "cache": {"vae_cache_type": "unified_memory", "text_cache_type": "unified_memory"},
+        "memory": {"enable_uvm_hints": True},  # as reading such a file switches it on
         "validation": {"enabled": False},
     }
     for key, value in sections.items():
@@ -46,7 +50,7 @@ def demand(family: str = "wan", *, compiled: bool = True, **sections: Any) -> De
     tree["training"] = {"max_steps": 10, **tree["training"]}
     config = RunConfig.model_validate(tree)
     footprint, _ = footprint_of(config.model)
-    return estimate(config, footprint, survey(config, 260), compiled=compiled)
+    return estimate(config, footprint, survey(config, 260), compiled=compiled, processes=processes)
 
 
 def tier_of(found: Plan, name: str, phase: str = "train") -> str:
@@ -70,6 +74,9 @@ class TestPlacement:
         few = demand("sdxl")
         assert tier_of(plan(few, machine("gh200-numa")), "captions") == "device"
         assert tier_of(plan(few, machine("x86-h200")), "captions") == "host"
+        told = {"memory": {"enable_uvm_hints": False}}, {"cache": {"text_cache_type": "memory"}}
+        for otherwise in told:
+            assert tier_of(plan(demand("sdxl", **otherwise), machine("gh200-numa")), "captions") == "host"
 
     def test_one_pool_holds_everything_once(self) -> None:
         found = plan(demand(), machine("gb10"))
@@ -96,6 +103,17 @@ class TestPlacement:
         assert tier_of(superchip, "low-noise expert") == "host"
         assert "high-noise expert, home copy" not in {line.name for line in superchip.lines}
 
+    def test_a_superchip_without_the_unified_memory_layer_parks_pinned_copies(self) -> None:
+        """As the run does it: then both experts have a home in main memory."""
+        plain = plan(
+            demand(memory={"enable_uvm_hints": False}, training={"gradient_checkpointing": "full"}),
+            small_gpu(60, "gh200-numa"),
+        )
+        assert tier_of(plain, "high-noise expert, home copy") == "host"
+        line = next(line for line in plain.lines if line.name == "low-noise expert")
+        assert "copied from pinned memory" in line.why
+        assert plain.managed_bytes == 0
+
     def test_a_control_group_is_the_limit(self) -> None:
         staged = [{"id": "data", "path": "/nowhere", "type": "in_memory", "max_samples": 80_000}]
         assert plan(demand(datasets=staged), machine("x86-h200")).verdict == "fits"
@@ -121,23 +139,25 @@ class TestLadder:
         assert found.changes == ()
         assert found.checkpointing.value == "off"
 
-    def test_the_idle_expert_goes_first(self) -> None:
-        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(60))
-        assert found.verdict == "fits"
-        assert [entry.key for entry in found.changes] == ["placement: idle expert"]
-        assert found.changes[0].automatic
-        assert found.changes[0].saves == pytest.approx(26.6 * GIB, rel=0.03)
-
-    def test_then_the_encoders(self) -> None:
-        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(38))
-        assert [entry.key for entry in found.changes] == ["placement: idle expert", "placement: encoders"]
+    def test_the_idle_encoders_go_first_and_then_the_idle_expert(self) -> None:
+        """What comes back least often; at the next step both are away, and neither comes back."""
+        keys, sizes = ["placement: encoders", "placement: idle expert"], {}
+        for size in (90, 69, 60, 38):
+            found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(size))
+            assert found.verdict == "fits"
+            assert all(entry.automatic for entry in found.changes)
+            sizes[size] = [entry.key for entry in found.changes]
+        assert sizes == {90: [], 69: keys[:1], 60: keys, 38: keys}
+        assert found.changes[1].saves == pytest.approx(26.6 * GIB, rel=0.03)
         assert tier_of(found, "text encoder (UMT5-XXL)") == "host"
         assert tier_of(found, "text encoder (UMT5-XXL)", "encode text") == "device"
+        assert tier_of(found, "low-noise expert") == "host"
 
-    def test_given_room_for_one_the_expert_stays_and_the_encoder_goes(self) -> None:
-        found = plan(demand(training={"gradient_checkpointing": "full"}), small_gpu(69))
-        assert [entry.key for entry in found.changes] == ["placement: encoders"]
-        assert tier_of(found, "low-noise expert") == "device"
+    def test_main_memory_for_one_of_them_goes_to_the_expert(self) -> None:
+        short = small_gpu(60, cpu_mem_total=60 * GIB, cpu_mem_available=71 * GIB)
+        found = plan(demand(training={"gradient_checkpointing": "full"}), short)
+        assert found.verdict == "fits"
+        assert [entry.key for entry in found.changes] == ["placement: idle expert"]
 
     @pytest.mark.parametrize(
         ("gigabytes", "value", "budget"),
@@ -204,6 +224,18 @@ class TestLadder:
         assert not any("use_uvm" in note for note in found.notes)
         elsewhere = plan(asked, machine("x86-h200"))
         assert any("use_uvm" in note for note in elsewhere.notes)
+
+    def test_without_a_coherent_link_only_force_counts_on_the_arena_and_says_what_that_can_do(self) -> None:
+        asked = demand(training={"gradient_checkpointing": "off", "batch_size": 8}, memory={"use_uvm": True})
+        assert plan(asked, machine("x86-h200")).verdict == "fits with these changes"
+        forced = plan(asked, machine("x86-h200"), force_oversubscription=True)
+        assert (forced.verdict, forced.spilled_bytes > 100 * GIB) == ("fits", True)
+        assert "over PCIe" in change(forced, "memory.use_uvm").why
+        assert any("can hang the driver until the machine is rebooted" in note for note in forced.notes)
+        unasked = demand(training={"gradient_checkpointing": "off", "batch_size": 8})
+        assert plan(unasked, machine("x86-h200"), force_oversubscription=True).spilled_bytes == 0
+        pool = plan(asked, machine("gb10"), force_oversubscription=True)
+        assert pool.spilled_bytes == 0, "one pool has no memory beyond the GPU's"
 
     def test_overflow_stops_where_main_memory_ends(self) -> None:
         one = {"family": "wan", "experts": "high"}

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from gracetune.cli.estimate import demand_of
+from gracetune.config import Environment, load
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
 from gracetune.memory.planning.activations import Activations, Policy
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Settings, Workload
 from gracetune.memory.planning.layout import Choice, lay, needs_under
-from gracetune.memory.planning.plan import Plan, plan
-from gracetune.memory.planning.tiers import HEADROOM, tiers_of
-from gracetune.units import GIB
+from gracetune.memory.planning.plan import INPUTS, Plan, plan
+from gracetune.memory.planning.processes import Processes
+from gracetune.memory.planning.tiers import FRAGMENTATION, HEADROOM, tiers_of
+from gracetune.units import GIB, MIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
 KNOWN = {name: load_recording(MACHINES / name) for name in ("gh200-numa", "gh200-cdmm", "x86-h200", "gb10", "cpu-only")}
 SIZE = st.integers(0, 80 * GIB)
 RANK = {"does not fit": 0, "fits with these changes": 1, "fits": 2}
+EXAMPLE = Path(__file__).parents[3] / "examples" / "wan22_t2v_automagic.yaml"
+IDLE = {"placement: encoders", "placement: idle expert"}
 ORDER: tuple[Policy, ...] = ("off", "half", "quarter", "tenth", "full")
 
 
@@ -76,8 +83,10 @@ def demands(draw: st.DrawFn) -> Demand:
             fp8_possible=draw(st.booleans()),
             use_uvm=draw(st.booleans()),
             oversubscription_ratio=draw(st.floats(1.1, 8.0)),
+            managed=draw(st.booleans()),
         ),
         phases=draw(st.sampled_from([PHASES, PHASES[:3]])),
+        processes=draw(st.sampled_from([Processes(), Processes(), Processes(2, 2), Processes(8, 4)])),
     )
 
 
@@ -136,8 +145,9 @@ class TestEveryPlan:
         layout = lay(demand, choice, machine, tiers)
         for phase in demand.phases:
             alive = sum(n.bytes for n in needs_under(demand, choice, machine) if phase in (*n.busy, *n.idle))
-            placed = sum(x.bytes for x in layout.lines if phase in x.phases and x.role != "allowance")
-            assert placed == alive
+            held = [x for x in layout.lines if phase in x.phases and x.role != "allowance"]
+            assert sum(x.bytes // x.processes for x in held) == alive
+            assert all(x.bytes % x.processes == 0 for x in held)
 
     @given(demands(), machines())
     @settings(deadline=None)
@@ -179,6 +189,75 @@ class TestMonotony:
     def test_a_further_need_never_helps(self, demand: Demand, machine: Machine, extra: Any) -> None:
         further = Demand(**{**vars(demand), "needs": (*demand.needs, extra)})
         assert rank(plan(further, machine)) <= rank(plan(demand, machine))
+
+
+def with_batch(demand: Demand, batch: int) -> Demand:
+    loads = tuple(replace(load, batch=batch) for load in demand.workloads)
+    ring = [replace(need, bytes=batch * need.bytes) if need.role == "batch ring" else need for need in demand.needs]
+    return replace(demand, workloads=loads, needs=tuple(ring))
+
+
+def parked(found: Plan) -> set[str]:
+    return {entry.key for entry in found.changes if entry.key.startswith("placement: ")}
+
+
+def placed(found: Plan, *, phase: str = "train") -> int:
+    """All that is alive then, wherever it is, but for the allowance."""
+    held = [line for line in found.lines if line.tier in ("device", "host") and line.role != "allowance"]
+    return sum(line.bytes for line in held if phase in line.phases)
+
+
+class TestBatches:
+    """One more sample costs what one sample takes, up to the last that fits and beyond it."""
+
+    @pytest.mark.parametrize(
+        ("name", "checkpointing"),
+        [("gh200-numa", "off"), ("gh200-numa", "auto"), ("gh200-cdmm", "full"), ("x86-h200", "full")],
+    )
+    def test_from_1_to_128(self, name: str, checkpointing: str) -> None:
+        machine = KNOWN[name]
+        overrides = [f'training.gradient_checkpointing="{checkpointing}"', "memory.use_uvm=true"]
+        config = load(EXAMPLE, environment=Environment({}), overrides=overrides).config
+        one, _ = demand_of(config, machine, 260)
+        assert one.workloads[0].batch == 1
+        per_batch = [plan(with_batch(one, batch), machine) for batch in range(1, 129)]
+        fitting = [found for found in per_batch if found.verdict == "fits"]
+        assert per_batch[: len(fitting)] == fitting, "one that fits after one that does not"
+        entries = {entry.policy: entry for entry in one.workloads[0].activations}
+        ring = next(need.bytes for need in one.needs if need.role == "batch ring")
+        policies = [policy(found, checkpointing) for found in fitting]
+        for smaller, larger, first, then in zip(fitting, fitting[1:], policies, policies[1:], strict=False):
+            sample = entries[then].kept + entries[then].working + ring
+            assert ORDER.index(first) <= ORDER.index(then)
+            assert 0 <= larger.spilled_bytes - smaller.spilled_bytes <= sample * (1 + FRAGMENTATION) + MIB
+            if first == then:
+                assert parked(smaller) <= parked(larger), "something came back"
+                home = sum(line.bytes for line in larger.lines if "home copy" in line.name)
+                assert 0 < placed(larger) - placed(smaller) <= sample + MIB + home
+            if larger.spilled_bytes:
+                assert parked(larger) >= IDLE | ({INPUTS} if then == "full" else set())
+                assert then == (ORDER[-1] if checkpointing == "auto" else checkpointing)
+        spilling = [found for found in fitting if found.spilled_bytes]
+        assert bool(spilling) == (name != "x86-h200")
+        # Beyond PCIe nothing overflows: the batch has to be smaller.
+        assert len(fitting) == 128 or per_batch[len(fitting)].verdict == "fits with these changes"
+
+    def test_one_past_what_fits_keeps_everything_parked(self) -> None:
+        """As it was reported: 39 parked all that is idle, 40 brought back 37 GiB of it and spilled 96 GiB."""
+        config = load(EXAMPLE, environment=Environment({}), overrides=["memory.use_uvm=true"]).config
+        one, _ = demand_of(config, KNOWN["gh200-numa"], 260)
+        last, first = (plan(with_batch(one, batch), KNOWN["gh200-numa"]) for batch in (39, 40))
+        assert parked(last) == parked(first) == {*IDLE, INPUTS}
+        assert (last.spilled_bytes, first.spilled_bytes < GIB) == (0, True)
+        assert first.spilled_bytes > 0
+        assert last.managed_bytes == first.managed_bytes == 2 * one.denoisers[0].size("bf16")
+
+
+def policy(found: Plan, checkpointing: str) -> Policy:
+    if checkpointing == "full":
+        return "full"
+    steps = [entry.after for entry in found.changes if entry.key == "training.gradient_checkpointing"]
+    return next((name for name in ORDER if steps and steps[0] == f"auto: {name}"), "off")
 
 
 class TestHeadroom:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.memory.native import Migrations
 from gracetune.memory.stats import UvmStats, merged
 
 NAMES = {
@@ -16,6 +17,8 @@ NAMES = {
     "uvm.arena_active_bytes",
     "uvm.arena_peak_bytes",
     "uvm.refused",
+    "uvm.hinted_bytes",
+    "uvm.hints_refused",
     "uvm.prefetched_bytes",
     "uvm.prefetch_wait_ms",
 }
@@ -42,8 +45,20 @@ def test_every_value_stands_under_its_own_name() -> None:
         arena_active_bytes=7,
         arena_peak_bytes=8,
         refused=9,
+        hinted_bytes=12,
+        hints_refused=13,
         prefetched_bytes=10,
         prefetch_wait_ms=11.5,
     )
-    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 10, 11.5]
-    assert list(merged({}, stats)) == [f"uvm.{name}" for name in vars(stats)]
+    assert list(merged({}, stats).values()) == [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 10, 11.5]
+    assert list(merged({}, stats)) == [f"uvm.{name}" for name in vars(stats) if name != "migrations"]
+
+
+def test_page_faults_and_migrations_stand_there_where_they_are_counted() -> None:
+    found = merged({}, UvmStats(migrations=Migrations(1, 2, 3, 4)))
+    assert {name: value for name, value in found.items() if name not in NAMES} == {
+        "uvm.migrated_to_device_bytes": 1,
+        "uvm.migrated_to_host_bytes": 2,
+        "uvm.cpu_page_faults": 3,
+        "uvm.gpu_page_faults": 4,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch import nn
 
+from gracetune.adapters import targets
+from gracetune.adapters.attach import describe
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Adapter, Model
 from gracetune.memory.planning.activations import Method, Policy, activations
 from gracetune.memory.planning.footprint import Block, Footprint
 from gracetune.memory.planning.trainable import select, trainable
-from gracetune.models.registry import FOOTPRINTS, footprint_of
+from gracetune.models.registry import FOOTPRINTS, footprint_of, spec_of
 from unit.models import published
 from unit.models.meta_memory import (
     BF16,
@@ -82,8 +85,11 @@ class TestParameters:
         with on_meta():
             model = published.denoiser(footprint.family, footprint.flavour)
         assert parameters(model) == footprint.parameters
+        assert conv_defaults(footprint) == conv_layers(model, footprint.family)
         for block in footprint.blocks:
             for linear in block.linears:
+                if linear.conv_default:
+                    continue
                 found = [
                     module
                     for module in matching(model, block, f"*{linear.name}")
@@ -103,6 +109,24 @@ class TestParameters:
         with on_meta():
             model = published.VAES[codec].build()
         assert parameters(model) == CODECS[codec].parameters
+
+
+def conv_defaults(footprint: Footprint) -> Counter[tuple[str, tuple[int, ...], bool]]:
+    """What joins the targets where a rank for convolutions is given: name, shape of the weight, bias."""
+    return Counter(
+        (linear.name.rpartition(".")[2], (linear.outputs, linear.inputs, *linear.kernel), linear.bias)
+        for block in footprint.blocks
+        for linear in block.linears
+        for _ in range(block.count)
+        if linear.conv_default
+    )
+
+
+def conv_layers(model: nn.Module, family: str) -> Counter[tuple[str, tuple[int, ...], bool]]:
+    patterns = spec_of(family).conv_targets
+    paths = targets.select(describe(model), patterns).paths if patterns else ()
+    layers = [(path.rpartition(".")[2], model.get_submodule(path)) for path in paths]
+    return Counter((name, tuple(layer.weight.shape), layer.bias is not None) for name, layer in layers)
 
 
 def matching(model: nn.Module, block: Block, pattern: str) -> list[nn.Linear]:

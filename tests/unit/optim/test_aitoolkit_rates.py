@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gracetune.optim.aitoolkit_rates import NotImportableError, import_rates, read_rates
+from gracetune.optim.aitoolkit_rates import NotImportableError, read_rates
 from gracetune.optim.automagic import Automagic
 
-NAMES = ["high.a", "high.b"]
-SHAPES = [(4, 6), (3,)]
+SHAPES = {"high_noise/a": (4, 6), "high_noise/b": (3,), "low_noise/a": (4, 6), "low_noise/b": (3,)}
+"""In the file's order: the high-noise expert's come first."""
+LORA: dict[str, Any] = {"kind": "lora", "one_of_two": False}
 
 
 def quantised(rates: torch.Tensor) -> dict[str, Any]:
@@ -19,7 +21,8 @@ def quantised(rates: torch.Tensor) -> dict[str, Any]:
     return {"quantized": (rates / scale).round().to(torch.int8), "scale": scale, "orig_dtype": torch.float32}
 
 
-def written(folder: Path, names: list[str] | None = None, **changes: Any) -> Path:
+def written(folder: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES, groups: int = 1, **changes: Any) -> Path:
+    """With one group, as upstream; with two, as the fork makes them for two experts."""
     draw = torch.Generator().manual_seed(0)
     state = {
         at: {
@@ -29,77 +32,62 @@ def written(folder: Path, names: list[str] | None = None, **changes: Any) -> Pat
             "avg_lr": torch.tensor(5e-5),
             "RMS": torch.tensor(0.1),
         }
-        for at, shape in enumerate(SHAPES)
+        for at, shape in enumerate(shapes.values())
     }
-    group: dict[str, Any] = {"params": [0, 1], "lr": 1e-6, "eps": (1e-30, 1e-3)}
-    if names is not None:
-        group["param_names"] = names
+    each = len(shapes) // groups
+    made = [
+        {"params": [*range(each * at, each * (at + 1))], "lr": 1e-6, "eps": (1e-30, 1e-3)} for at in range(groups)
+    ]  # fmt: skip
     path = folder / "optimizer.pt"
-    torch.save({"state": state, "param_groups": [group], **changes}, path)
+    torch.save({"state": state, "param_groups": made, **changes}, path)
     return path
 
 
-def optimizer() -> Automagic:
-    return Automagic(
-        [(name, torch.zeros(shape, requires_grad=True)) for name, shape in zip(NAMES, SHAPES, strict=True)]
-    )
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_rates_and_signs_go_where_their_names_are(tmp_path: Path, inside: bool) -> None:
-    path = written(tmp_path, NAMES if inside else None)
-    target = optimizer()
-    assert import_rates(target, path, None if inside else NAMES) == 2
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rates_and_signs_get_our_names_in_the_files_order(tmp_path: Path, groups: int) -> None:
+    path = written(tmp_path, groups=groups)
+    found = read_rates(path, SHAPES, **LORA)
+    target = Automagic([(name, torch.zeros(shape, requires_grad=True)) for name, shape in SHAPES.items()])
+    target.load_rates(found.rates, found.signs)
     saved = torch.load(path, weights_only=True)["state"]
     state = target.named_state()
-    for at, name in enumerate(NAMES):
+    for at, name in enumerate(SHAPES):
         expected = saved[at]["lr_mask"]["quantized"].float() * saved[at]["lr_mask"]["scale"]
         unit = state.json["units"][name]
-        found = (state.tensors[f"{name}:rate"].double() + 32768) * unit
-        torch.testing.assert_close(found, expected.double(), rtol=1e-5, atol=unit)
+        stored = (state.tensors[f"{name}:rate"].double() + 32768) * unit
+        torch.testing.assert_close(stored, expected.double(), rtol=1e-5, atol=unit)
         assert torch.equal(state.tensors[f"{name}:sign"].bool(), saved[at]["last_polarity"])
-
-
-def test_without_names_it_is_refused_and_nothing_changed(tmp_path: Path) -> None:
-    target = optimizer()
-    before = target.named_state()
-    with pytest.raises(NotImportableError, match="2 parameters by number only") as caught:
-        import_rates(target, written(tmp_path))
-    assert "Start without it" in str(caught.value)
-    assert all(torch.equal(before.tensors[key], now) for key, now in target.named_state().tensors.items())
+    assert str(found).startswith("4 parameters start with the rates of")
 
 
 @pytest.mark.parametrize(
-    ("names", "words"),
+    ("shapes", "options", "words"),
     [
-        (["high.a"], "2 parameters, but 1 names"),
-        (["x", "x"], "but 1 names"),
-        (["high.a", "other"], "missing (1): high.b"),
+        ({"a": (4, 6)}, {}, "found 4 parameters; expected the 1 that this run trains"),
+        (dict(reversed(SHAPES.items())), {}, "parameters of other sizes"),
+        (SHAPES, {"one_of_two": True}, "nothing says of which expert"),
+        (SHAPES, {"kind": "dora"}, "kind dora; expected one of kind lora or lokr"),
     ],
 )
-def test_names_that_do_not_fit_are_refused(tmp_path: Path, names: list[str], words: str) -> None:
-    with pytest.raises(NotImportableError) as caught:
-        import_rates(optimizer(), written(tmp_path), names)
-    assert words in str(caught.value)
-
-
-def test_other_shapes_are_refused(tmp_path: Path) -> None:
-    target = Automagic([(name, torch.zeros(9, requires_grad=True)) for name in NAMES])
-    with pytest.raises(NotImportableError, match=r"different \(2\)"):
-        import_rates(target, written(tmp_path, NAMES))
+def test_what_cannot_be_placed_is_refused(
+    tmp_path: Path, shapes: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(NotImportableError, match=words) as caught:
+        read_rates(written(tmp_path), shapes, **{**LORA, **options})
+    assert "--set optimizer.rates_from=null" in str(caught.value)
 
 
 def test_another_optimizers_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "optimizer.pt"
     torch.save({"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": [{"params": [0]}]}, path)
-    with pytest.raises(NotImportableError, match="not Automagic's state"):
-        read_rates(path, ["a"])
+    with pytest.raises(NotImportableError, match="no lr_mask for parameter 0"):
+        read_rates(path, {"a": (2,)}, **LORA)
     torch.save([1, 2], path)
     with pytest.raises(NotImportableError, match="a list"):
-        read_rates(path, ["a"])
+        read_rates(path, SHAPES, **LORA)
     torch.save({"weights": 1}, path)
     with pytest.raises(NotImportableError, match="no optimizer's state"):
-        read_rates(path, ["a"])
+        read_rates(path, SHAPES, **LORA)
 
 
 class Evil:
@@ -111,7 +99,7 @@ def test_a_file_that_would_run_code_is_not_run(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     torch.save({"state": Evil(), "param_groups": []}, tmp_path / "optimizer.pt")
     with pytest.raises(NotImportableError, match="cannot be read safely"):
-        read_rates(tmp_path / "optimizer.pt", ["a"])
+        read_rates(tmp_path / "optimizer.pt", SHAPES, **LORA)
     assert not (tmp_path / "evil-was-here").exists()
 
 
@@ -119,7 +107,7 @@ def test_a_file_that_would_run_code_is_not_run(tmp_path: Path, monkeypatch: pyte
 def test_broken_and_missing_files_are_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "optimizer.pt"
     with pytest.raises(NotImportableError, match="no such file"):
-        read_rates(path)
+        read_rates(path, SHAPES, **LORA)
     path.write_bytes(content)
     with pytest.raises(NotImportableError, match="cannot be read safely"):
-        read_rates(path)
+        read_rates(path, SHAPES, **LORA)

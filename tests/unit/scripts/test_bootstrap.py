@@ -159,6 +159,7 @@ def test_a_machines_venv_with_cuda_torch_is_reused(
     assert checkout.bootstrap(PYTHON=python) == ""
 
 
+@pytest.mark.full
 def test_the_systems_cuda_torch_is_reused(checkout: Checkout, base_python: Path, put_distribution, torch_files) -> None:
     user_base = Path(checkout.environment["PYTHONUSERBASE"])
     put_distribution(user_base, "torch", "2.12.0", torch_files("2.12.0+cu130", "13.0"))

@@ -14,14 +14,19 @@ from PIL import Image
 from gracetune.telemetry.events import (
     EVENTS,
     CheckpointWritten,
+    EffectiveBatchChanged,
     Event,
     HeldOutLoss,
+    LookAheadChanged,
+    MemoryReclaimed,
     MemorySampled,
     MemoryStageChanged,
+    OverflowArenaChanged,
     Record,
     RunEnded,
     RunStarted,
     SampleFile,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -96,7 +101,13 @@ def whole_run(folder: Path) -> list[Event]:
             events += [CheckpointWritten(step=number, path=f"checkpoints/checkpoint-{number}", size_bytes=12345678,
                                          snapshot_ms=11.0, write_ms=222.0, removed=("checkpoint-1",))]  # fmt: skip
     events.append(StageSwitched(step=7, before="high_noise", after="low_noise", reason="every 1 steps"))
+    events.append(EffectiveBatchChanged(step=9, before=2, after=4, micro_batch=2, accumulation=2, reason="the ramp"))
+    events.append(OverflowArenaChanged(step=9, before_bytes=0, after_bytes=3 << 30, reason="spilled"))
     events.append(MemoryStageChanged(step=9, before=1, after=2, reason="the device is full"))
+    events.append(MemoryReclaimed(step=9, extent="light", released_bytes=5 << 20, duration_ms=7.0, reason="reclaimed"))
+    events.append(LookAheadChanged(step=10, before=3, after=2, reason="memory is tight"))
+    events.append(SelfChecked(step=6, expert="high_noise", layers=40, idle=("proj_out",), change=1.25e-3))
+    events.append(SelfChecked(step=9, expert="high_noise", layers=40, file="a.safetensors", file_difference=3e-6))
     events.append(Warned(message=f"something odd {NASTY}", step=9))
     return events
 

@@ -71,7 +71,7 @@ class TestSchema:
         ("change", "match"),
         [
             ({"kind": "Other"}, "unknown kind, Other"),
-            ({"v": 2}, "version 2; this release reads version 1"),
+            ({"v": 3}, "version 3; this release reads versions 1 and 2"),
             ({"step": "7"}, "step is '7'"),
             ({"step": 7.5}, "step is 7.5"),
             ({"step": True}, "step is True"),
@@ -94,6 +94,9 @@ class TestSchema:
             from_json({name: value for name, value in good.items() if name != "loss"})
         without = from_json({name: value for name, value in good.items() if name != "compile_ms"})
         assert without.event == step(7)
+
+    def test_a_log_of_the_first_version_is_read(self) -> None:
+        assert from_json({**to_json(Record(1.0, step(7))), "v": 1}).event == step(7)
 
     def test_fields_of_a_later_release_are_passed_over(self) -> None:
         assert from_json({**to_json(Record(1.0, step(7))), "novelty": 3}).event == step(7)

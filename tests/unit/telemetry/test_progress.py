@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gracetune.telemetry import words
 from gracetune.telemetry.curves import evenly, finite, smoothed, thinned, ticks
-from gracetune.telemetry.events import Event, MemorySampled, RunStarted
+from gracetune.telemetry.events import Event, MemorySampled, MemoryStageChanged, RunStarted
 from gracetune.telemetry.progress import Progress
 from gracetune.units import format_bytes, format_duration
 from unit.telemetry.made_events import any_event, memory, start, step
@@ -64,9 +64,20 @@ class TestProgress:
         progress.observe(step(5, loss=0.12345, step_ms=1520.0))
         progress.observe(memory(5))
         assert progress.standing().line() == (
-            "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · "
-            "device 36.0 GiB · host 7.00 GiB · uvm.stage 1"
+            "step 5/20 · loss 0.1235 (high_noise) · 1.52 s/it · ETA 22.8 s · memory stage 1 · "
+            "device 36.0 GiB · host 7.00 GiB"
         )
+
+    def test_the_memory_stage_is_shown_from_the_step_that_changed_it(self) -> None:
+        progress = Progress(warm_up_steps=0)
+        progress.observe(start())
+        progress.observe(step(5))
+        assert progress.standing().memory_stage is None
+        progress.observe(MemoryStageChanged(step=7, before=1, after=2))
+        assert progress.standing().line().startswith("step 7/20 · loss")
+        assert progress.standing().line().endswith(" · memory stage 2")
+        progress.observe(start(7))
+        assert progress.standing().line() == "step 7/20 · measuring"
 
     def test_without_anything_known(self) -> None:
         assert Progress().standing().line() == "step 0 · measuring"

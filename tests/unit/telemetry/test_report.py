@@ -117,7 +117,7 @@ class TestWholeRun:
     def test_its_structure(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run
         assert page.headings == [
-            "Loss", "Speed", "Learning rate and batch", "Memory", "Stage transitions", "Samples through time",
+            "Loss", "Speed", "Learning rate and batch", "Memory", "Transitions", "Samples through time",
             "Prefetch and cache statistics", "Checkpoints", "Warnings", "How to load the result", "Versions",
             "Configuration",
         ]  # fmt: skip
@@ -125,10 +125,11 @@ class TestWholeRun:
         assert titles == [
             "Training loss; the heavy line is smoothed", "Held-out loss at fixed noise levels", "Step time",
             "Learning rate", "Gradient norm before clipping", "Effective batch, all processes",
-            "device: memory in use, by owner", "host: memory in use, by owner", "uvm.stage",
+            "device: memory in use, by owner", "host: memory in use, by owner", "Memory stage",
+            "Batches brought to the GPU ahead of their step",
         ]  # fmt: skip
         assert page.elements.count("h1") == page.elements.count("main") == 1
-        assert page.elements.count("title") == 2, "of the page and of the one switch between experts"
+        assert page.elements.count("title") == 3, "of the page, of the switch between experts and of the reclamation"
 
     def test_every_number_of_every_step_is_on_the_page(self, run: tuple[Page, dict[str, object]]) -> None:
         page, _ = run
@@ -142,6 +143,7 @@ class TestWholeRun:
             assert set(wanted) <= cells, number
         assert {"uvm.prefetch_wait_ms", "5", "cache.latents.hit_rate", "0.97"} <= cells
         assert {"the device is full", "every 1 steps", "the driver does not count them here"} <= cells
+        assert {"the ramp", "spilled", "3.00 GiB", "light", "5.00 MiB", "unknown", "7 ms", "memory is tight"} <= cells
         assert {"checkpoints/checkpoint-20", "11.8 MiB", "222 ms", "11 ms", "checkpoint-1"} <= cells
         assert {"2.13.0", "80", "20 of 20"} <= cells
         assert {words.number(0.251 - 0.02), "0.9", "0.25"} <= cells
@@ -234,7 +236,7 @@ class TestOtherRuns:
     def test_long_tables_are_shortened_and_say_so(self, tmp_path: Path) -> None:
         switches = [StageSwitched(step=number, before="a", after="b") for number in range(1000)]
         page, facts = made(tmp_path, start(), *switches)
-        assert "Noise experts (200 of 1,000 rows; all are in report.json)" in page.text
+        assert "Experts (200 of 1,000 rows; all are in report.json)" in page.text
         assert len(facts["stage_transitions"]) == 1000  # type: ignore[arg-type]
 
     def test_contact_sheets_are_linked(self, tmp_path: Path) -> None:

@@ -65,7 +65,11 @@ class TestTensorBoard:
         found = self.read(tmp_path)
         losses = {one.step: one.value for one in found.Scalars("train/loss")}
         assert losses == pytest.approx({number: step(number).loss for number in range(1, 21)})
-        assert [one.value for one in found.Scalars("uvm/uvm.stage")][-1] == 3
+        stages = {one.step: one.value for one in found.Scalars("uvm/uvm.stage")}
+        assert (stages[9], stages[20]) == (2, 3)
+        assert [one.value for one in found.Scalars("train/effective_batch")] == [4]
+        assert [one.value for one in found.Scalars("memory/look_ahead_batches")] == [2]
+        assert [one.value for one in found.Scalars("uvm/light_reclamation_ms")] == [7]
         (tag,) = found.Tags()["images"]
         assert [one.step for one in found.Images(tag)] == [0, 5, 10, 15, 20]
         assert (found.Images(tag)[0].width, found.Images(tag)[0].height) == (300, 200)

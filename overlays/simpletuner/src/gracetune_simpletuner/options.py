@@ -47,7 +47,7 @@ class OverlayOptions:
 
     @property
     def wants_placement(self) -> bool:
-        return self.memory.enable_uvm_hints
+        return bool(self.memory.enable_uvm_hints)
 
     @property
     def wants_anything(self) -> bool:

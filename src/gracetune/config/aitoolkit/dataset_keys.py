@@ -10,7 +10,7 @@ _BY_HAND = (
     "cache_latents", "cache_latents_to_disk", "cache_text_embeddings", "num_repeats", "is_reg", "loss_multiplier",
     "flip_x", "flip_y", "augmentations", "augmentations_cache_mode", "buckets", "square_crop", "random_crop",
     "mask_path", "control_path", "control_path_1", "control_path_2", "control_path_3", "full_size_control_images",
-    "control_transparent_color", "keep_tokens", "controls",
+    "control_transparent_color", "keep_tokens", "controls", "type", "in_memory",
 )  # fmt: skip
 _HARMLESS = (
     "num_workers", "prefetch_factor", "pin_memory", "cache_latents_num_workers", "cache_tensors_to_disk",
@@ -33,7 +33,6 @@ DATASET: Table = {
     "mask_min_value": Put(("mask", "min_weight"), number),
     "alpha_mask": Put(("mask", "from_alpha")),
     "invert_mask": Put(("mask", "invert")),
-    "type": refused_unless("image", "image: folders of images or clips"),
     "random_triggers": Refused("nothing: captions get one trigger word", ([], "")),
     "replacements": Refused("nothing: captions are taken as they are", ([],)),
     "token_dropout_rate": refused_unless(0, "0: only whole captions are dropped"),

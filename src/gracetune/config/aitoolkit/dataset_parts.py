@@ -10,11 +10,15 @@ from gracetune.config.aitoolkit.dataset_keys import DATASET
 from gracetune.config.aitoolkit.keys import PEER, Block, Reading, number, put_rows, real, whole
 from gracetune.config.aitoolkit.model import Target
 from gracetune.config.aitoolkit.train import Training
-from gracetune.config.draft import Origin, Path
+from gracetune.config.draft import Draft, Origin, Path
+from gracetune.config.simpletuner.dataset_keys import IN_MEMORY_KEYS
+from gracetune.config.simpletuner.gh200 import known_block, put_in_memory
+from gracetune.config.simpletuner.values import Options
 
 CONTROL_RESOLUTION = 1024
 """Upstream scales the references of Qwen-Image-Edit-2509 to this square's area, whatever the target's size."""
 UPSTREAM_FPS = 24
+TO_DISK = "cache_latents_to_disk"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Entry:
     caching: str | None
     """Where latents are kept: `disk`, `memory`, or None where they are encoded anew in every step."""
     random_crop: bool
+    storage: str | None
+    """Where its files and its references' are read from: `local` or `in_memory`."""
     controls: tuple[tuple[str, Any], ...]
     """Key and folder of each reference."""
     controls_in_own_shape: bool
@@ -58,6 +64,7 @@ def put_dataset(reading: Reading, cut: Cut, root: Path) -> None:
         reading.put((*root, "resolution"), cut.resolution, cut.key)
     put_rows(reading, block, DATASET, root)
     _folder(reading, block, root)
+    _storage(reading, cut.entry, root)
     _captions(reading, cut.entry, (*root, "captions"))
     _cache(reading, cut.entry, root)
     _crop(reading, cut.entry, (*root, "crop"))
@@ -92,6 +99,17 @@ def _folder(reading: Reading, block: Block, root: Path) -> None:
         reading.put((*root, "path"), path, key)
 
 
+def _storage(reading: Reading, entry: Entry, root: Path) -> None:
+    """The same block as in a SimpleTuner dataset."""
+    block = entry.block
+    if entry.storage is not None:
+        reading.put((*root, "type"), entry.storage, block.key("type"))
+    options = Options.block({"in_memory": block.get("in_memory")}, reading.file, f"{block.prefix}.")
+    staging = known_block(options, reading.draft, "in_memory", IN_MEMORY_KEYS)
+    if staging is not None:
+        put_in_memory(staging, reading.draft, root)
+
+
 def _captions(reading: Reading, entry: Entry, captions: Path) -> None:
     block = entry.block
     reading.default((*captions, "split_lines"), False)
@@ -115,17 +133,39 @@ def _captions(reading: Reading, entry: Entry, captions: Path) -> None:
 
 def _cache(reading: Reading, entry: Entry, root: Path) -> None:
     block, augmentation = entry.block, (*root, "augmentation")
+    _latents(reading, entry, root)
     if entry.caching is not None:
-        name = "cache_latents_to_disk" if entry.caching == "disk" else "cache_latents"
-        reading.put((*root, "cache_latents"), entry.caching, block.key(name))
         # Upstream caches a flipped copy next to the original, so flips alone never switch its cache off.
         reading.default((*augmentation, "cache_mode"), "static")
-    else:
-        reading.default((*root, "cache_latents"), "none")
     ours = {"augmentations": "transforms", "augmentations_cache_mode": "cache_mode"}
     for name, field in {**ours, "flip_x": "flip_x", "flip_y": "flip_y"}.items():
         if block.get(name) is not None:
             reading.put((*augmentation, field), block.get(name), block.key(name))
+
+
+def _latents(reading: Reading, entry: Entry, root: Path) -> None:
+    if entry.caching is None:
+        reading.default((*root, "cache_latents"), "none")
+        return
+    name = TO_DISK if entry.caching == "disk" else "cache_latents"
+    reading.put((*root, "cache_latents"), entry.caching, entry.block.key(name))
+
+
+def settle_caches(draft: Draft) -> None:
+    """A `cache.vae_cache_type` that is given is where latents are kept, for each dataset that says nothing against it.
+
+    `cache_latents_to_disk` asks that latents outlive the run, and the cache on disk does so wherever they are read
+    from; a job without either key has upstream's default, which is no wish.
+    """
+    kind = draft.origins.get(("cache", "vae_cache_type"))
+    datasets = draft.get(("datasets",))
+    if kind is None or kind.kind == "default" or not isinstance(datasets, list):
+        return
+    for index in range(len(datasets)):
+        path: Path = ("datasets", index, "cache_latents")
+        own = draft.origins.get(path)
+        if own is not None and (own.kind == "default" or (own.kind == "file" and own.key.endswith(f".{TO_DISK}"))):
+            draft.put(path, None, own)
 
 
 def _crop(reading: Reading, entry: Entry, crop: Path) -> None:
@@ -187,9 +227,11 @@ def put_controls(reading: Reading, cut: Cut, owner: Path, free: int) -> None:
             "conditioning_type": kind,
             "source_dataset_id": cut.id,
             "resolution": CONTROL_RESOLUTION if own_size else cut.resolution,
-            "cache_latents": entry.caching or "none",
         }
+        root: Path = ("datasets", free + position)
         for field, value in values.items():
-            reading.put(("datasets", free + position, field), value, key)
+            reading.put((*root, field), value, key)
+        _storage(reading, entry, root)
+        _latents(reading, entry, root)
     if names:
         reading.put((*owner, "conditioning"), names, entry.block.key("control_path"))

@@ -10,8 +10,10 @@ from gracetune.config.aitoolkit.dataset_parts import Cut, Entry, put_controls, p
 from gracetune.config.aitoolkit.keys import PEER, Block, Reading, block_of, check, number, whole
 from gracetune.config.aitoolkit.model import Target
 from gracetune.config.aitoolkit.train import Training
+from gracetune.config.spelling import misspelt
 
 UPSTREAM_RESOLUTION = 512
+STORAGES = ("local", "in_memory")
 
 
 def read_datasets(reading: Reading, process: Block, target: Target, training: Training) -> None:
@@ -73,11 +75,24 @@ def _entry(reading: Reading, block: Block, process: Block, target: Target, train
         image_to_video=_image_to_video(reading, block, target, video),
         caching=_caching(reading, block),
         random_crop=block.flag(reading, "random_crop", False),
+        storage=_storage(reading, block),
         controls=_controls(reading, block, target),
         controls_in_own_shape=block.flag(reading, "full_size_control_images", True),
     )
     _say(reading, entry)
     return entry
+
+
+def _storage(reading: Reading, block: Block) -> str | None:
+    """`image` is upstream's only kind of folder; where its files are read from is ours to say."""
+    kind = block.get("type")
+    if kind is None or kind == "image":
+        return None
+    if kind in STORAGES:
+        return str(kind)
+    hint = misspelt(kind, STORAGES, write="type: {}")
+    reading.draft.refuse(block.key("type"), kind, f"image, or {' or '.join(STORAGES)}", hint)
+    return None
 
 
 def _image_to_video(reading: Reading, block: Block, target: Target, video: bool) -> bool:

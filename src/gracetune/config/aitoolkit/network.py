@@ -23,6 +23,7 @@ from gracetune.config.spelling import misspelt
 KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "loha", "dora": "dora"}
 OTHER_KINDS = ("lorm", "fullrank")
 UPSTREAM_RANK = 4
+_CONV = {"conv": "conv_rank", "conv_alpha": "conv_alpha"}
 
 _NETWORK_SWITCHES = ("type", "linear", "rank", "alpha", "linear_alpha", "conv", "conv_alpha", "network_kwargs",
                      "lokr_full_rank", "lokr_factor", "old_lokr_format", "alpha_schedule")  # fmt: skip
@@ -60,11 +61,14 @@ def read_network(reading: Reading, value: Any, prefix: str, target: Target) -> N
     put_rows(reading, block, NETWORK)
     kind = _kind(reading, block)
     rank = _rank(reading, block)
-    if kind == "lokr" and _lokr(reading, block):
+    full_rank = kind == "lokr" and _lokr(reading, block)
+    if full_rank:
         reading.put(("adapter", "full_rank"), True, block.key("lokr_full_rank"))
     else:
         _alpha(reading, block, target, kind, rank)
     _conv(reading, block, target)
+    if full_rank and not target.transformer:
+        reading.default(("adapter", "conv_rank"), rank)  # at full rank upstream adapts the convolutions too
     _layers(reading, block)
     _schedule(reading, block)
 
@@ -129,15 +133,16 @@ def _alpha(reading: Reading, block: Block, target: Target, kind: str, rank: Any)
 
 
 def _conv(reading: Reading, block: Block, target: Target) -> None:
-    for name, field in (("conv", "conv_rank"), ("conv_alpha", "conv_alpha")):
-        value = block.get(name)
-        if value is None:
-            continue
-        if target.transformer:
-            reading.harmless.append(block.key(name))  # its blocks have no convolutions
-        else:
-            reading.put(("adapter", field), number(value), block.key(name))
-    if not target.transformer and block.get("conv") is not None and block.get("conv_alpha") is None:
+    """`conv` adapts the convolutions beside the linear layers, where a model has any."""
+    given = {name: field for name, field in _CONV.items() if block.get(name) is not None}
+    if target.transformer:
+        if given:
+            keys = ", ".join(block.key(name) for name in given)
+            reading.draft.note(f"{keys}: no effect, because this model's blocks have no convolutions; remove it")
+        return
+    for name, field in given.items():
+        reading.put(("adapter", field), number(block.get(name)), block.key(name))
+    if block.get("conv") is not None and block.get("conv_alpha") is None:
         reading.default(("adapter", "conv_alpha"), number(block.get("conv")))
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from gracetune.config import native
 from gracetune.config.aitoolkit.dataset_keys import DATASET
 from gracetune.config.aitoolkit.datasets import read_datasets
 from gracetune.config.aitoolkit.keys import Block, Known, Reading, Table, block_of, check, number, refused_unless
@@ -17,6 +18,8 @@ from gracetune.config.aitoolkit.train_keys import LOGGING, SAVE, TRAIN
 from gracetune.config.base import file_name
 from gracetune.config.draft import Draft, Said
 from gracetune.config.environment import Environment
+from gracetune.config.simpletuner import gh200
+from gracetune.config.simpletuner.values import Options
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError
@@ -40,7 +43,7 @@ PROCESS: Table = {
     **dict.fromkeys(
         (
             "type", "name", "device", "trigger_word", "network", "save", "datasets", "dataset", "train", "optimizer",
-            "model", "sample", "validation", "logging", *_JOB_WIDE,
+            "model", "sample", "validation", "logging", *_JOB_WIDE, *gh200.BLOCKS, native.VERSION_KEY,
         ),
         Known.BY_HAND,
     ),
@@ -82,6 +85,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     check(reading, process, PROCESS)
     _place(reading, config, process)
     _parts(reading, process)
+    _ours(reading, process)
     _devices(reading, config, process)
     if reading.harmless:
         keys = ", ".join(dict.fromkeys(key.removeprefix("config.process[0].") for key in reading.harmless))
@@ -193,6 +197,15 @@ def _parts(reading: Reading, process: Block) -> None:
     read_samples(reading, process, process.get("trigger_word"))
     read_save(reading, process.get("save"), process.key("save"), adapter=adapter)
     read_logging(reading, process.get("logging"), process.key("logging"))
+
+
+def _ours(reading: Reading, process: Block) -> None:
+    """The blocks of the GH200 guides as SimpleTuner files have them, and at last the block of our own sections."""
+    blocks = {name: process.get(name) for name in gh200.BLOCKS}
+    gh200.read_gh200(Options.block(blocks, reading.file, f"{process.prefix}."), reading.draft)
+    if process.get(native.VERSION_KEY) is not None:
+        key = process.key(native.VERSION_KEY)
+        native.read_block(process.get(native.VERSION_KEY), key, reading.file, reading.draft)
 
 
 def _optimizer(reading: Reading, process: Block) -> tuple[Block, Block]:

@@ -9,7 +9,7 @@ from typing import Any
 from gracetune.config.draft import Draft, Path
 from gracetune.config.families import find_flavour
 from gracetune.config.simpletuner import dataset_keys as keys
-from gracetune.config.simpletuner.gh200 import known_block
+from gracetune.config.simpletuner.gh200 import known_block, put_in_memory
 from gracetune.config.simpletuner.model import is_image_to_video
 from gracetune.config.simpletuner.values import (
     PEER,
@@ -136,8 +136,7 @@ class DatasetReader:
                   for source in (self.backend, entry) if source is not None]  # fmt: skip
         direct = [self.backend] if self.backend is not None else []
         for block in [*direct, *(block for block in blocks if block is not None)]:
-            for name in keys.IN_MEMORY_KEYS:
-                block.put(self.draft, name, (*here, "in_memory", name), _IN_MEMORY[name])
+            put_in_memory(block, self.draft, here)
 
     def _crop(self, entry: Options, here: Path) -> None:
         buckets = entry.get("crop_aspect_buckets")
@@ -278,13 +277,6 @@ _REMOTE = {
     "webshart": "download it, then use type local and instance_data_dir",
     "aws": "copy the bucket to a folder, then use type local and instance_data_dir",
     "memory": "write `in_memory`",
-}
-
-_IN_MEMORY: dict[str, Converter] = {
-    "compression": lambda value: value if value else "none",
-    "num_workers": as_number,
-    "memory_limit_gb": as_number,
-    "file_extensions": as_list,
 }
 
 

@@ -1,4 +1,5 @@
-"""The blocks that the GH200 guides add: `cache_config`, `gh200_optimizations`, `use_gh200_trainer`, memory options."""
+"""The blocks that the GH200 guides add: `cache_config`, `gh200_optimizations`, `in_memory`, `use_gh200_trainer`, memory
+options. SimpleTuner files and ai-toolkit processes have them alike."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import OPTION_NAMES
-from gracetune.config.draft import Draft
-from gracetune.config.simpletuner.values import Converter, Options, as_flag, as_number, is_number
+from gracetune.config.draft import Draft, Path
+from gracetune.config.simpletuner.dataset_keys import IN_MEMORY_KEYS
+from gracetune.config.simpletuner.values import Converter, Options, as_flag, as_list, as_number, is_number
 from gracetune.config.spelling import misspelt
 
 GUIDE = "GH200 guide"
@@ -30,6 +32,22 @@ _CACHE_KEYS: dict[str, Converter | None] = {
     "cache_dir": None,
     "persistent_cache": as_flag,
 }
+
+
+_IN_MEMORY: dict[str, Converter] = {
+    "compression": lambda value: value if value else "none",
+    "num_workers": as_number,
+    "memory_limit_gb": as_number,
+    "file_extensions": as_list,
+}
+BLOCKS = ("cache_config", "gh200_optimizations")
+"""What of this an ai-toolkit process may have."""
+
+
+def put_in_memory(options: Options, draft: Draft, dataset: Path) -> None:
+    """How one dataset is staged."""
+    for name in IN_MEMORY_KEYS:
+        options.put(draft, name, (*dataset, "in_memory", name), _IN_MEMORY[name])
 
 
 def read_gh200(options: Options, draft: Draft) -> None:

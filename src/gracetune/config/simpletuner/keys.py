@@ -53,11 +53,11 @@ PASSED_ON = names("""
 """Each dataset takes these where it does not say otherwise itself."""
 
 OURS = names("""
-    datasets data_backend cache_config gh200_optimizations use_gh200_trainer
+    datasets data_backend cache_config gh200_optimizations use_gh200_trainer gracetune
     initial_effective_batch_size target_effective_batch_size batch_rampup_steps
     use_uvm uvm_oversubscription_ratio uvm_access_pattern uvm_stage1_threshold uvm_stage1_min_bytes enable_uvm_hints
 """)
-"""What the GH200 guides add to the dialect."""
+"""What the GH200 guides add to the dialect, and the block of our own sections."""
 
 HARMLESS = names("""
     push_to_hub publishing_config post_checkpoint_script post_upload_script push_checkpoints_to_hub

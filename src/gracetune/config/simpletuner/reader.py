@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
+from gracetune.config import native
 from gracetune.config.base import file_name
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
@@ -73,6 +74,8 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     read_validation(options, draft)
     read_gh200(options, draft)
     datasets = read_datasets(options, draft, family, environment)
+    if native.VERSION_KEY in options:
+        native.read_block(options.take(native.VERSION_KEY), options.key(native.VERSION_KEY), options.file, draft)
     _refusals(options, draft, family)
     _notes(options, draft, family, datasets)
 

@@ -21,6 +21,7 @@ from gracetune.memory.native.records import (
     Advice,
     Failure,
     Features,
+    Migrations,
     RangeState,
     SlotPolicy,
     SlotSymbols,
@@ -28,7 +29,7 @@ from gracetune.memory.native.records import (
     Unavailable,
 )
 
-ABI_VERSION: Final = 2
+ABI_VERSION: Final = 3
 LIBRARY: Final = Path(__file__).with_name("_uvm.so")
 BUILD_FAILURE: Final = "_uvm.build-failure.txt"
 """Beside the library's place: why the build at install time made none. Written by setup.py."""
@@ -36,6 +37,9 @@ BUILD_FAILURE: Final = "_uvm.build-failure.txt"
 _REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir gracetune (in a checkout: -e . instead of the name)"
 _UNLIMITED = (1 << 64) - 1
 _COUNTERS = 11
+_MIGRATION_COUNTERS = 4
+_CUPTI: Final = ("libcupti.so.13", "libcupti.so.12")
+"""By their names alone: a CUDA build of torch has loaded the one that fits it."""
 _DIRECT, _TOTAL = -1, -2
 _NOWHERE = -2
 _MAX_DEVICES = 64
@@ -55,6 +59,7 @@ class Code(IntEnum):
     SLOT_DISABLED = -8
     SLOT_DEVICE = -9
     OTHER_DRIVER = -10
+    CUPTI = -11
 
 
 class _RangeAttribute(IntEnum):
@@ -98,6 +103,9 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
         (c_int, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_size_t), c_size_t, c_void_p),
     ),
     "gt_memory_info": (c_int, (c_int, POINTER(c_uint64), POINTER(c_uint64))),
+    "gt_count_migrations": (c_int, (c_char_p, c_char_p, c_size_t)),
+    "gt_migrations": (c_int, (POINTER(c_uint64), c_size_t)),
+    "gt_stop_counting_migrations": (c_int, ()),
     "gt_driver_version": (c_int, (POINTER(c_int),)),
     "gt_has_function": (c_int, (c_char_p,)),
     "gt_error_name": (c_char_p, (c_int,)),
@@ -228,6 +236,33 @@ class Uvm:
         version = c_int()
         self._check(self._shim.gt_driver_version(byref(version)))
         return version.value // 1000, version.value % 1000 // 10
+
+    def count_migrations(self, libraries: Sequence[str] = _CUPTI) -> Unavailable | None:
+        """Count page faults and migrations of managed memory from now on, through CUPTI; or why that is not possible.
+
+        While it counts, the launch of a kernel takes about 2 microseconds longer (`docs/memory.md`).
+        """
+        reasons = []
+        for library in libraries:
+            detail = ctypes.create_string_buffer(1024)
+            code = self._shim.gt_count_migrations(library.encode(), detail, len(detail))
+            if code == Code.OK:
+                return None
+            if code == Code.FORKED:
+                raise UsedAfterForkError
+            reasons.append(detail.value.decode(errors="replace") or f"code {code}")
+        return Unavailable(
+            f"CUPTI: {'; '.join(reasons)}", "torch's CUDA wheels bring it: pip install nvidia-cuda-cupti"
+        )
+
+    def migrations(self) -> Migrations:
+        """Since `count_migrations`. Takes what CUPTI has collected; waits for no GPU."""
+        values = (c_uint64 * _MIGRATION_COUNTERS)()
+        self._check(self._shim.gt_migrations(values, _MIGRATION_COUNTERS))
+        return Migrations(*values)
+
+    def stop_counting_migrations(self) -> None:
+        self._check(self._shim.gt_stop_counting_migrations())
 
     # -- managed memory ------------------------------------------------------------------------------------------------
 

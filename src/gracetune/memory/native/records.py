@@ -25,6 +25,16 @@ class Unavailable:
         return f"not available: {self.reason}; {self.remedy}"
 
 
+@dataclass(frozen=True)
+class Migrations:
+    """Page faults and migrations of managed memory, as CUPTI counts them. They only ever grow."""
+
+    to_device_bytes: int
+    to_host_bytes: int
+    cpu_page_faults: int
+    gpu_page_faults: int
+
+
 class Advice(IntEnum):
     """What the driver can be told about a range; the numbers are its own."""
 

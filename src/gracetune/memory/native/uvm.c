@@ -18,11 +18,12 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #define GT_API __attribute__((visibility("default")))
 
-enum { GT_ABI_VERSION = 2 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
+enum { GT_ABI_VERSION = 3 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
 enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_DIRECT = -1, GT_ACCOUNT_TOTAL = -2 };
 enum { GT_HOST = -1 }; /* a location: this, or a device ordinal */
 
@@ -37,7 +38,8 @@ enum {
     GT_ERROR_ARGUMENT = -7,
     GT_ERROR_SLOT_DISABLED = -8,
     GT_ERROR_SLOT_DEVICE = -9, /* a slot was asked for memory on a device it is not configured for */
-    GT_ERROR_OTHER_DRIVER = -10 /* already initialised with another driver library */
+    GT_ERROR_OTHER_DRIVER = -10, /* already initialised with another driver library */
+    GT_ERROR_CUPTI = -11 /* CUPTI, not the driver, has failed */
 };
 
 enum { GT_PREFER_NONE = 0, GT_PREFER_HOST = 1, GT_PREFER_DEVICE = 2 };
@@ -793,6 +795,153 @@ GT_API int gt_memory_info(int device, uint64_t *free_bytes, uint64_t *total_byte
     *free_bytes = free_size;
     *total_bytes = total_size;
     return code;
+}
+
+/* ---- page faults and migrations -------------------------------------------------------------------------------- */
+
+/* CUPTI reports every page fault and migration of managed memory as a record in a buffer that we provide. It asks for
+ * buffers inside CUDA calls, which PyTorch makes while it holds its allocator lock: another reason for C. */
+
+enum { CUPTI_UNIFIED_MEMORY_COUNTER = 25, CUPTI_ALL_DEVICES = 2, CUPTI_FLUSH_FORCED = 1 };
+enum { CUPTI_TO_DEVICE_BYTES = 1, CUPTI_TO_HOST_BYTES = 2, CUPTI_CPU_PAGE_FAULT = 3, CUPTI_GPU_PAGE_FAULTS = 4 };
+enum { CUPTI_BUFFER_BYTES = 1 << 18 };
+
+struct cupti_config { /* CUpti_ActivityUnifiedMemoryCounterConfig */
+    uint32_t scope, kind, device, enable;
+};
+_Static_assert(sizeof(struct cupti_config) == 16, "four 32-bit fields");
+
+struct cupti_record { /* what every version of CUpti_ActivityUnifiedMemoryCounter begins with */
+    uint32_t activity, kind;
+    uint64_t value;
+};
+
+struct cupti {
+    int (*cuptiActivityRegisterCallbacks)(void (*)(uint8_t **, size_t *, size_t *),
+                                          void (*)(void *, uint32_t, uint8_t *, size_t, size_t));
+    int (*cuptiActivityConfigureUnifiedMemoryCounter)(struct cupti_config *, uint32_t);
+    int (*cuptiActivityEnable)(int);
+    int (*cuptiActivityDisable)(int);
+    int (*cuptiActivityFlushAll)(uint32_t);
+    int (*cuptiActivityGetNextRecord)(uint8_t *, size_t, struct cupti_record **);
+    int (*cuptiGetResultString)(int, const char **);
+};
+
+static const char *const cupti_names[] = { /* in the order of struct cupti */
+    "cuptiActivityRegisterCallbacks", "cuptiActivityConfigureUnifiedMemoryCounter", "cuptiActivityEnable",
+    "cuptiActivityDisable", "cuptiActivityFlushAll", "cuptiActivityGetNextRecord", "cuptiGetResultString",
+};
+
+/* What gt_migrations tells, in this order. */
+enum { GT_TO_DEVICE_BYTES, GT_TO_HOST_BYTES, GT_CPU_PAGE_FAULTS, GT_GPU_PAGE_FAULTS, GT_MIGRATION_COUNTERS };
+
+static struct cupti cupti;           /* written once, under init_lock */
+static atomic_int migrations_counted;
+static _Atomic uint64_t migrations[GT_MIGRATION_COUNTERS];
+
+static void provide_buffer(uint8_t **buffer, size_t *size, size_t *most_records)
+{
+    *buffer = aligned_alloc(8, CUPTI_BUFFER_BYTES); /* NULL: CUPTI drops the records */
+    *size = *buffer == NULL ? 0 : CUPTI_BUFFER_BYTES;
+    *most_records = 0; /* as many as fit */
+}
+
+static void take_buffer(void *context, uint32_t stream, uint8_t *buffer, size_t size, size_t filled)
+{
+    struct cupti_record *record = NULL;
+    (void)context, (void)stream, (void)size;
+    while (filled > 0 && cupti.cuptiActivityGetNextRecord(buffer, filled, &record) == GT_OK) {
+        if (record->activity != CUPTI_UNIFIED_MEMORY_COUNTER)
+            continue;
+        switch (record->kind) {
+        case CUPTI_TO_DEVICE_BYTES: atomic_fetch_add(&migrations[GT_TO_DEVICE_BYTES], record->value); break;
+        case CUPTI_TO_HOST_BYTES: atomic_fetch_add(&migrations[GT_TO_HOST_BYTES], record->value); break;
+        /* the value of a fault on the CPU is the address of the instruction; of one on the GPU, how many there were */
+        case CUPTI_CPU_PAGE_FAULT: atomic_fetch_add(&migrations[GT_CPU_PAGE_FAULTS], 1); break;
+        case CUPTI_GPU_PAGE_FAULTS: atomic_fetch_add(&migrations[GT_GPU_PAGE_FAULTS], record->value); break;
+        }
+    }
+    free(buffer);
+}
+
+static int load_cupti(const char *path, char *detail, size_t detail_size)
+{
+    _Static_assert(sizeof(struct cupti) == sizeof(cupti_names), "a name for each function");
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library == NULL) {
+        snprintf(detail, detail_size, "%s", dlerror());
+        return own_error(GT_ERROR_NO_LIBRARY);
+    }
+    for (size_t i = 0; i < sizeof(cupti_names) / sizeof(*cupti_names); i++) {
+        void *address = dlsym(library, cupti_names[i]);
+        if (address == NULL) {
+            snprintf(detail, detail_size, "%s", cupti_names[i]);
+            dlclose(library);
+            return own_error(GT_ERROR_MISSING_SYMBOL);
+        }
+        memcpy((char *)&cupti + i * sizeof(address), &address, sizeof(address));
+    }
+    return GT_OK;
+}
+
+static int start_counting(char *detail, size_t detail_size)
+{
+    int code = cupti.cuptiActivityRegisterCallbacks(provide_buffer, take_buffer);
+    for (uint32_t kind = CUPTI_TO_DEVICE_BYTES; code == GT_OK && kind <= CUPTI_GPU_PAGE_FAULTS; kind++) {
+        struct cupti_config config = {CUPTI_ALL_DEVICES, kind, 0, 1};
+        code = cupti.cuptiActivityConfigureUnifiedMemoryCounter(&config, 1);
+    }
+    if (code == GT_OK)
+        code = cupti.cuptiActivityEnable(CUPTI_UNIFIED_MEMORY_COUNTER);
+    if (code == GT_OK)
+        return GT_OK;
+    snprintf(detail, detail_size, "%s", error_text(cupti.cuptiGetResultString, code));
+    return own_error(GT_ERROR_CUPTI);
+}
+
+/* Count page faults and migrations of managed memory from now on. `path` is a CUPTI library; `detail` gets what the
+ * loader said, the missing function, or the name of CUPTI's error. Safe to call again. */
+GT_API int gt_count_migrations(const char *path, char *detail, size_t detail_size)
+{
+    int code = usable();
+    if (code != GT_OK)
+        return code;
+    if (path == NULL || detail == NULL || detail_size == 0)
+        return own_error(GT_ERROR_ARGUMENT);
+    detail[0] = '\0';
+    pthread_mutex_lock(&init_lock);
+    if (!atomic_load(&migrations_counted)) {
+        code = load_cupti(path, detail, detail_size);
+        if (code == GT_OK)
+            code = start_counting(detail, detail_size);
+        atomic_store(&migrations_counted, code == GT_OK);
+    }
+    pthread_mutex_unlock(&init_lock);
+    return code;
+}
+
+GT_API int gt_migrations(uint64_t *out, size_t count_wanted)
+{
+    int code = usable();
+    if (code != GT_OK)
+        return code;
+    if (out == NULL || count_wanted != GT_MIGRATION_COUNTERS || !atomic_load(&migrations_counted))
+        return own_error(GT_ERROR_ARGUMENT);
+    if (cupti.cuptiActivityFlushAll(CUPTI_FLUSH_FORCED) != GT_OK)
+        return own_error(GT_ERROR_CUPTI);
+    for (int i = 0; i < GT_MIGRATION_COUNTERS; i++)
+        out[i] = atomic_load(&migrations[i]);
+    return GT_OK;
+}
+
+GT_API int gt_stop_counting_migrations(void)
+{
+    int code = usable();
+    if (code != GT_OK || !atomic_exchange(&migrations_counted, 0))
+        return code;
+    int disabled = cupti.cuptiActivityDisable(CUPTI_UNIFIED_MEMORY_COUNTER);
+    int flushed = cupti.cuptiActivityFlushAll(CUPTI_FLUSH_FORCED);
+    return disabled == GT_OK && flushed == GT_OK ? GT_OK : own_error(GT_ERROR_CUPTI);
 }
 
 /* ---- about the driver and this library --------------------------------------------------------------------------- */

@@ -113,10 +113,12 @@ def _between(first: int, last: int, way: Fraction) -> int:
 
 def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) -> _Cost:
     targets = [target for target in selection.targets if target.block is block]
+    trained = bool(targets) or method.full_finetune
+    enters = (entry for entry in block.enters if trained or entry.needed_by != "block")
     return _Cost(
         count=block.count,
         kept=_kept(block, tokens, targets, method) + _added(block, tokens, targets, method),
-        enters=_bytes(block.enters, block, tokens, method),
+        enters=_bytes(enters, block, tokens, method),
         working=_bytes(block.working, block, tokens, method) + _scaling(block, tokens, targets, method),
         rebuilt=method.compute_bytes * sum(_constant(target, method) for target in targets),
         gradient=max((_in_the_backward_pass(target, method) for target in targets), default=0),
@@ -185,6 +187,8 @@ def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -
             return False
         if kept.needed_by == "weights":
             return kept.name in read
+        if kept.needed_by == "block" and targets:
+            return True
         return kept.needed_by == "graph" or method.full_finetune
 
     return _bytes(filter(counts, block.kept), block, tokens, method)

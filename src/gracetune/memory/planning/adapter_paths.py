@@ -59,6 +59,8 @@ def choose(kind: str, inputs: int, outputs: int, options: Options) -> Computatio
 def computation(target: Target) -> Computation:
     """Of one kind of matrix in a plan."""
     linear, adapter = target.linear, target.adapter
+    if linear.kernel:
+        return reference("convolutions")
     return choose(adapter.kind, linear.inputs, linear.outputs, adapter)
 
 

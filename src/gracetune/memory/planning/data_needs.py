@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.memory.placement import hints_of
 from gracetune.memory.planning.demand import Need, Phase, Role
 from gracetune.memory.planning.footprint import AudioLatents, Encoder, Footprint, Shape
 from gracetune.memory.planning.samples import DatasetFacts
@@ -138,7 +139,8 @@ def _latent_caches(
         kinds = f", {variants} variants of each sample" if variants > 1 else ""
         why = f"{count} of {_small(each)}, 16-bit{kinds}"
         kind = dataset.cache_latents or config.cache.vae_cache_type
-        yield from _cache(f"latents of {dataset.id}", "latent cache", kind, count * each, why, config, _LATER)
+        managed = _is_managed(config.cache.vae_cache_type, config)
+        yield from _cache(f"latents of {dataset.id}", "latent cache", kind, count * each, why, config, _LATER, managed)
 
 
 def _text_cache(
@@ -151,14 +153,20 @@ def _text_cache(
     why = f"{captions} and {prompts} prompts of {_small(each)}, 16-bit"
     total = (captions + prompts) * each
     phases: tuple[Phase, ...] = ("encode text", *_LATER)
-    yield from _cache("captions", "text cache", config.cache.text_cache_type, total, why, config, phases)
+    kind = config.cache.text_cache_type
+    yield from _cache("captions", "text cache", kind, total, why, config, phases, _is_managed(kind, config))
+
+
+def _is_managed(kind: str, config: RunConfig) -> bool:
+    """Without hints there are no managed caches either (docs/memory.md)."""
+    return kind == "unified_memory" and hints_of(config).on
 
 
 def _cache(
-    name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...]
+    name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...], managed: bool
 ) -> Iterator[Need]:
     if kind in ("memory", "unified_memory"):
-        yield Need(name, role, size, phases, why, home="host")
+        yield Need(name, role, size, phases, why, home="host", managed=managed)
     # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
     until = "" if config.cache.persistent_cache else "; removed at the end"
     yield Need(f"{name} on disk", role, size, phases, why + until, home="disk")

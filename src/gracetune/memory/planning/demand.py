@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gracetune.memory.planning.activations import Activations, Policy
+from gracetune.memory.planning.processes import ONE_PROCESS, Processes
 
-Phase = Literal["encode text", "encode latents", "train", "sample"]
+Phase = Literal["encode text", "encode latents", "load", "train", "sample"]
 PHASES: tuple[Phase, ...] = ("encode text", "encode latents", "train", "sample")
-"""In the order in which a run goes through them."""
+"""In the order in which a run goes through them. Loading has a peak of its own only where weights are sharded: `load`
+comes before `train`, and every process has one denoiser whole before it is spread."""
 
 Role = Literal[
     "frozen weights", "encoder weights", "trained weights", "compute copy", "gradients", "optimizer state", "EMA",
@@ -32,6 +34,8 @@ class Need:
     idle: tuple[Phase, ...] = ()
     parkable: bool = False
     """May wait in host memory during its idle phases (or be read again from disk, where host and device are one)."""
+    managed: bool = False
+    """Lies in managed memory where the machine has a coherent link; elsewhere in main memory as any other."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,15 @@ class Denoiser:
     idle_in_training: bool = False
     trained: bool = False
     """Full fine-tune: these are the fp32 master weights."""
+    sharded: bool = False
+    """Spread over processes: the sizes are one process's part. FSDP2 holds on to it, so it is never parked."""
+
+    only_sampled: bool = False
+    """Not trained: it is loaded with the pipeline that generates samples, not beside the trained one."""
+
+    @property
+    def parkable(self) -> bool:
+        return self.idle_in_training and not self.trained and not self.sharded
 
     def size(self, precision: str) -> int:
         return dict(self.sizes)[precision]
@@ -90,6 +103,8 @@ class Settings:
     """Whether frozen weights remain that could be held in fp8."""
     use_uvm: bool
     oversubscription_ratio: float
+    managed: bool
+    """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,9 @@ class Demand:
     settings: Settings
     phases: tuple[Phase, ...]
     assumptions: tuple[str, ...] = ()
+    processes: Processes = ONE_PROCESS
+    """Needs of the device are those of one process; `layout` adds up what processes of one machine take of its main
+    memory."""
 
     def training_peak(self, policy: Policy, precision: str | None = None, *, parked: bool = False) -> int:
         """What torch's own counter should show at its highest in training with one denoiser and no encoder loaded.

@@ -11,12 +11,28 @@ from typing import Literal
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
+from gracetune.memory.placement import hints_of
 from gracetune.memory.planning.activations import Method, activations, casts_tensors
 from gracetune.memory.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.memory.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
-from gracetune.memory.planning.footprint import Footprint, Shape
+from gracetune.memory.planning.footprint import Block, Footprint, Shape
+from gracetune.memory.planning.processes import (
+    GATHERED_BLOCKS,
+    ONE_PROCESS,
+    REDUCED_BLOCKS,
+    Processes,
+    sharded_fp8_problem,
+)
 from gracetune.memory.planning.samples import DatasetFacts, largest_sample
-from gracetune.memory.planning.trainable import Selection, Tensors, optimizer_state, select, trainable
+from gracetune.memory.planning.trainable import (
+    Selection,
+    Tensors,
+    optimizer_state,
+    select,
+    trainable,
+    unused_conv_options,
+)
 
 AdapterPath = Literal["plain", "library"]
 _WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -32,11 +48,21 @@ class _Job:
     selection: Selection
     tensors: tuple[Tensors, ...]
     sampling: bool
+    processes: Processes
 
     @property
     def elements(self) -> int:
         """Trained parameters of one denoiser."""
         return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def local(self) -> tuple[Tensors, ...]:
+        """What one process holds of the trained tensors."""
+        return self.processes.local(self.tensors)
+
+    @property
+    def local_elements(self) -> int:
+        return sum(tensor.elements for tensor in self.local)
 
     @property
     def trained_denoisers(self) -> int:
@@ -55,13 +81,15 @@ def estimate(
     *,
     compiled: bool,
     adapter_path: AdapterPath = "plain",
+    processes: Processes = ONE_PROCESS,
 ) -> Demand:
     """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
     libraries'. A run has ours."""
-    job = _job(config, footprint, compiled, adapter_path)
+    job = _job(config, footprint, compiled, adapter_path, processes)
     workloads, shapes, assumed = _workloads(job)
     needs = [
         *_trained_needs(job),
+        *_gathered_needs(job),
         *encoder_needs(config, footprint, shapes, sampling=job.sampling),
         *data_needs(config, footprint, facts, shapes),
         _batch_ring(job, shapes),
@@ -75,12 +103,22 @@ def estimate(
         workloads=workloads,
         codec=_codec(job, shapes),
         settings=_settings(job),
-        phases=PHASES if job.sampling else PHASES[:3],
+        phases=_phases(job),
         assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
+        processes=processes,
     )
 
 
-def _job(config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: AdapterPath) -> _Job:
+def _phases(job: _Job) -> tuple[Phase, ...]:
+    phases = PHASES if job.sampling else PHASES[:3]
+    return (*phases[:2], "load", *phases[2:]) if job.processes.sharded else phases
+
+
+def _job(
+    config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: AdapterPath, processes: Processes
+) -> _Job:
+    if processes.sharded and config.model.base_precision == "fp8":
+        raise ConfigError([sharded_fp8_problem()])
     full = config.adapter.kind == "full_finetune"
     method = Method(
         compiled=compiled,
@@ -93,7 +131,7 @@ def _job(config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: 
     validation = config.validation
     scheduled = validation.at_start or validation.every_steps is not None or validation.every_epochs is not None
     sampling = validation.enabled and bool(validation.prompts) and scheduled
-    return _Job(config, footprint, method, selection, tensors, sampling)
+    return _Job(config, footprint, method, selection, tensors, sampling, processes)
 
 
 def _title(job: _Job) -> str:
@@ -111,24 +149,26 @@ def _settings(job: _Job) -> Settings:
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
         precision="trained" if job.method.full_finetune else config.model.base_precision,
-        fp8_possible=not job.method.full_finetune,
+        fp8_possible=not job.method.full_finetune and not job.processes.sharded,
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
+        managed=config.memory.use_uvm or hints_of(config).on,
     )
 
 
 def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
     names, experts = job.footprint.denoisers, job.config.model.experts
-    sizes = _sizes(job)
-    trained = job.method.full_finetune
+    whole = _sizes(job)
+    sizes = tuple((precision, job.processes.share(size)) for precision, size in whole)
+    trained, sharded = job.method.full_finetune, job.processes.sharded
     if len(names) == 1 or experts == "both":
-        return tuple(Denoiser(name, sizes, index > 0, trained) for index, name in enumerate(names))
+        return tuple(Denoiser(name, sizes, index > 0, trained, sharded) for index, name in enumerate(names))
     chosen = names[0] if experts == "high" else names[1]
     other = names[1] if experts == "high" else names[0]
-    # The expert that is not trained is only there to draw samples with.
-    frozen = (("trained", 2 * job.footprint.parameters),) if trained else sizes
-    extra = (Denoiser(other, frozen, idle_in_training=True),) if job.sampling else ()
-    return (Denoiser(chosen, sizes, trained=trained), *extra)
+    # The expert that is not trained is only there to sample with, and every process that does has it whole.
+    frozen = (("trained", 2 * job.footprint.parameters),) if trained else whole
+    extra = (Denoiser(other, frozen, idle_in_training=True, only_sampled=True),) if job.sampling else ()
+    return (Denoiser(chosen, sizes, trained=trained, sharded=sharded), *extra)
 
 
 def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
@@ -145,21 +185,58 @@ def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
 
 
 def _trained_needs(job: _Job) -> list[Need]:
-    config, experts = job.config, job.trained_denoisers
-    every = job.elements * experts
+    config, experts, part = job.config, job.trained_denoisers, job.processes.part
+    every = job.local_elements * experts
     each = f"{job.elements / 1e6:.1f} M parameters" + (f" x {experts} experts" if experts > 1 else "")
-    state = optimizer_state(job.tensors, config.optimizer)
+    state = optimizer_state(job.local, config.optimizer)
+    name = f"optimizer ({config.optimizer.name})"
     needs = [
-        Need("gradients", "gradients", 4 * job.elements, ("train",), "fp32, of one denoiser at a time"),
-        Need(f"optimizer ({config.optimizer.name})", "optimizer state", experts * state.bytes, job.loaded, state.why),
+        Need("gradients", "gradients", 4 * job.local_elements, ("train",), f"fp32, of one denoiser at a time{part}"),
+        Need(name, "optimizer state", experts * state.bytes, job.loaded, state.why + part),
     ]
     if not job.method.full_finetune:
-        needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32"))
+        needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32{part}"))
     if copy := _compute_copy(job):
         needs.append(Need("compute copy", "compute copy", copy, ("train",), "autocast's copies of the trained weights"))
     if config.training.ema.enabled:
-        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, "a second fp32 copy of what is trained"))
+        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of what is trained{part}"))
     return needs
+
+
+def _gathered_needs(job: _Job) -> list[Need]:
+    """Sharded: what `fully_shard` puts together again from all processes, beside this one's part."""
+    if not job.processes.sharded:
+        return []
+    footprint, full = job.footprint, job.method.full_finetune
+    frozen_bytes = 4 if full else _WEIGHT_BYTES[job.config.model.base_precision]
+    trained = [_trained_in(block, job) for block in footprint.blocks]
+    largest = max(
+        frozen_bytes * sum(linear.weights for linear in block.linears) + (0 if full else 4 * elements)
+        for block, elements in zip(footprint.blocks, trained, strict=True)
+    )
+    # What is around the blocks is one group of its own: whole from the first forward to the last backward pass.
+    around = frozen_bytes * (footprint.parameters - footprint.linear_weights)
+    if job.processes.reshard:
+        size, why = GATHERED_BLOCKS * largest + around, f"{GATHERED_BLOCKS} blocks and what is around them, whole"
+    else:
+        adapters = 0 if full else 4 * job.elements
+        size = frozen_bytes * footprint.parameters + adapters + (GATHERED_BLOCKS - 1) * largest
+        why = "every block stays whole until its backward pass (fsdp_reshard_after_forward: false)"
+    reduced = REDUCED_BLOCKS * 4 * max(trained)
+    loading = _sizes(job)[-1][1] + (0 if full else 4 * job.elements)
+    before = (job.trained_denoisers - 1) * job.processes.share(loading)
+    return [
+        Need("denoiser before sharding", "frozen weights", loading, ("load",), "every process loads it whole first"),
+        Need("experts sharded before it", "frozen weights", before, ("load",), "loaded one after the other"),
+        Need("gathered weights", "workspace", size, job.loaded, why),
+        Need("gradients being reduced", "workspace", reduced, ("train",), f"{REDUCED_BLOCKS} blocks', whole, fp32"),
+    ]
+
+
+def _trained_in(block: Block, job: _Job) -> int:
+    """Trained parameters of one such block."""
+    targets = [target for target in job.selection.targets if target.block is block]
+    return sum(tensor.elements // tensor.count for target in targets for tensor in target.tensors())
 
 
 def _compute_copy(job: _Job) -> int:
@@ -280,6 +357,6 @@ def _remarks(job: _Job) -> list[str]:
         remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
     if config.training.attention == "math":
         remarks.append("training.attention math: the attention matrix it keeps is not counted; use auto")
-    if config.adapter.conv_rank is not None:
-        remarks.append("adapter.conv_rank: adapters on convolutions are not counted")
+    if not any(target.linear.is_spatial for target in job.selection.targets):
+        remarks += unused_conv_options(config.adapter)
     return remarks

@@ -8,7 +8,7 @@ declaration covers every resolution, clip length and batch. How the numbers beco
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 Stream = Literal["image", "text", "joint", "vision"]
 """Which tokens a tensor has a row for: latents, caption, both in one sequence, or an image encoder's output."""
 Tokens = Mapping[Stream, int]
-NeededBy = Literal["graph", "weights", "full"]
+NeededBy = Literal["graph", "weights", "block", "full"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Kept:
     width: int
     stream: Stream = "image"
     needed_by: NeededBy = "graph"
-    """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `full`: only if all is trained."""
+    """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `block`: only if something in this
+    block is trained; no gradient reaches it otherwise. `full`: only if all is trained."""
     fp32: bool = False
     """Four bytes an element whatever precision the run computes in."""
     eager: bool = True
@@ -37,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix of a block that an adapter can sit on."""
+    """One matrix or convolution of a block that an adapter can sit on."""
 
     name: str
     inputs: int
@@ -52,10 +53,19 @@ class Linear:
     """Whether its input needs a gradient; without one, its weight is not kept for the backward pass."""
     default: bool = True
     """Part of the family's own choice of targets."""
+    conv_default: bool = False
+    """Part of it where `adapter.conv_rank` is set (`ModelSpec.conv_targets`)."""
+    kernel: tuple[int, ...] = ()
+    """Of a convolution; empty for a matrix."""
 
     @property
     def weights(self) -> int:
-        return self.inputs * self.outputs
+        return self.inputs * self.outputs * math.prod(self.kernel)
+
+    @property
+    def is_spatial(self) -> bool:
+        """A convolution that sees more than one pixel."""
+        return math.prod(self.kernel) > 1
 
 
 @dataclass(frozen=True)
@@ -201,12 +211,17 @@ class Footprint:
     @property
     def linear_weights(self) -> int:
         """Weights in the blocks' big matrices: what fp8 applies to."""
-        return sum(block.count * linear.weights for block in self.blocks for linear in block.linears)
+        return sum(count * linear.weights for count, linear in self._matrices())
 
     @property
     def linear_rows(self) -> int:
         """Rows and columns of the same matrices: one scale each in fp8."""
-        return sum(block.count * (linear.inputs + linear.outputs) for block in self.blocks for linear in block.linears)
+        return sum(count * (linear.inputs + linear.outputs) for count, linear in self._matrices())
+
+    def _matrices(self) -> Iterator[tuple[int, Linear]]:
+        """How often each is there; what stands beside convolutions is small and stays as it is."""
+        for block in self.blocks:
+            yield from ((block.count, linear) for linear in block.linears if not linear.conv_default)
 
     def token_counts(self, shape: Shape, references: tuple[Shape, ...] = ()) -> dict[Stream, int]:
         image = self.latents.tokens(shape)

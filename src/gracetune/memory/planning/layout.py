@@ -30,7 +30,7 @@ class Choice:
     park_inputs: bool = False
     """Inputs of repeated blocks wait in host memory; nothing to park under another policy than `full`."""
     spill: int = 0
-    """Bytes of the overflow arena; 0 is none."""
+    """Bytes of each process's overflow arena; 0 is none."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,16 @@ class Line:
     tier: TierName
     phases: tuple[Phase, ...]
     why: str
+    managed: bool = False
+    """In managed memory; the overflow arena's own bytes are `overflow`."""
+    overflow: bool = False
+    processes: int = 1
+    """So many processes of the machine hold an equal part of these bytes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A whole demand in its places."""
+    """A whole demand in its places: the device of one process, and the main memory of one machine."""
 
     lines: tuple[Line, ...]
     phases: tuple[Phase, ...]
@@ -57,6 +62,19 @@ class Layout:
 
     def peak(self, tier: TierName) -> int:
         return max(self.used(tier, phase) for phase in self.phases)
+
+    def spilled(self, phase: Phase) -> int:
+        """Bytes of one process in its overflow arena."""
+        return self._each(phase, [line for line in self.lines if line.overflow])
+
+    @property
+    def managed(self) -> int:
+        """Managed memory of one process besides the arena: caches, and experts that are parked in turn."""
+        held = [line for line in self.lines if line.managed]
+        return max(self._each(phase, held) for phase in self.phases)
+
+    def _each(self, phase: Phase, lines: list[Line]) -> int:
+        return sum(line.bytes // line.processes for line in lines if phase in line.phases)
 
     def excess(self, tiers: Tiers) -> dict[TierName, int]:
         """Tiers that hold more than their budget, and by how much."""
@@ -70,31 +88,58 @@ class Layout:
 
 def lay(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Layout:
     needs = [*needs_under(demand, choice, machine)]
-    placed = {phase: [*_placed(needs, phase, choice, machine, tiers)] for phase in demand.phases}
+    local_ranks = demand.processes.per_machine
+    placed = {phase: [*_placed(needs, phase, choice, machine, tiers, local_ranks)] for phase in demand.phases}
     for phase, lines in placed.items():
         lines.extend(_allowance(lines, phase, tiers))
         if choice.spill:
             placed[phase] = _spilled(lines, choice.spill, tiers)
+        placed[phase] = [_of_the_machine(line, local_ranks) for line in placed[phase]]
     return Layout(_merged(placed), demand.phases)
+
+
+_SHARED: tuple[Role, ...] = ("latent cache", "text cache", "staged data")
+"""One copy in main memory for all processes of a machine."""
+
+
+def _of_the_machine(line: Line, processes: int) -> Line:
+    """Main memory is one machine's: what each of its processes takes is there as often."""
+    if processes == 1 or line.tier not in ("host", "pool"):
+        return line
+    if line.role in _SHARED:
+        return line
+    why = f"{line.why}; {processes} processes, {format_bytes(line.bytes)} each"
+    return replace(line, bytes=processes * line.bytes, why=why, processes=processes)
 
 
 def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Need]:
     """The demand with every choice made: what it asks for in each phase, still without places."""
     yield from demand.needs
     loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
+    parks = choice.park_experts and any(one.parkable for one in demand.denoisers)
+    # Parked in managed memory, an expert lies there for good; only its pages come and go.
+    take_turns = not any(one.only_sampled for one in demand.denoisers)
+    managed = parks and take_turns and _parks_in_managed_memory(demand, choice, machine)
     for denoiser in demand.denoisers:
         role: Role = "trained weights" if denoiser.trained else "frozen weights"
         size, idle = denoiser.size(choice.precision), denoiser.idle_in_training
-        why = _precision_words(choice.precision)
+        why = _precision_words(choice.precision) + (demand.processes.part if denoiser.sharded else "")
         busy = () if idle else loaded
-        parkable = idle and not denoiser.trained
-        yield Need(denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable)
-        if choice.park_experts and not idle and _has_idle(demand) and machine.profile.value == "discrete":
+        parkable = denoiser.parkable
+        yield Need(
+            denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable, managed=managed
+        )
+        if parks and take_turns and not idle and not _parks_in_managed_memory(demand, choice, machine):
             # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
             why = "pinned home of the expert that is on the GPU: switching copies one way"
             yield Need(f"{denoiser.name}, home copy", role, size, loaded, why, home="host")
     yield from _activation_needs(demand, choice)
     yield from _codec_needs(demand, choice)
+
+
+def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
+    """Overflow opens the unified-memory layer, whatever else the config says."""
+    return machine.profile.value == "superchip" and (demand.settings.managed or choice.spill > 0)
 
 
 def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
@@ -105,10 +150,6 @@ def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
     decode = codec.decode_tiled if choice.tiling else codec.decode
     if decode:
         yield Need("VAE decoding", "workspace", decode, ("sample",), f"one sample{tiles}")
-
-
-def _has_idle(demand: Demand) -> bool:
-    return any(denoiser.idle_in_training for denoiser in demand.denoisers)
 
 
 def _precision_words(precision: str) -> str:
@@ -149,30 +190,38 @@ def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
         yield Need("rebuilt weights", "activations", entry.rebuilt, ("train",), why)
 
 
-def _placed(needs: list[Need], phase: Phase, choice: Choice, machine: Machine, tiers: Tiers) -> Iterator[Line]:
+def _placed(
+    needs: list[Need], phase: Phase, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
+) -> Iterator[Line]:
     for need in needs:
         if phase in need.busy:
-            tier, why = _busy_place(need, choice, machine, tiers)
+            tier, why, managed = _busy_place(need, choice, machine, tiers, local_ranks)
         elif phase in need.idle:
-            tier, why = _idle_place(need, choice, machine, tiers)
+            (tier, why), managed = _idle_place(need, choice, machine, tiers), need.managed
         else:
             continue
-        yield Line(need.name, need.role, need.bytes, tier, (phase,), why)
+        yield Line(need.name, need.role, need.bytes, tier, (phase,), why, managed)
 
 
-def _busy_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
+def _busy_place(
+    need: Need, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
+) -> tuple[TierName, str, bool]:  # fmt: skip
+    """Where, why, and whether that is managed memory."""
     if need.home == "disk":
-        return "disk", need.why
+        return "disk", need.why, False
     if need.home == "device":
-        return tiers.compute, need.why
+        return tiers.compute, need.why, need.managed
     if need.role not in ("latent cache", "text cache"):
-        return tiers.store, need.why
+        return tiers.store, need.why, False
     role: PlacementRole = "latent_cache" if need.role == "latent cache" else "text_cache"
     device = machine.gpus[0].memory_total if machine.gpus else None
     known = device if choice.text_cache_on_device else None
-    placement = place(role, machine.profile.value, size=need.bytes, device_bytes=known)
+    placement = place(role, machine.profile.value, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
+    managed = placement.place in ("managed_host", "managed_device")
+    if managed and not need.managed:
+        return tiers.store, f"{need.why}; page-locked main memory", False
     tier = tiers.compute if placement.place == "managed_device" else tiers.store
-    return tier, f"{need.why}; {placement.reason}"
+    return tier, f"{need.why}; {placement.reason}", managed
 
 
 def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
@@ -182,7 +231,8 @@ def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> t
         return tiers.compute, f"{need.why}; idle, there is room"
     if tiers.parking == "disk":
         return "disk", "released after use, read again if needed"
-    return tiers.parking, f"parked: {place('cold_weights', machine.profile.value).reason}"
+    profile = machine.profile.value if need.managed or not expert else "discrete"
+    return tiers.parking, f"parked: {place('cold_weights', profile).reason}"
 
 
 def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:
@@ -214,7 +264,7 @@ def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
         left -= moved
         if moved:
             why = f"overflow of {line.name}: in managed memory, reached over the link"
-            result.append(replace(line, bytes=moved, tier=tiers.store, why=why))
+            result.append(replace(line, bytes=moved, tier=tiers.store, why=why, managed=False, overflow=True))
         if moved < line.bytes or not moved:
             result.append(replace(line, bytes=line.bytes - moved))
     return result

@@ -1,20 +1,20 @@
 """Will it fit, where does everything go, and what would have to change? Pure: demand and machine in, plan out.
 
-The choices are tried in a fixed order, from the one that costs nothing to the one that costs most; the first that fits
-is the plan. The order never depends on how much memory there is, so more memory cannot make a plan worse.
+The first choice of the ladder (`ladder.py`) that fits is the plan; every step away from what the config says is listed
+with what it saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.arena_size import Room, arena_size
 from gracetune.memory.planning.activations import BUDGETS, Policy
 from gracetune.memory.planning.demand import Demand, Phase
-from gracetune.memory.planning.layout import Choice, Layout, Line, largest_workload, lay
+from gracetune.memory.planning.ladder import Ladder
+from gracetune.memory.planning.layout import Choice, Layout, Line, largest_workload
 from gracetune.memory.planning.tiers import HEADROOM, Tier, TierName, Tiers, tiers_of
 from gracetune.units import format_bytes
 
@@ -26,8 +26,6 @@ CONFIG_VALUE: dict[Policy, CheckpointingValue] = {
 COSTS: dict[Policy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
 INPUTS = "placement: block inputs"
 """Of the change that parks inputs of repeated blocks."""
-FP8_CAPABILITY = (9, 0)
-"""From Hopper on: products with a scale for each row of both operands."""
 
 
 @dataclass(frozen=True)
@@ -77,131 +75,34 @@ class Plan:
     phases: tuple[PhaseUse, ...]
     missing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    managed_bytes: int = 0
+    """Managed memory of one process besides its overflow arena."""
+    spilled_bytes: int = 0
+    """What one process has in its overflow arena at the worst moment."""
 
 
-def plan(demand: Demand, machine: Machine, *, disk_free: int | None = None) -> Plan:
-    tiers = tiers_of(machine, disk_free)
-    start = _start(demand)
+def plan(
+    demand: Demand, machine: Machine, *, disk_free: int | None = None, force_oversubscription: bool = False
+) -> Plan:
+    """`force_oversubscription`: the arena of a machine without a coherent link is counted on too, as the user says."""
+    tiers = tiers_of(machine, disk_free, gpus=demand.processes.per_machine)
+    ladder = Ladder(demand, machine, tiers, force_oversubscription)
+    start = ladder.start
     if tiers.missing:
         facts = " and ".join(tiers.missing)
         words = f"the machine report lacks {facts}; make one there with: gracetune doctor --output machine.json"
-        return _build(demand, machine, tiers, "unknown", words, start, start)
+        return _build(ladder, "unknown", words, start)
 
-    def fits(choice: Choice) -> bool:
-        return not lay(demand, choice, machine, tiers).excess(tiers)
-
-    found = next((choice for choice in _without_edits(demand, machine, tiers) if fits(choice)), None)
+    found = next(filter(ladder.fits, ladder.without_edits()), None)
     verdict: Verdict = "fits"
     if found is None:
-        found = next((choice for choice in _with_edits(demand, machine, tiers) if fits(choice)), None)
+        found = next(filter(ladder.fits, ladder.with_edits()), None)
         verdict = "fits with these changes"
     if found is None:
-        *_, smallest = _with_edits(demand, machine, tiers)
-        words = _shortage(lay(demand, smallest, machine, tiers), tiers)
-        return _build(demand, machine, tiers, "does not fit", words, start, smallest)
-    chosen = _pruned(found, start, fits)
-    return _build(demand, machine, tiers, verdict, _fits(lay(demand, chosen, machine, tiers), tiers), start, chosen)
-
-
-def _pruned(found: Choice, start: Choice, fits: Callable[[Choice], bool]) -> Choice:
-    """Take back what later steps made unnecessary."""
-    for batch in (start.encode_batch, *_smaller_batches(start.encode_batch)):
-        if batch > found.encode_batch and fits(replace(found, encode_batch=batch)):
-            found = replace(found, encode_batch=batch)
-    undoing: tuple[Callable[[Choice], Choice], ...] = (
-        lambda choice: replace(choice, tiling=start.tiling),
-        lambda choice: replace(choice, park_inputs=False),
-        # An expert comes back at every turn, an encoder perhaps never: given room for one, the expert stays.
-        lambda choice: replace(choice, park_experts=False, park_encoders=choice.park_experts or choice.park_encoders),
-        lambda choice: replace(choice, park_encoders=False),
-        lambda choice: replace(choice, text_cache_on_device=True),
-    )
-    for undo in undoing:
-        if fits(undo(found)):
-            found = undo(found)
-    return found
-
-
-def _start(demand: Demand) -> Choice:
-    settings = demand.settings
-    policy: Policy = "full" if settings.checkpointing == "full" else "off"
-    largest = max(load.batch for load in demand.workloads)
-    return Choice(policy, settings.precision, largest, demand.codec.batch, demand.codec.tiled)
-
-
-def _without_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
-    """What the trainer decides by itself: placement, and recomputation where the config says `auto`."""
-    choice = _start(demand)
-    yield choice
-    choice = replace(choice, text_cache_on_device=False)
-    yield choice
-    if tiers.parking == "host":
-        choice = replace(choice, park_experts=True)
-        yield choice
-    choice = replace(choice, park_encoders=True)
-    yield choice
-    if choice.precision == "fp8":
-        choice = replace(choice, precision="fp8 one layout")
-        yield choice
-    if demand.settings.checkpointing == "auto":
-        for policy in demand.settings.policies[1:]:
-            choice = replace(choice, policy=policy)
-            yield choice
-    if choice.policy == "full" and tiers.parking == "host":
-        choice = replace(choice, park_inputs=True)
-        yield choice
-    if demand.settings.use_uvm:
-        yield from _spilling(demand, choice, machine, tiers)
-
-
-def _with_edits(demand: Demand, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
-    """Everything above, then changes to the config: VAE passes, recompute, smaller batches, fp8, overflow."""
-    *_, choice = _without_edits(demand, machine, tiers)
-    choice = replace(choice, spill=0)
-    for batch in _smaller_batches(choice.encode_batch):
-        choice = replace(choice, encode_batch=batch)
-        yield choice
-    choice = replace(choice, tiling=True)
-    yield choice
-    if demand.settings.checkpointing == "off":
-        for policy in demand.settings.policies[1:]:
-            choice = replace(choice, policy=policy)
-            yield choice
-        if tiers.parking == "host":
-            choice = replace(choice, park_inputs=True)
-            yield choice
-    largest = choice.batch_cap
-    for batch in _smaller_batches(largest):
-        choice = replace(choice, batch_cap=batch)
-        yield choice
-    if demand.settings.fp8_possible and not choice.precision.startswith("fp8") and _has_fp8(machine):
-        for batch in (largest, *_smaller_batches(largest)):
-            choice = replace(choice, precision="fp8 one layout", batch_cap=batch)
-            yield choice
-    yield from _spilling(demand, choice, machine, tiers)
-    # Last, so that a plan that does not fit is described at its smallest.
-    yield choice
-
-
-def _smaller_batches(batch: int) -> list[int]:
-    """Every smaller one; of large ones, the multiples of 16."""
-    return [size for size in range(batch - 1, 0, -1) if size <= 64 or size % 16 == 0]
-
-
-def _spilling(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Iterator[Choice]:
-    if machine.profile.value != "superchip":
-        return
-    size = arena_size(Room.of(machine), demand.settings.oversubscription_ratio).bytes
-    if size:
-        yield replace(choice, spill=size)
-
-
-def _has_fp8(machine: Machine) -> bool:
-    text = machine.gpus[0].compute_capability if machine.gpus else None
-    if text is None:
-        return False
-    major, _, minor = text.partition(".")
-    return (int(major), int(minor or 0)) >= FP8_CAPABILITY
+        *_, smallest = ladder.with_edits()
+        return _build(ladder, "does not fit", _shortage(ladder.lay(smallest), tiers), smallest)
+    chosen = ladder.pruned(found)
+    return _build(ladder, verdict, _fits(ladder.lay(chosen), tiers), chosen)
 
 
 def _fits(layout: Layout, tiers: Tiers) -> str:
@@ -219,16 +120,14 @@ def _shortage(layout: Layout, tiers: Tiers) -> str:
     return "; ".join(words)
 
 
-def _build(
-    demand: Demand, machine: Machine, tiers: Tiers, verdict: Verdict, summary: str, start: Choice, chosen: Choice
-) -> Plan:
-    layout = lay(demand, chosen, machine, tiers)
-    changes = _changes(demand, machine, tiers, start, chosen)
+def _build(ladder: Ladder, verdict: Verdict, summary: str, chosen: Choice) -> Plan:
+    demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
+    layout = ladder.lay(chosen)
     return Plan(
         verdict=verdict,
         summary=summary,
         # Where nothing helped enough, only what helped at all is worth reading.
-        changes=tuple(change for change in changes if change.saves or verdict != "does not fit"),
+        changes=tuple(change for change in _changes(ladder, chosen) if change.saves or verdict != "does not fit"),
         checkpointing=_checkpointing(demand, machine, tiers, chosen),
         tiers=tuple(TierUse(tier, layout.peak(tier.name)) for tier in tiers.tiers),
         lines=layout.lines,
@@ -237,17 +136,20 @@ def _build(
             for phase in demand.phases
         ),
         missing=tiers.missing,
-        notes=tuple(_notes(demand, machine, tiers, chosen, verdict)),
+        notes=tuple(_notes(ladder, chosen, verdict)),
+        managed_bytes=layout.managed,
+        spilled_bytes=max(layout.spilled(phase) for phase in layout.phases),
     )
 
 
-def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end: Choice) -> Iterator[Change]:
+def _changes(ladder: Ladder, end: Choice) -> Iterator[Change]:
     """Walk from the first choice to the last one step at a time; each step is a change with what it saved."""
-    current = start
+    demand, machine, tiers = ladder.demand, ladder.machine, ladder.tiers
+    current = ladder.start
     for step in (
-        {"text_cache_on_device": end.text_cache_on_device},
-        {"park_experts": end.park_experts},
         {"park_encoders": end.park_encoders},
+        {"park_experts": end.park_experts},
+        {"text_cache_on_device": end.text_cache_on_device},
         {"encode_batch": end.encode_batch},
         {"tiling": end.tiling},
         {"policy": end.policy},
@@ -259,8 +161,7 @@ def _changes(demand: Demand, machine: Machine, tiers: Tiers, start: Choice, end:
         after = replace(current, **step)
         if after == current:
             continue
-        before_peak = lay(demand, current, machine, tiers).peak(tiers.compute)
-        saved = before_peak - lay(demand, after, machine, tiers).peak(tiers.compute)
+        saved = ladder.lay(current).peak(tiers.compute) - ladder.lay(after).peak(tiers.compute)
         for change in _described(demand, machine, tiers, current, after, saved):
             if saved or not change.automatic:
                 yield change
@@ -300,9 +201,10 @@ def _described(
             why = "frozen weights in one fp8 layout; compare a short run's loss before trusting it"
             yield Change("model.base_precision", settings.precision, "fp8", saved, why, automatic=False)
     if before.spill != after.spill:
-        why = "what exceeds GPU memory is used over the coherent link, several times slower for those bytes"
-        on = "true" if settings.use_uvm else "false"
-        yield Change("memory.use_uvm", on, "true", saved, why, automatic=settings.use_uvm)
+        link = "the coherent link" if machine.profile.value == "superchip" else "PCIe"
+        why = f"what exceeds GPU memory is used over {link}, several times slower for those bytes"
+        first, then = (here, "overflow arena") if settings.use_uvm else ("false", "true")
+        yield Change("memory.use_uvm", first, then, saved, why, automatic=settings.use_uvm)
 
 
 def _parking_words(demand: Demand, machine: Machine, choice: Choice) -> str:
@@ -348,16 +250,33 @@ def _checkpointing(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choic
     return Checkpointing(value, budget, why)
 
 
-def _notes(demand: Demand, machine: Machine, tiers: Tiers, chosen: Choice, verdict: Verdict) -> Iterator[str]:
-    if len(machine.gpus) > 1:
-        yield f"{len(machine.gpus)} GPUs: the plan is for one process on the first"
+def _notes(ladder: Ladder, chosen: Choice, verdict: Verdict) -> Iterator[str]:
+    demand, machine = ladder.demand, ladder.machine
+    processes, gpus = demand.processes, len(machine.gpus)
+    if gpus > processes.per_machine:
+        yield f"{gpus} GPUs: the plan is for {processes.per_machine} of them; --processes {gpus} plans for all"
+    if processes.count > 1:
+        yield (
+            "batch sizes are those of one process; runs of several GPUs have never been measured, and buffers of the "
+            "communication library (NCCL) are not counted"
+        )
     if verdict == "unknown":
         return
     if demand.settings.checkpointing == "full" and verdict == "fits":
-        faster = replace(chosen, policy="off")
-        layout = lay(demand, faster, machine, tiers)
-        if not layout.excess(tiers):
-            peak = format_bytes(layout.peak(tiers.compute))
+        layout = ladder.lay(replace(chosen, policy="off"))
+        if not layout.excess(ladder.tiers):
+            peak = format_bytes(layout.peak(ladder.tiers.compute))
             yield f"gradient_checkpointing full is not needed here: off takes {peak}, and fits"
     if demand.settings.use_uvm and machine.profile.value != "superchip":
-        yield "memory.use_uvm: without a coherent link nothing is counted on the overflow arena"
+        yield _without_link(ladder, chosen)
+
+
+def _without_link(ladder: Ladder, chosen: Choice) -> str:
+    if not ladder.force_oversubscription:
+        return "memory.use_uvm: without a coherent link nothing is counted on the overflow arena"
+    if not chosen.spill:
+        return "memory.use_uvm: --force-oversubscription lifts the arena's cap; this plan does not need it"
+    return (
+        f"--force-oversubscription: up to {format_bytes(chosen.spill)} beyond the GPU's memory over a link that is not "
+        "coherent. This can hang the driver until the machine is rebooted"
+    )

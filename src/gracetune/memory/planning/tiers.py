@@ -63,8 +63,9 @@ def free_on_disk(folder: str) -> int | None:
         return None
 
 
-def tiers_of(machine: Machine, disk_free: int | None = None) -> Tiers:
-    """Plans are for the first GPU; `disk_free` is known only where the run's folder is at hand."""
+def tiers_of(machine: Machine, disk_free: int | None = None, *, gpus: int = 1) -> Tiers:
+    """Plans are for the first GPUs, of which the smallest counts; `disk_free` is known only where the run's folder is
+    at hand."""
     disk = Tier("disk", "disk", disk_free, disk_free, "free now" if disk_free is not None else "not asked")
     profile = machine.profile.value
     if profile == "cpu":
@@ -75,23 +76,30 @@ def tiers_of(machine: Machine, disk_free: int | None = None) -> Tiers:
         return Tiers((pool, disk), "pool", "pool", "disk", has_gpu=True, missing=_missing(pool))
     linked = profile == "superchip"
     host = _host(machine, "CPU memory (coherent link)" if linked else "main memory (pinned)")
-    device = _device(machine)
-    missing = _missing(device) + _missing(host)
+    devices = [_device(machine, at) for at in range(max(1, min(gpus, len(machine.gpus))))]
+    device = min(devices, key=_known_budget)
+    missing = _missing(device, devices.index(device)) + _missing(host)
     return Tiers((device, host, disk), "device", "host", "host", has_gpu=True, missing=missing)
 
 
-def _missing(tier: Tier) -> tuple[str, ...]:
+def _missing(tier: Tier, gpu: int = 0) -> tuple[str, ...]:
     if tier.budget is not None:
         return ()
-    return ("gpus[0].memory_total" if tier.name == "device" else "host.cpu_mem_available",)
+    return (f"gpus[{gpu}].memory_total" if tier.name == "device" else "host.cpu_mem_available",)
 
 
-def _device(machine: Machine) -> Tier:
-    total = machine.gpus[0].memory_total if machine.gpus else None
-    if total is None:
+def _known_budget(tier: Tier) -> int:
+    """Where one GPU's memory is unknown, so is what fits."""
+    return -1 if tier.budget is None else tier.budget
+
+
+def _device(machine: Machine, at: int) -> Tier:
+    gpu = machine.gpus[at] if machine.gpus else None
+    total = gpu.memory_total if gpu else None
+    if gpu is None or total is None:
         return Tier("device", "GPU memory", None, None, "the driver does not say how much there is")
     usable, why = total, f"{HEADROOM:.0%} kept free"
-    free = machine.gpus[0].memory_free
+    free = gpu.memory_free
     # On a superchip the kernel may have put page cache there, which it gives back; elsewhere it is someone else's.
     if free is not None and machine.profile.value == "discrete" and total - free > FOREIGN:
         usable = free

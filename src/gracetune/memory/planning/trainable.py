@@ -1,4 +1,4 @@
-"""What is trained: which matrices, the shapes an adapter adds to each, and what an optimizer keeps for them. Pure.
+"""What is trained: which matrices and convolutions, what an adapter adds to each, and what an optimizer keeps. Pure.
 
 The shapes are those of peft (lora, dora) and lycoris-lora (the others); tests build both libraries' modules and
 compare.
@@ -74,7 +74,18 @@ def _wanted(block: Block, linear: Linear, adapter: Adapter) -> bool:
         return False
     if adapter.targets:
         return any(matches(pattern, block, linear) for pattern in adapter.targets)
-    return linear.default or adapter.kind == "full_finetune"
+    asked = linear.default or (linear.conv_default and adapter.conv_rank is not None)
+    return asked or adapter.kind == "full_finetune"
+
+
+def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
+    """What to tell about an adapter without a convolution of more than one pixel."""
+    options = {"adapter.conv_rank": adapter.conv_rank, "adapter.conv_alpha": adapter.conv_alpha}
+    given = [name for name, value in options.items() if value is not None]
+    if not given:
+        return ()
+    why = "adapter.targets names no convolution" if adapter.targets else "no convolution is among the adapted layers"
+    return (f"{' and '.join(given)}: no effect, because {why}",)
 
 
 def matches(pattern: str, block: Block, linear: Linear) -> bool:
@@ -94,7 +105,8 @@ _FIELDS = {"dim": "rank", "linear_dim": "rank", "factor": "factor", "full_matrix
 
 def _options(adapter: Adapter, linear: Linear) -> Adapter:
     own: Mapping[str, Any] = adapter.by_module.get(linear.owner, {})
-    changes: dict[str, Any] = {field: own[name] for name, field in _FIELDS.items() if name in own}
+    changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
+    changes |= {field: own[name] for name, field in _FIELDS.items() if name in own}
     if str(own.get("algo")) in _KINDS:
         changes["kind"] = _KINDS[own["algo"]]
     try:
@@ -118,7 +130,8 @@ def factorization(dimension: int, factor: int) -> tuple[int, int]:
 
 
 def _lora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    return [(adapter.rank, linear.inputs), (linear.outputs, adapter.rank)]
+    ones = (1,) * len(linear.kernel)
+    return [(adapter.rank, linear.inputs, *linear.kernel), (linear.outputs, adapter.rank, *ones)]
 
 
 def _dora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
@@ -126,7 +139,8 @@ def _dora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
 
 
 def _loha(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    pair: list[Dimensions] = [(linear.outputs, adapter.rank), (adapter.rank, linear.inputs)]
+    across = linear.inputs * math.prod(linear.kernel)
+    pair: list[Dimensions] = [(linear.outputs, adapter.rank), (adapter.rank, across)]
     return 2 * pair
 
 
@@ -171,13 +185,17 @@ def kronecker(inputs: int, outputs: int, options: LokrOptions) -> Kronecker:
 def _lokr(linear: Linear, adapter: Adapter) -> list[Dimensions]:
     split = kronecker(linear.inputs, linear.outputs, adapter)
     shapes: list[Dimensions] = []
-    for (rows, columns), apart in ((split.first, split.first_apart), (split.second, split.second_apart)):
-        shapes += [(rows, split.rank), (split.rank, columns)] if apart else [(rows, columns)]
+    for (rows, columns), apart, kernel in (
+        (split.first, split.first_apart, ()),
+        (split.second, split.second_apart, linear.kernel),  # the second factor has the kernel
+    ):
+        pair: list[Dimensions] = [(rows, split.rank), (split.rank, columns * math.prod(kernel))]
+        shapes += pair if apart else [(rows, columns, *kernel)]
     return shapes
 
 
 def _ia3(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
-    return [(linear.outputs,)]
+    return [(1, linear.outputs, *(1 for _ in linear.kernel))] if linear.kernel else [(linear.outputs,)]
 
 
 def _diag_oft(linear: Linear, adapter: Adapter) -> list[Dimensions]:
@@ -187,7 +205,7 @@ def _diag_oft(linear: Linear, adapter: Adapter) -> list[Dimensions]:
 
 def _whole(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
     bias: list[Dimensions] = [(linear.outputs,)] if linear.bias else []
-    return [(linear.outputs, linear.inputs), *bias]
+    return [(linear.outputs, linear.inputs, *linear.kernel), *bias]
 
 
 _SHAPES: Mapping[str, Callable[[Linear, Adapter], list[Dimensions]]] = {

@@ -22,13 +22,14 @@ from gracetune.memory.planning.footprint import (
 )
 
 CAPTION_WIDTH = 2048
+TIME_WIDTH = 1280
 VAE = Codec("VAE (SDXL)", 83_653_863, encode=643, decode=769, element_bytes=4)
 CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77, draws=False)
 CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77, draws=False)
 TOP, MIDDLE, BOTTOM = Fraction(1), Fraction(1, 4), Fraction(1, 16)
 
 # (channels in, channels out, level), in the order of the forward pass. Nothing is kept in front of the first attention
-# unless all weights are trained.
+# unless something of it is trained.
 _BEFORE_ATTENTION = ((320, 320, TOP), (320, 320, TOP), (320, 640, MIDDLE))
 _RESNETS = (
     (640, 640, MIDDLE), (640, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM),
@@ -37,15 +38,32 @@ _RESNETS = (
 )  # fmt: skip
 
 
-def _resnet(inputs: int, outputs: int, level: Fraction, *, full_only: bool = False) -> Block:
-    """Twice: norm, SiLU, convolution; each keeps its input."""
-    needed_by: NeededBy = "full" if full_only else "graph"
-    kept = (
-        Kept("norm, SiLU and convolution inputs", 3 * inputs, needed_by=needed_by),
-        Kept("the same of the second half", 3 * outputs, needed_by=needed_by),
-    )
-    enters = () if full_only else (Kept("features", inputs),)
-    return Block("resnets", 1, kept, enters, (Kept("gradients", 2 * max(inputs, outputs)),), tokens=level)
+def _conv(name: str, inputs: int, outputs: int, reads: str, owner: str, size: int = 3) -> Linear:
+    return Linear(
+        name, inputs, outputs, reads, owner, default=False, conv_default=True, kernel=(size, size)
+    )  # fmt: skip
+
+
+def _resnet(inputs: int, outputs: int, level: Fraction, *, first: bool = False) -> Block:
+    """Twice: norm, SiLU, convolution; each keeps its input. `first`: in front of all attention."""
+    needed_by: NeededBy = "block" if first else "graph"
+    upper, lower = "norm, SiLU and convolution inputs", "the same of the second half"
+    kept = (Kept(upper, 3 * inputs, needed_by=needed_by), Kept(lower, 3 * outputs, needed_by=needed_by))
+    enters = (Kept("features", inputs, needed_by=needed_by),)
+    owner = "ResnetBlock2D"
+    # It has one row for each sample; counted as the caption's 77, which is still next to nothing.
+    time = Linear("time_emb_proj", TIME_WIDTH, outputs, "", owner, "text", default=False, conv_default=True)
+    linears = [_conv("conv1", inputs, outputs, upper, owner), time, _conv("conv2", outputs, outputs, lower, owner)]
+    if inputs != outputs:
+        linears.append(_conv("conv_shortcut", inputs, outputs, "", owner, size=1))
+    working = (Kept("gradients", 2 * max(inputs, outputs)),)
+    return Block("resnets.*", 1, kept, enters, working, tuple(linears), tokens=level)
+
+
+def _sampler(name: str, owner: str, channels: int, level: Fraction, *, first: bool = False) -> Block:
+    """The convolution of one change of level. `_resampling` has its input, unless it stands before all attention."""
+    kept = (Kept("features", channels, needed_by="block"),) if first else ()
+    return Block(name, 1, kept, kept, (), (_conv("conv", channels, channels, "", owner),), tokens=level)
 
 
 def _resampling() -> Block:
@@ -112,9 +130,13 @@ FOOTPRINTS = (
         parameters=2_567_463_684,
         width=320,
         blocks=(
-            *(_resnet(*resnet, full_only=True) for resnet in _BEFORE_ATTENTION),
+            *(_resnet(*resnet, first=True) for resnet in _BEFORE_ATTENTION),
             *(_resnet(*resnet) for resnet in _RESNETS),
             _resampling(),
+            _sampler("downsamplers.0", "Downsample2D", 320, TOP, first=True),
+            _sampler("downsamplers.0", "Downsample2D", 640, MIDDLE),
+            _sampler("upsamplers.0", "Upsample2D", 1280, MIDDLE),
+            _sampler("upsamplers.0", "Upsample2D", 640, TOP),
             _around_transformers(640, 5, MIDDLE),
             _around_transformers(1280, 6, BOTTOM),
             _transformer_block(640, 10, MIDDLE),

@@ -38,6 +38,8 @@ SPEC = ModelSpec(
         for part in ("down_blocks.*", "mid_block", "up_blocks.*")
         for layer in _LAYERS
     ),
+    # What kohya and ai-toolkit adapt beside them where a rank for convolutions is given.
+    conv_targets=("ResnetBlock2D", "Downsample2D", "Upsample2D"),
     repeated_blocks=("BasicTransformerBlock",),
     build_tiny=build_tiny,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),

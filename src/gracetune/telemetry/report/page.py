@@ -29,9 +29,10 @@ def page(story: Story, *, pictures: Grid, how_to_load: Mapping[str, str], output
         ("Speed", _plots(_speed_plots(story), 100)),
         ("Learning rate and batch", _plots(_rate_plots(story), 200)),
         ("Memory", _memory(story)),
-        ("Stage transitions", _transitions(story)),
+        ("Transitions", _transitions(story)),
         ("Samples through time", _samples(pictures)),
         ("Prefetch and cache statistics", _counters(story)),
+        ("Self-check", _self_checks(story)),
         ("Checkpoints", _checkpoints(story)),
         ("Warnings", _warnings(story)),
         ("How to load the result", _loading(how_to_load, outputs, folder)),
@@ -138,12 +139,10 @@ def _rate_plots(story: Story) -> list[Plot]:
     rates = tuple(
         Series(group, tuple((one.step, one.lr[group]) for one in story.steps if group in one.lr)) for group in groups
     )
-    world = story.start.world_size
-    batches = tuple((one.step, float(one.micro_batch * one.accumulation * world)) for one in story.steps)
     norms = tuple((one.step, one.grad_norm) for one in story.steps if one.grad_norm is not None)
     plots = [Plot("Learning rate", rates), Plot("Gradient norm before clipping", (Series("norm", norms),))]
-    if len({batch for _, batch in batches}) > 1:
-        plots.append(Plot("Effective batch, all processes", (Series("samples", batches),), stairs=True))
+    if len({batch for _, batch in story.batches}) > 1:
+        plots.append(Plot("Effective batch, all processes", (Series("samples", story.batches),), stairs=True))
     return plots
 
 
@@ -156,8 +155,10 @@ def _memory(story: Story) -> str:
         plots.append(
             Plot(f"{tier}: memory in use, by owner", series, unit=words.size, base=1024, stacked=True, note=note)
         )
-    stages = tuple((one.step, one.counters["uvm.stage"]) for one in story.memory if "uvm.stage" in one.counters)
-    plots.append(Plot("uvm.stage", (Series("uvm.stage", stages),), stairs=True))
+    reclaimed = tuple((one.step, f"{one.extent} reclamation") for one in story.reclamations)
+    plots.append(Plot("Memory stage", (Series("memory stage", story.memory_stages),), stairs=True, markers=reclaimed))
+    ahead = Series("batches", story.look_ahead_depths)
+    plots.append(Plot("Batches brought to the GPU ahead of their step", (ahead,), stairs=True))
     held = peaks(story.memory).items()
     rows = [(tier, owner, words.size(most)) for tier, owners in held for owner, most in owners.items()]
     return _plots(plots, 300) + _table("The most each held", ("tier", "owner", "peak"), rows)
@@ -171,10 +172,36 @@ def _held(samples: Sequence[MemorySampled], tier: str, owner: str) -> tuple[tupl
 
 
 def _transitions(story: Story) -> str:
-    experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in story.switches]
-    memory = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.memory_changes]
+    def size(value: int | None) -> str:
+        return words.UNKNOWN if value is None else words.size(value)
+
     head = ("step", "before", "after", "why")
-    return _table("Noise experts", head, experts) + _table("Unified memory (uvm.stage)", head, memory)
+    experts = [(f"{one.step:,}", one.before or "start", one.after, one.reason) for one in story.switches]
+    batches = [
+        (f"{one.step:,}", "start" if one.before is None else f"{one.before:,}", f"{one.after:,}", one.reason)
+        for one in story.batch_changes
+    ]
+    memory = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.memory_changes]
+    arena = [
+        (f"{one.step:,}", size(one.before_bytes), size(one.after_bytes), one.reason) for one in story.arena_changes
+    ]
+    reclaimed = [
+        (f"{one.step:,}", one.extent, size(one.released_bytes), size(one.demoted_bytes),
+         words.duration(one.duration_ms / 1000), one.reason)
+        for one in story.reclamations
+    ]  # fmt: skip
+    depths = [(f"{one.step:,}", str(one.before), str(one.after), one.reason) for one in story.look_ahead]
+    gave = ("step", "extent", "GPU memory given back", "sent to main memory", "held training up", "why")
+    return "".join(
+        (
+            _table("Experts", head, experts),
+            _table("Effective batch", head, batches),
+            _table("Memory stage", head, memory),
+            _table("Overflow arena", head, arena),
+            _table("Reclamations", gave, reclaimed),
+            _table("Batches brought to the GPU ahead of their step", head, depths),
+        )
+    )
 
 
 def _held_out(story: Story) -> str:
@@ -184,6 +211,24 @@ def _held_out(story: Story) -> str:
         for level, loss in one.losses.items()
     ]
     return _table("Held-out loss by noise level", ("step", "stage", "noise level", "loss"), rows)
+
+
+def _self_checks(story: Story) -> str:
+    rows = []
+    for one in story.self_checks:
+        what = one.file or f"after the first steps, {one.layers:,} layers"
+        found = f"{len(one.idle)} layers have learnt nothing" if one.idle else "every layer has learnt something"
+        if one.change is not None:
+            times = f" at {one.amplified:,.0f} times its strength" if one.amplified != 1 else ""
+            found = f"the adapter changes the output by {one.change:.1e}{times}; {found}"
+        if one.file_difference is not None:
+            found = f"reproduces what was trained, difference {one.file_difference:.1e}"
+        rows.append((f"{one.step:,}", one.expert, what, found))
+    return _table(
+        "What is trained has an effect, and the first file of it has the same",
+        ("step", "expert", "checked", "found"),
+        rows,
+    )
 
 
 def _counters(story: Story) -> str:

@@ -10,13 +10,18 @@ from typing import Any, TypeVar
 from gracetune.telemetry.curves import Point, finite, smoothed
 from gracetune.telemetry.events import (
     CheckpointWritten,
+    EffectiveBatchChanged,
     Event,
     HeldOutLoss,
+    LookAheadChanged,
+    MemoryReclaimed,
     MemorySampled,
     MemoryStageChanged,
+    OverflowArenaChanged,
     Record,
     RunEnded,
     RunStarted,
+    SelfChecked,
     StageSwitched,
     StepDone,
     ValidationDone,
@@ -39,11 +44,16 @@ class Story:
     starts: tuple[RunStarted, ...]
     steps: tuple[StepDone, ...]
     switches: tuple[StageSwitched, ...]
+    batch_changes: tuple[EffectiveBatchChanged, ...]
     memory_changes: tuple[MemoryStageChanged, ...]
+    reclamations: tuple[MemoryReclaimed, ...]
+    arena_changes: tuple[OverflowArenaChanged, ...]
+    look_ahead: tuple[LookAheadChanged, ...]
     memory: tuple[MemorySampled, ...]
     checkpoints: tuple[CheckpointWritten, ...]
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
+    self_checks: tuple[SelfChecked, ...]
     warnings: tuple[Warned, ...]
     end: RunEnded | None
     began_s: float | None
@@ -77,8 +87,36 @@ class Story:
         """Noise experts in the order they were first trained."""
         return tuple(dict.fromkeys(event.stage for event in self.steps))
 
+    @property
+    def memory_stages(self) -> tuple[Point, ...]:
+        """Every change at its own step, and what was sampled at log steps."""
+        sampled = [(one.step, one.counters["uvm.stage"]) for one in self.memory if "uvm.stage" in one.counters]
+        return _in_order(sampled, self._changes(self.memory_changes))
+
+    @property
+    def look_ahead_depths(self) -> tuple[Point, ...]:
+        return tuple(self._changes(self.look_ahead))
+
+    def _changes(self, events: Sequence[MemoryStageChanged | LookAheadChanged]) -> list[Point]:
+        """The value the run began with, and every later one at its step."""
+        first = (self.starts[0].resumed_step or 0) if self.starts else 0
+        begin = [(float(first), float(one.before)) for one in events[:1] if one.step > first]
+        return [*begin, *((float(one.step), float(one.after)) for one in events)]
+
+    @property
+    def batches(self) -> tuple[Point, ...]:
+        """Samples of an optimizer step, over all processes: the first step that had so many, and every log step."""
+        world = self.start.world_size
+        logged = [(one.step, float(one.micro_batch * one.accumulation * world)) for one in self.steps]
+        changed = [(one.step + 1, float(one.after)) for one in self.batch_changes]
+        return _in_order(changed, logged)
+
     def losses(self, stage: str | None = None) -> tuple[Point, ...]:
         return tuple((event.step, event.loss) for event in self.steps if stage is None or event.stage == stage)
+
+
+def _in_order(*points: Sequence[Point]) -> tuple[Point, ...]:
+    return tuple(sorted((point for some in points for point in some), key=lambda point: point[0]))
 
 
 def tell(log: Log) -> Story:
@@ -93,11 +131,16 @@ def tell(log: Log) -> Story:
         starts=_of(events, RunStarted),
         steps=_of(events, StepDone),
         switches=_of(events, StageSwitched),
+        batch_changes=_of(events, EffectiveBatchChanged),
         memory_changes=_of(events, MemoryStageChanged),
+        reclamations=_of(events, MemoryReclaimed),
+        arena_changes=_of(events, OverflowArenaChanged),
+        look_ahead=_of(events, LookAheadChanged),
         memory=_of(events, MemorySampled),
         checkpoints=_of(events, CheckpointWritten),
         validations=_of(events, ValidationDone),
         held_out=_of(events, HeldOutLoss),
+        self_checks=_of(events, SelfChecked),
         warnings=_of(events, Warned),
         end=ends[-1] if ends else None,
         began_s=records[0].time_s if records else None,
@@ -152,8 +195,13 @@ def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -
         "counters": dict(story.memory[-1].counters) if story.memory else {},
         "unavailable": dict(story.memory[-1].unavailable) if story.memory else {},
         "stage_transitions": story.switches,
+        "effective_batch_changes": story.batch_changes,
         "memory_stage_changes": story.memory_changes,
+        "reclamations": story.reclamations,
+        "arena_changes": story.arena_changes,
+        "look_ahead_changes": story.look_ahead,
         "held_out": story.held_out,
+        "self_checks": story.self_checks,
         "validations": story.validations,
         "checkpoints": story.checkpoints,
         "warnings": story.warnings,

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from gracetune.telemetry.events import (
     CheckpointWritten,
+    EffectiveBatchChanged,
     Event,
     HeldOutLoss,
+    LookAheadChanged,
+    MemoryReclaimed,
     MemorySampled,
+    MemoryStageChanged,
     StepDone,
     ValidationDone,
 )
@@ -19,6 +23,14 @@ def scalars(event: Event) -> dict[str, float]:
             return _step(event)
         case MemorySampled():
             return _memory(event)
+        case MemoryStageChanged():
+            return {"uvm/uvm.stage": event.after}
+        case MemoryReclaimed():
+            return {f"uvm/{event.extent}_reclamation_ms": event.duration_ms}
+        case LookAheadChanged():
+            return {"memory/look_ahead_batches": event.after}
+        case EffectiveBatchChanged():
+            return {"train/effective_batch": event.after}
         case HeldOutLoss():
             place = f"held_out/{event.stage}/" if event.stage else "held_out/"
             return {f"{place}mean": event.mean, **{f"{place}{level}": loss for level, loss in event.losses.items()}}

@@ -85,6 +85,7 @@ def _gradients(
         family=model.spec.family,
         stage=cast(Stage, model.expert.name),
         default_targets=model.spec.default_targets,
+        conv_targets=model.spec.conv_targets,
         untrained=(*model.spec.untrained, *model.facts.untrained),
         seed=config.training.seed,
         adapter_path="auto" if how == "run" else "library",

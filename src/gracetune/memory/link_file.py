@@ -1,0 +1,82 @@
+"""The measured speeds of a machine, kept so that a run measures only once.
+
+    <user's cache folder>/gracetune/link-speeds.json
+    {"format": "gracetune-link-speeds", "version": 1,
+     "machines": {"<GPU, driver, torch, profile>": {"seconds": .., "pinned_copy": .., ..}}}
+
+Only a memory: where it cannot be read or written, the next run measures again. It may be removed at any time.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from gracetune.durable import sync_folder
+from gracetune.hardware.machine import Machine
+from gracetune.memory.transport import Measured
+
+FILE: Final = "link-speeds.json"
+
+
+@dataclass(frozen=True)
+class _Content:
+    format: Literal["gracetune-link-speeds"]
+    version: Literal[1]
+    machines: dict[str, Measured]
+
+
+_CONTENT: Final = TypeAdapter(_Content)
+
+
+def machine_key(machine: Machine, device: int) -> str:
+    """What speeds depend on: measured again when any of it changes."""
+    gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
+    software, host = machine.software, machine.host
+    parts = {
+        "GPU": gpu.name if gpu else None,
+        "PCI": gpu.pci_address if gpu else None,
+        "driver": host.nvidia_kernel_driver,
+        "CUDA": machine.driver.cuda_version,
+        "torch": software.torch,
+        "host": f"{host.cpu_model or host.architecture} {host.mem_total}",
+        "profile": f"{machine.profile.value}, {machine.memory_mode.value}",
+    }
+    return "; ".join(f"{name} {value}" for name, value in parts.items())
+
+
+def recall(folder: Path, key: str, *, with_managed: bool) -> Measured | None:
+    """What was measured before; None where it was not, or not all that is asked for."""
+    found = _read(folder).get(key)
+    return None if found is None or (with_managed and found.speeds.managed is None) else found
+
+
+def remember(folder: Path, key: str, measured: Measured) -> str | None:
+    """Why it could not be kept; None where it was."""
+    content = _Content("gracetune-link-speeds", 1, {**_read(folder), key: measured})
+    target, temporary = folder / FILE, folder / f"{FILE}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(_CONTENT.dump_json(content, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        sync_folder(folder)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        return f"{target}: {error.strerror}"
+    return None
+
+
+def _read(folder: Path) -> dict[str, Measured]:
+    try:
+        return _CONTENT.validate_json((folder / FILE).read_bytes()).machines
+    except (OSError, ValidationError):
+        return {}

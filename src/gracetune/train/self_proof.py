@@ -1,0 +1,508 @@
+"""Proof, while a run trains, that what it trains has an effect and that its files carry that effect.
+
+An expert is judged after its first three applied steps: one sample goes through its denoiser with the adapter and
+without it, and the answers have to differ. Layers that still change nothing are named in a warning. The first file of
+each expert is read back and put in the place of the trained values: they have to be equal in the file's precision, and
+the sample goes through once more.
+
+These passes have no gradients, use no compiled graph and take one sample. So no graph is made for them, they need
+little memory, and no random generator moves. Afterwards all parameters are bit for bit as they were. A run pays five of
+them for each expert (base model twice, adapter; trained, saved) and reads one file. Only a rate so low that three steps
+are lost in the model's precision adds one or two (`_FACTORS`).
+
+A full fine-tune has no base model beside it: its weights must have moved, and some tensors of its file are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from gracetune.adapters.attach import Attached, LayerTensors
+from gracetune.adapters.delta import MAGNITUDE
+from gracetune.adapters.layer import local
+from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.targets import names
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError, Problem
+from gracetune.models.experts import next_expert
+from gracetune.models.spec import ExpertName
+from gracetune.telemetry.events import SelfChecked, Warned
+from gracetune.telemetry.hub import Telemetry
+from gracetune.train.control import Stop
+from gracetune.train.job import Job
+from gracetune.train.loop import WindowDone
+from gracetune.train.output import DTYPES, MODEL_FILE, RunFolder, WrongFileError, from_format
+from gracetune.train.pieces import whole
+from gracetune.train.view import View
+
+T = TypeVar("T")
+
+STEPS: Final = 3
+"""Applied steps of an expert before it is judged: LoRA's first one moves B alone, the second one A too."""
+_FACTORS: Final = (1.0, 2.0**10, 2.0**20)
+"""What three steps of a warm-up change may be less than bf16 can tell apart. Then the adapter is made this much
+stronger: one that is connected to the model shows at some factor, one that is not shows at none."""
+_NOISE: Final = 2.0
+"""Times the difference of two passes of the base model; what is not above that is no effect. That difference is 0 where
+kernels repeat their results bit for bit, as those of forward passes mostly do."""
+_CLOSE: Final = 2.0**-12
+"""Relative difference of a tensor read back to the trained one, rounded to the file's precision. They are equal
+bit for bit but where a format holds them in other terms, which are computed in float32."""
+_COMPARED: Final = 16
+"""Tensors of a full fine-tune that are read back."""
+_SHOWN: Final = 8
+
+
+@dataclass(eq=False)
+class _Expert:
+    """What is known about one expert's adapter."""
+
+    steps: int = 0
+    """With a learning rate above 0."""
+    steps_without_rate: int = 0
+    look_at: int = STEPS
+    """The number of steps at which the device is asked how many of them were applied."""
+    applied: Tensor | None = None
+    """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
+    masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
+    base: Tensor | None = None
+    """The base model's answer to the example, kept until all is known."""
+    noise: float = 0.0
+    judged: bool = False
+    effect: str = ""
+    """In words, once it is judged."""
+    file: str = ""
+    """The difference its file makes, in words, once that is checked."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of a full fine-tune's tensors, when the run began."""
+
+
+class SelfProof:
+    """A callback. All ranks go through the same passes and come to the same verdict: a sharded model needs them all."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View) -> None:
+        self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
+        self._is_full = config.adapter.kind == "full_finetune"
+        self._experts: dict[ExpertName, _Expert] = {}
+        self._rates: dict[ExpertName, float] = {}
+        self._begins_anew = True
+        self._is_over = False
+        """Everything is proven and shown, or the run is being stopped."""
+
+    def start(self, job: Job) -> None:
+        self._experts = {name: _Expert() for name in job.trainee.trained}
+        self._rates = _rates(job, "lr")
+        self._begins_anew = job.position.step == 0
+        job.check_saved = lambda files: self._check_saved(job, files)
+        if self._is_full:
+            for name, expert in self._experts.items():
+                expert.sums = _bit_sums(job.trainee.attached[name])
+
+    def window(self, job: Job, done: WindowDone) -> None:
+        expert, rate = self._experts[done.expert], self._rates[done.expert]
+        self._rates = _rates(job, "lr")  # the schedule is at the next step already
+        if expert.judged or self._is_over:
+            return
+        if rate == 0:
+            self._count_without_rate(job, done.expert, expert)
+            return
+        assert job.bad is not None, "a step was taken"
+        counts = (1.0 - job.bad) * (done.loss != 0)
+        expert.applied = counts if expert.applied is None else expert.applied + counts
+        expert.steps += 1
+        if expert.steps >= expert.look_at and not _should_wait(job, done):
+            with job.pausing():
+                self._judge(job, done, expert)
+
+    def end(self, job: Job, stop: Stop) -> None: ...
+
+    def _count_without_rate(self, job: Job, name: ExpertName, expert: _Expert) -> None:
+        """A warm-up begins at 0 and rises; a rate that is 0 in the config stays 0."""
+        expert.steps_without_rate += _rates(job, "initial_lr")[name] == 0
+        if expert.steps_without_rate == STEPS:
+            expected = "a rate above 0: at 0 nothing is learnt, and the saved files change nothing"
+            self._stop(job, Problem(f"optimizer.lr{_of(name)}", "0", expected, "--set optimizer.lr=1e-4"))
+
+    def _stop(self, job: Job, problem: Problem) -> None:
+        self._is_over = True
+        job.control.ask_to_stop("failed", str(problem))
+
+    # -- the adapter ---------------------------------------------------------------------------------------------------
+
+    def _judge(self, job: Job, done: WindowDone, expert: _Expert) -> None:
+        assert expert.applied is not None, "steps were counted"
+        applied = job.runtime.highest(int(expert.applied.item()))
+        if applied < STEPS:
+            expert.look_at = expert.steps + STEPS - applied
+            return
+        expert.judged = True
+        event = self._judge_weights(job, done, expert) if self._is_full else self._judge_adapter(job, done, expert)
+        if event is None:
+            return
+        if event.idle:
+            shown = ", ".join(event.idle[:_SHOWN])
+            more = f" and {len(event.idle) - _SHOWN} more" if len(event.idle) > _SHOWN else ""
+            self._warn(
+                job,
+                f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learnt nothing after "
+                f"{STEPS} steps, no gradient reaches them: {shown}{more}. --set 'adapter.exclude=[...]' omits them",
+            )
+        self._telemetry.emit(event)
+        self._show(job)
+
+    def _judge_adapter(self, job: Job, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        acting = job.trainee.attached[done.expert].acting()
+        largest = dict(zip(acting, _read(job, [_largest(some) for some in acting.values()]), strict=True))
+        idle = tuple(path for path, value in largest.items() if value == 0)
+        if len(idle) == len(largest):
+            self._stop(job, _nothing_learnt(job, done, f"all {len(idle):,} layers are as they began"))
+            return None
+        measured = self._with_room(job, lambda: self._measure(job, done.expert, expert))
+        if measured is None:
+            return None
+        change, factor = measured
+        if not factor:
+            self._stop(
+                job,
+                Problem(
+                    _judged(done.expert),
+                    "its values have changed, and the denoiser answers as it does without the adapter",
+                    "an adapter that changes the denoiser's answer",
+                    "other layers: --set 'adapter.targets=[...]'; if these are the right ones, please report this",
+                ),
+            )
+            return None
+        expert.effect = f"by {change:.1e}"
+        if factor > 1:
+            expert.effect = (
+                f"by {change:.1e} at {factor:,.0f} times its strength (at its own by less than the precision)"
+            )
+        return SelfChecked(
+            step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
+        )
+
+    def _measure(self, job: Job, name: ExpertName, expert: _Expert) -> tuple[float, float]:
+        """The change of the answer, and the factor at which it shows; 0 where it shows at none."""
+        with _asking(job, name) as answer:
+            base = self._base_answer(job, name, expert, answer)
+            for factor in _FACTORS:
+                with nullcontext() if factor == 1 else job.trainee.attached[name].amplified(factor):
+                    change = _difference(job, answer(), base, base)
+                if change > _NOISE * expert.noise:
+                    return change, factor
+        return 0.0, 0.0
+
+    def _base_answer(self, job: Job, name: ExpertName, expert: _Expert, answer: Callable[[], Tensor]) -> Tensor:
+        if expert.base is None:
+            with job.trainee.attached[name].disabled():
+                expert.base = answer()
+                expert.noise = _difference(job, answer(), expert.base, expert.base)
+        return expert.base
+
+    def _judge_weights(self, job: Job, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        now = _bit_sums(job.trainee.attached[done.expert])
+        moved = _read(job, [(now[name] != before).double() for name, before in expert.sums.items()])
+        still = [name for name, value in zip(expert.sums, moved, strict=True) if value == 0]
+        if len(still) == len(now):
+            problem = _nothing_learnt(job, done, f"all {len(now):,} tensors are as they began")
+            if self._begins_anew:
+                self._stop(job, problem)
+            else:  # the last steps of a falling schedule may be too small for float32
+                self._warn(job, str(problem))
+            return None
+        declared = (*job.trainee.spec.untrained, *job.trainee.facts.untrained)
+        idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
+        expert.effect = f"in {len(now) - len(still):,} of {len(now):,} tensors"
+        return SelfChecked(step=done.step, expert=done.expert, layers=len(now), idle=idle)
+
+    # -- the files -----------------------------------------------------------------------------------------------------
+
+    def _check_saved(self, job: Job, files: Sequence[Path]) -> str | None:
+        """The first file of every expert in this process. Why one of them is wrong."""
+        if self._is_over:
+            return None
+        for name, path in zip(job.trainee.trained, files, strict=True):
+            if self._experts[name].file:
+                continue
+            try:
+                self._check_file(job, name, self._experts[name], path)
+            except WrongFileError as error:
+                self._is_over = True
+                return str(error)
+        self._show(job)
+        return None
+
+    def _check_file(self, job: Job, name: ExpertName, expert: _Expert, path: Path) -> None:
+        if self._is_full:
+            difference: float | None = self._compare_tensors(job, name, path)
+            expert.file = f"{difference:.1e}"
+        else:
+            values = self._read_back(job, name, path)
+            difference = self._with_room(job, lambda: self._compare(job, name, expert, path, values))
+            if difference is None:
+                return
+            expert.file = f"{difference:.1e}"
+        self._telemetry.emit(
+            SelfChecked(
+                step=job.position.step, expert=name, layers=self._layers(job, name),
+                file=str(path.relative_to(self._folder.path)), file_difference=difference,
+            )
+        )  # fmt: skip
+
+    def _layers(self, job: Job, name: ExpertName) -> int:
+        attached = job.trainee.attached[name]
+        return len(attached.parameters() if self._is_full else attached.acting())
+
+    def _read_back(self, job: Job, name: ExpertName, path: Path) -> LayerTensors:
+        """As anyone would read it. Rank 0 has the file; the others take part with their own values: where the model is
+        shared out they get rank 0's, and where it is not their answers are not counted."""
+        trainee = job.trainee
+        attached = trainee.attached[name]
+        state, why = attached.state() if job.runtime.world_size > 1 else None, None
+        if job.runtime.is_main:
+            try:
+                state = open_adapter(path, trainee.facts.family).state()
+            except (GracetuneError, OSError) as error:
+                why = str(error)
+        for reason in job.runtime.all_of(why):
+            raise _wrong(path, f"it cannot be read: {reason}")
+        assert state is not None, "read, or this rank's own"
+        state = from_format(trainee, name, self._config.checkpoints.format, state)
+        values: LayerTensors = {}
+        try:
+            values = attached.fitting(state)
+        except GracetuneError as error:
+            why = str(error)
+        for reason in job.runtime.all_of(why):
+            raise _wrong(path, f"it does not fit the model it was trained on:\n{reason}")
+        return values
+
+    def _compare(self, job: Job, name: ExpertName, expert: _Expert, path: Path, values: LayerTensors) -> float:
+        """Of the answers with the trained values and the saved ones, relative to the base model's."""
+        attached = job.trainee.attached[name]
+        with _asking(job, name) as answer:
+            base = self._base_answer(job, name, expert, answer)
+            trained = answer()
+            with attached.holding(values) as own:
+                others = self._other_values(job, attached, own)
+                if others:
+                    shown = ", ".join(others[:_SHOWN])
+                    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+                    raise _wrong(path, f"other values than the trained ones in {shown}{more}")
+                saved = answer()
+            change, difference = _difference(job, trained, base, base), _difference(job, saved, trained, base)
+        if difference > max(change / 2, _rounding(job), _NOISE * expert.noise):
+            self._warn(
+                job,
+                f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
+                f"much of what is learnt so far is lost (difference {difference:.1e} of a change by {change:.1e}): "
+                "--set checkpoints.save_dtype=fp32",
+            )
+        return difference
+
+    def _other_values(self, job: Job, attached: Attached, own: Mapping[str, Tensor]) -> list[str]:
+        """Tensors that are not what they were, rounded to the file's precision."""
+        dtype = DTYPES[self._config.checkpoints.save_dtype]
+        squares = []
+        for name, parameter in attached.parameters().items():
+            kept = own[name] if _is_magnitude(name) else own[name].to(dtype).to(own[name].dtype)
+            squares += [(local(parameter.detach()) - kept).square().sum(), kept.square().sum()]
+        read = _read(job, squares)
+        # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
+        close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
+        found = zip(attached.parameters(), read[0::2], read[1::2], strict=True)
+        return [name for name, wrong, size in found if not wrong <= close[_is_magnitude(name)] ** 2 * size]
+
+    def _compare_tensors(self, job: Job, name: ExpertName, path: Path) -> float:
+        """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
+        trained = job.trainee.attached[name].parameters()
+        every = math.ceil(len(trained) / _COMPARED)
+        chosen = {one: whole(trained[one]) for one in [*trained][::every]}
+        largest, why = 0.0, None
+        if job.runtime.is_main:
+            try:
+                with safe_open(path / MODEL_FILE, framework="pt") as file:
+                    for one, tensor in chosen.items():
+                        saved: Tensor = file.get_tensor(one)
+                        wanted = tensor.to("cpu", saved.dtype).double()
+                        wrong = float((saved.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+                        if not wrong <= _CLOSE:
+                            why = f"other values than the trained ones in {one}"
+                        largest = max(largest, wrong)
+            except (SafetensorError, OSError) as error:
+                why = f"it cannot be read: {error}"
+        for reason in job.runtime.all_of(why):
+            raise _wrong(path, reason)
+        return largest
+
+    # -- what is shown -------------------------------------------------------------------------------------------------
+
+    def _show(self, job: Job) -> None:
+        """One line for the run, when all of it is known or nothing more will be."""
+        experts = self._experts.values()
+        at_end = job.control.stop is not None or job.position.step >= job.length.steps
+        if self._is_over or not all(one.file and (one.judged or at_end) for one in experts):
+            return
+        self._is_over = True
+        job.example = None
+        for name, one in self._experts.items():
+            one.base = None
+            if one.steps >= STEPS and not one.judged:
+                self._warn(
+                    job, f"self-check: no {STEPS} steps{_of(name)} had a loss above 0: there was nothing to learn"
+                )
+        self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
+
+    def _effect_in_words(self) -> str:
+        subject = "the weights have changed" if self._is_full else "the adapter changes the output"
+        if not any(one.judged for one in self._experts.values()):
+            return f"fewer than {STEPS} steps to judge the effect by"
+        if len(self._experts) == 1:
+            return f"{subject} {next(iter(self._experts.values())).effect} after {STEPS} steps"
+        each = (f"{name}: {one.effect or 'too few steps'}" for name, one in self._experts.items())
+        return f"{subject} after {STEPS} steps ({', '.join(each)})"
+
+    def _files_in_words(self) -> str:
+        several = len(self._experts) > 1
+        files = "the saved files" if several else "the saved file"
+        difference = f"(difference {', '.join(one.file for one in self._experts.values())})"
+        if self._is_full:
+            return f"tensors read back from {files} are the trained ones {difference}"
+        return f"{files} {'reproduce' if several else 'reproduces'} it {difference}"
+
+    def _warn(self, job: Job, text: str) -> None:
+        self._view.warn(text)
+        self._telemetry.emit(Warned(message=text, step=job.position.step))
+
+    def _with_room(self, job: Job, check: Callable[[], T]) -> T | None:
+        """A run never ends because a check of it found no memory. With several ranks the others would wait for ever in
+        a collective, so there it does."""
+        for _ in range(2):
+            try:
+                return check()
+            except torch.OutOfMemoryError:
+                if job.runtime.world_size > 1:
+                    raise
+                job.step.release()
+                torch.cuda.empty_cache()
+        self._is_over = True
+        self._warn(job, "self-check: left out, no memory is free for one sample beside the run")
+        return None
+
+
+# -- passes -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _asking(job: Job, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
+    """Inside, what is given answers the example as the model does in evaluation, its blocks uncompiled.
+
+    Compiled, each block would need graphs of its own for passes without gradients and for the base model: tens of
+    seconds for a large one.
+    """
+    host, example = job.trainee.host, job.example
+    assert example is not None, "the first batch comes before the run"
+    active = host.active
+    compiled = any(one.compiled for one in job.trainee.prepared.values())
+    try:
+        with job.trainee.evaluating(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            denoiser: nn.Module = host.activate(name)
+
+            def answer() -> Tensor:
+                found = job.step.answer(denoiser, example, name).float()
+                job.runtime.reshard(denoiser)  # values may change before the next pass: none is to keep them gathered
+                return found
+
+            yield answer
+    finally:
+        if active is not None:
+            host.activate(active)
+
+
+def _should_wait(job: Job, done: WindowDone) -> bool:
+    """Weights that leave the device after this step would have to come back; in the next turn they need not."""
+    turn = (done.step - 1, job.switch_every, job.trainee.trained)
+    return job.trainee.host.moves and job.switch_every > 1 and next_expert(*turn) is not None
+
+
+def _read(job: Job, values: Sequence[Tensor]) -> list[float]:
+    """Numbers of the device, summed over ranks that have different ones. The host waits for them."""
+    read = torch.stack([value.double() for value in values])
+    if job.runtime.world_size > 1:
+        if not job.runtime.is_sharded and not job.runtime.is_main:
+            read.zero_()  # a replica repeats what rank 0 has, and has not read the file
+        job.runtime.sum_(read)
+    return [float(value) for value in read.tolist()]
+
+
+def _difference(job: Job, one: Tensor, other: Tensor, size: Tensor) -> float:
+    difference, length = _read(job, [(one - other).square().sum(), size.square().sum()])
+    return math.sqrt(difference / length) if length > 0 else math.sqrt(difference)
+
+
+def _largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Of their absolute values, in this process's part."""
+    parts = [part.abs().max() for part in map(local, tensors) if part.numel()]
+    return torch.stack(parts).max() if parts else torch.zeros((), device=local(tensors[0]).device)
+
+
+def _is_magnitude(name: str) -> bool:
+    """DoRA's: in float32 in every file."""
+    return name.endswith(f".{MAGNITUDE}")
+
+
+def _bit_sums(attached: Attached) -> dict[str, Tensor]:
+    """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
+    parts = {name: local(parameter.detach()).contiguous() for name, parameter in attached.parameters().items()}
+    return {name: part.view(torch.int32).sum(dtype=torch.int64) for name, part in parts.items()}
+
+
+def _rounding(job: Job) -> float:
+    """Relative differences of answers that come from the precision the denoiser computes in."""
+    computed = torch.float32 if job.runtime.precision == "fp32" else DTYPES[job.runtime.precision]
+    coarsest = max(torch.finfo(dtype).eps for dtype in (computed, job.trainee.dtype))
+    return 4 * (max(coarsest, 2.0**-10) if job.device.type == "cuda" else coarsest)  # TF32 may stand for float32
+
+
+def _rates(job: Job, entry: str) -> dict[ExpertName, float]:
+    """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
+    groups = zip(job.trainee.trained, job.optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
+    return {name: float(group[entry]) for name, group in groups}
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+def _of(name: ExpertName) -> str:
+    return f" of {name}" if name else ""
+
+
+def _judged(name: ExpertName) -> str:
+    return f"self-check of the adapter{_of(name)} after {STEPS} steps"
+
+
+def _nothing_learnt(job: Job, done: WindowDone, found: str) -> Problem:
+    norm = float(done.norm)
+    if norm == 0:
+        hint = "other layers: --set 'adapter.targets=[...]'; look at the datasets' masks and loss weights"
+        return Problem(_judged(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
+    rate = _rates(job, "initial_lr")[done.expert]
+    found = f"{found} (gradient norm {norm:.1e}, optimizer.lr {rate:g})"
+    return Problem(_judged(done.expert), found, "layers that have moved", "a higher rate: --set optimizer.lr=1e-4")
+
+
+def _wrong(path: Path, found: str) -> WrongFileError:
+    hint = (
+        "everything trained is in the checkpoint, and the same command goes on from it; another format may hold it: "
+        "--set checkpoints.format=NAME; please report this"
+    )
+    return WrongFileError(str(Problem("self-check", found, "what was trained", hint, str(path))))

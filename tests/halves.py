@@ -1,0 +1,49 @@
+"""The test files in two halves that take about equally long. `make test` runs one process for each.
+
+`seconds.txt` holds the seconds of each file that takes more than half a second. To write it anew:
+
+    PYTEST_ADDOPTS=--durations=0 make test > log
+    .venv/bin/python tests/halves.py < log
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+SECONDS = TESTS / "seconds.txt"
+OTHERS = 0.2
+"""Seconds of a file that is not listed."""
+DURATION = re.compile(r"([\d.]+)s (?:setup|call|teardown) +tests/(\S+?\.py)::")
+
+
+def expected() -> dict[Path, float]:
+    """The seconds of every test file, in the order they run."""
+    known = {name: float(taken) for taken, name in map(str.split, SECONDS.read_text().splitlines())}
+    return {file: known.get(str(file.relative_to(TESTS)), OTHERS) for file in sorted(TESTS.rglob("test_*.py"))}
+
+
+@functools.cache
+def half(number: int) -> frozenset[Path]:
+    """The files of the first (1) or the second half (2), cut where both sides are closest to equal."""
+    files, taken = [*expected()], [*expected().values()]
+    cut = min(range(len(files) + 1), key=lambda place: abs(sum(taken[:place]) - sum(taken[place:])))
+    return frozenset(files[:cut] if number == 1 else files[cut:])
+
+
+def seconds(log: Iterable[str]) -> str:
+    """One line for each file, from the durations that pytest printed."""
+    sums: dict[str, float] = defaultdict(float)
+    for line in log:
+        if found := DURATION.match(line):
+            sums[found[2]] += float(found[1])
+    return "".join(f"{taken:.1f} {name}\n" for name, taken in sorted(sums.items()) if taken > 0.5)
+
+
+if __name__ == "__main__":
+    SECONDS.write_text(seconds(sys.stdin))

@@ -1,0 +1,149 @@
+"""Peers' files through `gracetune train`, with what they can ask of ours: each is seen in what the run did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
+
+from gracetune.optim.aitoolkit_rates import NotImportableError
+from runs.made import TinyModel, config_for, pictures, run
+from runs.test_commands import gracetune
+
+
+def sdxl_job(tiny_model: TinyModel, root: Path, **process: Any) -> Path:
+    """An ai-toolkit job on the tiny SDXL; a file a user could have."""
+    own = {
+        "type": "sd_trainer",
+        "training_folder": str(root / "output"),
+        "network": {"type": "lora", "linear": 4, "linear_alpha": 4},
+        "datasets": [{"folder_path": str(pictures(root / "pictures")), "resolution": [64]}],
+        "train": {"steps": 5, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3, "optimizer": "adamw"},
+        "model": {"name_or_path": str(tiny_model("sdxl", "base-1.0")), "arch": "sdxl"},
+        "save": {"dtype": "float32"},
+    }
+    job = {"job": "extension", "config": {"name": "cats", "process": [{**own, **process}]}}
+    path = root / "job.yaml"
+    path.write_text(yaml.safe_dump(job))
+    return path
+
+
+def trained(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What the command prints, and the run's events."""
+    code = gracetune("train", *arguments, "--json")
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    told = json.loads(captured.out)
+    (log,) = Path(told["files"][0]).parent.glob("logs/*.jsonl")
+    return told, [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def counters(events: list[dict[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = [event for event in events if event["kind"] == "MemorySampled"][-1]["counters"]
+    return found
+
+
+def warnings(events: list[dict[str, Any]]) -> str:
+    return "\n".join(event["message"] for event in events if event["kind"] == "Warned")
+
+
+def test_an_ai_toolkit_job_with_all_of_ours(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convolutions, staging, latents in memory beside those on disk, the ramp, and a block of our own sections."""
+    data = {
+        "folder_path": str(pictures(tmp_path / "pictures")),
+        "resolution": [64],
+        "cache_latents_to_disk": True,
+        "type": "in_memory",
+        "in_memory": {"compression": "lz4"},
+    }
+    job = sdxl_job(
+        tiny_model,
+        tmp_path,
+        network={"type": "lora", "linear": 4, "linear_alpha": 4, "conv": 2, "conv_alpha": 1},
+        datasets=[data],
+        cache_config={"vae_cache_type": "memory", "text_cache_type": "memory", "cache_dir": str(tmp_path / "cache")},
+        gh200_optimizations={
+            "enable_batch_size_rampup": True,
+            "initial_effective_batch_size": 1,
+            "target_effective_batch_size": 2,
+            "batch_rampup_steps": 2,
+        },
+        gracetune={"training": {"max_steps": 3}, "logging": {"every_steps": 1}},
+    )
+    told, events = trained(capsys, str(job))
+    assert told["step"] == 3
+    assert "gracetune.training.max_steps: 3 takes the place of `config.process[0].train.steps` (5)" in warnings(events)
+    # the ramp
+    steps = [event for event in events if event["kind"] == "StepDone"]
+    assert [step["micro_batch"] * step["accumulation"] for step in steps] == [1, 1, 2]
+    # latents on disk, for the next run, and in memory, for this one
+    assert [*(tmp_path / "cache" / "latents" / "shards").iterdir()]
+    found = counters(events)
+    assert found["cache.latents.hits"] > 0
+    assert (found["cache.latents.disk_reads"], found["cache.live_samples"]) == (0, 0)
+    # convolutions: trained, at their own rank and alpha, under ComfyUI's names
+    file = load_file(told["files"][0])
+    down = file["diffusion_model.input_blocks.4.0.in_layers.2.lora_A.weight"]
+    assert (down.shape[0], down.ndim) == (2, 4)
+    assert file["diffusion_model.input_blocks.4.0.in_layers.2.lora_B.weight"].abs().max() > 0
+    assert file["diffusion_model.input_blocks.3.0.op.lora_B.weight"].abs().max() > 0
+    assert file["diffusion_model.input_blocks.4.0.emb_layers.1.lora_A.weight"].shape[0] == 4
+
+
+def test_a_flag_keeps_latents_of_the_disk_in_memory(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`cache_latents_to_disk` with `--set cache.vae_cache_type`: today's jobs, unchanged."""
+    folder = str(pictures(tmp_path / "pictures"))
+    data = {"folder_path": folder, "resolution": [64], "cache_latents_to_disk": True}
+    job = sdxl_job(tiny_model, tmp_path, datasets=[data])
+    flags = ("cache.vae_cache_type=unified_memory", f"cache.cache_dir={tmp_path / 'cache'}", "logging.every_steps=1")
+    _, events = trained(capsys, str(job), "--max-steps", "1", *(word for flag in flags for word in ("--set", flag)))
+    assert [*(tmp_path / "cache" / "latents" / "shards").iterdir()]
+    found = counters(events)
+    assert found["cache.latents.hits"] > 0
+    assert found["cache.latents.disk_reads"] == 0
+
+
+def old_optimizer(folder: Path, model: Path, rank: int, **rates: float) -> Path:
+    """As ai-toolkit saves it: parameters by number, counted along the modules of one expert after the other."""
+    state: dict[int, Any] = {}
+    for component, rate in rates.items():
+        blocks = WanTransformer3DModel.from_pretrained(model / component).blocks
+        for layer in (module for module in blocks.modules() if isinstance(module, torch.nn.Linear)):
+            for shape in ((rank, layer.in_features), (layer.out_features, rank)):
+                mask = {"quantized": torch.full(shape, 127, dtype=torch.int8), "scale": rate / 127}
+                state[len(state)] = {"lr_mask": mask, "last_polarity": torch.zeros(shape, dtype=torch.bool)}
+    folder.mkdir()
+    torch.save({"state": state, "param_groups": [{"params": [*state]}]}, folder / "optimizer.pt")
+    return folder / "optimizer.pt"
+
+
+def test_learning_rates_of_an_ai_toolkit_run_are_taken_over(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Both experts' rates are in one file without names, the high-noise expert's first."""
+    model = tiny_model("wan", "t2v-14b-2.2")
+    old = old_optimizer(tmp_path / "old", model, rank=4, transformer=5e-4, transformer_2=2e-4)
+    automagic = {"name": "automagic", "lr": 1e-6, "rates_from": str(old)}
+    config = config_for("wan", tiny_model, tmp_path, optimizer=automagic, training={"max_steps": 2})
+    run(config)
+    log = Path(config.output_dir) / "logs" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    found = [event["lr"] for event in events if event["kind"] == "StepDone"][-1]
+    assert found == pytest.approx({"high_noise": 5e-4, "low_noise": 2e-4}, rel=0.01)
+
+
+def test_learning_rates_of_one_expert_of_two_are_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    old = old_optimizer(tmp_path / "old", tiny_model("wan", "t2v-14b-2.2"), rank=4, transformer=5e-4)
+    automagic = {"name": "automagic", "lr": 1e-6, "rates_from": str(old)}
+    config = config_for("wan", tiny_model, tmp_path, optimizer=automagic, model={"experts": "high"})
+    with pytest.raises(NotImportableError, match="of which expert"):
+        run(config)
+    assert not (Path(config.output_dir) / "logs").exists()

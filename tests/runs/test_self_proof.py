@@ -1,0 +1,247 @@
+"""Every run proves that its adapter has an effect and that its first file carries it; one that has none is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from gracetune.adapters.fast.modules import AdaptedLinear
+from gracetune.adapters.formats.registry import FORMATS, Format
+from gracetune.adapters.formats.writing import Written
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
+from gracetune.telemetry.events import RunEnded, SelfChecked
+from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.output import WrongFileError
+from gracetune.train.self_proof import STEPS, SelfProof
+from gracetune.train.step import TrainStep
+from gracetune.train.view import Heard
+from runs.made import TinyModel, config_for, run
+from runs.test_resume import assert_same_end, losses
+from unit.adapters.denoisers import ADAPTERS
+
+PASSES = 5
+"""Of the example through each expert: base model twice, adapter; trained, saved."""
+
+
+class Absent(SelfProof):
+    """Looks at nothing."""
+
+    def start(self, job: Any) -> None: ...
+
+    def window(self, job: Any, done: Any) -> None: ...
+
+
+def events(config: RunConfig, kind: type[Any]) -> list[Any]:
+    log = read_log(Path(config.output_dir) / "logs" / "events.jsonl")
+    return [record.event for record in log.merged() if isinstance(record.event, kind)]
+
+
+def lines(view: Heard) -> list[str]:
+    return [line for line in view.said if line.startswith("self-check")]
+
+
+def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an EMA, dropout and a warm-up whose first step has a rate of 0: LoKr, bit for bit as without the check."""
+    sections: dict[str, Any] = {
+        "adapter": {"kind": "lokr", "rank": 4, "dropout": 0.1}, "optimizer": {"lr": 1e-3},
+        "schedule": {"name": "constant_with_warmup", "warmup_steps": 2},
+        "training": {"max_steps": 8, "ema": {"enabled": True, "decay": 0.5}},
+        "checkpoints": {"every_steps": 5, "format": "lycoris"},
+    }  # fmt: skip
+    proven, plain = (config_for("wan", tiny_model, tmp_path / name, **sections) for name in ("proven", "plain"))
+    passes, original = [], TrainStep.answer
+
+    def counted(self: TrainStep, denoiser: Any, batch: Any, expert: str) -> Tensor:
+        assert not torch.is_grad_enabled()
+        assert len(batch.ref.samples) == 1
+        passes.append(expert)
+        return original(self, denoiser, batch, expert)
+
+    monkeypatch.setattr(TrainStep, "answer", counted)
+    view = Heard()
+    assert run(proven, view).step == 8
+    (line,) = lines(view)
+    assert line.startswith(f"self-check: the adapter changes the output after {STEPS} steps (high_noise: by ")
+    assert "the saved files reproduce it (difference " in line
+    assert sorted(passes) == ["high_noise"] * PASSES + ["low_noise"] * PASSES
+    assert not [text for text in view.warnings if "self-check" in text]
+    checked = events(proven, SelfChecked)
+    # The first step of the high expert has a rate of 0 and does not count: its third comes with step 7, not 5.
+    assert [(one.step, one.expert, one.file) for one in checked] == [
+        (5, "high_noise", "tiny_000000005_high_noise.safetensors"),
+        (5, "low_noise", "tiny_000000005_low_noise.safetensors"),
+        (6, "low_noise", ""),
+        (7, "high_noise", ""),
+    ]
+    assert all(one.change > 1e-6 for one in checked[2:])
+    assert all(0 <= one.file_difference < 1e-4 for one in checked[:2])
+    assert "What is trained has an effect" in (tmp_path / "proven" / "out" / "report.html").read_text()
+
+    monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
+    run(plain)
+    assert losses(proven) == losses(plain)
+    assert_same_end(proven, plain, 8)
+
+
+def test_magnitudes_in_comfyuis_terms_are_read_back_as_they_were_trained(tiny_model: TinyModel, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"adapter": {"kind": "dora", "rank": 4}, "checkpoints": {"format": "comfyui"}}
+    view = Heard()
+    run(config_for("sdxl", tiny_model, tmp_path, training={"max_steps": 3}, **sections), view)
+    (line,) = lines(view)
+    assert "changes the output by" in line
+    assert "the saved file reproduces it" in line
+
+
+def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stronger(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Three steps of a tiny rate are lost in bf16; that is no reason to stop."""
+    sections: dict[str, Any] = {
+        "model": {"base_precision": "bf16"}, "training": {"max_steps": 4, "mixed_precision": "bf16"},
+        "optimizer": {"lr": 1e-8},
+    }  # fmt: skip
+    config = config_for("flux", tiny_model, tmp_path, **sections)
+    view = Heard()
+    assert run(config, view).step == 4
+    first = events(config, SelfChecked)[0]
+    assert first.amplified > 1
+    assert f"at {first.amplified:,.0f} times its strength" in lines(view)[0]
+
+
+def stopped(config: RunConfig) -> str:
+    """Why, at which step, and with its state saved."""
+    view = Heard()
+    result = run(config, view)
+    assert result.stop is not None
+    assert (result.stop.kind, result.step) == ("failed", STEPS)
+    assert events(config, RunEnded)[-1].outcome == "failed"
+    assert (Path(config.output_dir) / "checkpoints" / f"checkpoint-{STEPS}").is_dir()
+    assert not lines(view)
+    return result.stop.reason
+
+
+def test_a_rate_of_0_stops_the_run(tiny_model: TinyModel, tmp_path: Path) -> None:
+    reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}))
+    assert reason.splitlines()[:2] == ["optimizer.lr", "  found     0"]
+
+
+def _without_gradient(self: AdaptedLinear, x: Tensor, result: Tensor) -> Tensor:
+    return result + 0 * self.added(x)
+
+
+def _only_in_training(self: AdaptedLinear, x: Tensor, result: Tensor) -> Tensor:
+    return result + self.added(x) if self.training else result
+
+
+@pytest.mark.parametrize(
+    ("broken", "found"),
+    [
+        pytest.param(_without_gradient, "layers are as they began, and no gradient reaches them", id="no-gradient"),
+        pytest.param(_only_in_training, "the denoiser answers as it does without the adapter", id="not-connected"),
+    ],
+)
+def test_an_adapter_without_effect_stops_the_run(
+    broken: Callable[..., Tensor], found: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AdaptedLinear, "adapted", broken)
+    reason = stopped(config_for("flux", tiny_model, tmp_path))
+    assert f"self-check of the adapter after {STEPS} steps" in reason
+    assert found in reason
+    assert "--set 'adapter.targets=[...]'" in reason
+
+
+def test_layers_that_no_gradient_reaches_are_named(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen-Image's last caption stream, as if the family did not declare it."""
+    monkeypatch.setattr("gracetune.models.qwen_image.load._NO_GRADIENT", ())
+    config = config_for("qwen_image", tiny_model, tmp_path, training={"max_steps": 3})
+    view = Heard()
+    assert run(config, view).step == 3
+    (warning,) = [text for text in view.warnings if "self-check" in text]
+    assert "have learnt nothing after 3 steps" in warning
+    assert "attn.to_add_out" in warning
+    assert len(events(config, SelfChecked)[0].idle) == warning.count("transformer_blocks.")
+    assert lines(view), "and the run is proven all the same"
+
+
+def _wrongly(change: Callable[[dict[str, Layer]], dict[str, Layer]]) -> dict[str, Format]:
+    """Formats that write something else than they are given."""
+
+    def write(state: AdapterState, dtype: torch.dtype) -> Written:
+        return FORMATS["comfyui"].write(replace(state, layers=change(dict(state.layers))), dtype)
+
+    return {**FORMATS, "comfyui": replace(FORMATS["comfyui"], write=write)}
+
+
+def _without_the_first(layers: dict[str, Layer]) -> dict[str, Layer]:
+    return dict([*layers.items()][1:])
+
+
+def _at_double_strength(layers: dict[str, Layer]) -> dict[str, Layer]:
+    path, layer = next(iter(layers.items()))
+    return {**layers, path: replace(layer, alpha=2 * layer.alpha)}
+
+
+def test_a_file_that_misses_a_layer_stops_the_run_where_it_is_written(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gracetune.adapters.opening.FORMATS", _wrongly(_without_the_first))
+    config = config_for("flux", tiny_model, tmp_path, checkpoints={"every_steps": 3})
+    reason = stopped(config)
+    assert "tiny_000000003.safetensors: self-check" in reason
+    assert "missing: the adapter has nothing for it" in reason
+
+
+def test_a_file_of_another_strength_is_found_at_the_end_and_kept(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gracetune.adapters.opening.FORMATS", _wrongly(_at_double_strength))
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 3})
+    with pytest.raises(WrongFileError, match=r"other values than the trained ones in \S+\.lora_B\.weight"):
+        run(config)
+    assert events(config, RunEnded)[-1].outcome == "failed"
+    assert (tmp_path / "out" / "tiny.safetensors").is_file()
+    assert (tmp_path / "out" / "checkpoints" / "checkpoint-3").is_dir()
+
+
+def test_a_full_finetune_is_proven_by_its_values(tiny_model: TinyModel, tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"adapter": {"kind": "full_finetune"}, "training": {"max_steps": 3}}
+    view = Heard()
+    run(config_for("flux", tiny_model, tmp_path, **sections), view)
+    (line,) = lines(view)
+    assert "the weights have changed in " in line
+    assert "tensors read back from the saved file are the trained ones (difference 0.0e+00)" in line
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("format", ["comfyui", "diffusers", "kohya", "lycoris"])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_every_kind_of_adapter_is_read_back_from_every_format_that_holds_it(
+    kind: str, format: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    checkpoints = {"format": format, "save_dtype": "fp16"}
+    for family in ("wan", "flux", *(("sdxl",) if kind in ("lora", "lokr") else ())):
+        config = config_for(
+            family, tiny_model, tmp_path / family, adapter={"kind": kind, "rank": 4, "alpha": 3.0},
+            training={"max_steps": 3}, model={"experts": "high"}, checkpoints=checkpoints,
+        )  # fmt: skip
+        view = Heard()
+        try:
+            run(config, view)
+        except ConfigError as error:
+            assert error.problems[0].key == "checkpoints.format"
+            continue
+        (line,) = lines(view)
+        assert "reproduces it" in line
+        assert not [text for text in view.warnings if "self-check" in text]

@@ -90,8 +90,9 @@ EVIDENCE: Final[Mapping[str, tuple[Evidence, ...]]] = {
         Evidence("no read of a cache from disk", "counter", "cache.latents.hit_rate", gpu=False),
         Evidence("managed memory with hints", "counter", "uvm.hinted_bytes"),
         Evidence("look-ahead", "counter", "uvm.prefetched_bytes"),
-        Evidence("CUDA graphs captured", "fact", "graph_captures", 4),
-        Evidence("CUDA graphs replayed", "fact", "graph_replays", 20),
+        Evidence("steps captured as CUDA graphs", "counter", "cuda_graph.captures", 3),
+        Evidence("steps replayed", "counter", "cuda_graph.replays", 20),
+        Evidence("CUDA graphs replayed, by torch's own class", "fact", "graph_replays", 40),
         Evidence("several buckets", "fact", "shapes", 3, gpu=False),
         Evidence("generated samples", "event", "ValidationDone", 2, gpu=False),
         Evidence("checkpoints", "event", "CheckpointWritten", 2, gpu=False),
@@ -195,7 +196,7 @@ def prepare(asked: Preparation, facts: Facts) -> list[Any]:
     _count_graphs(facts)
     _count_staging(facts)
     if not asked.graphs:
-        replay.Gpu.waits = lambda self: False
+        replay.Gpu.is_launch_bound = lambda self: False
     if asked.park and torch.cuda.is_available():
         choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice

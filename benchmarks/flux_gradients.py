@@ -45,16 +45,18 @@ KERNELS: Final[Mapping[str, SDPBackend]] = {
 }
 MOST: Final = 0.03
 """Relative error of the gradients of a bf16 step; the libraries' own are at 0.008 (numerics-cpu.json)."""
-SECONDS: Final = 100
+SECONDS: Final = 60
+"""After which a process is ended."""
 _GRADIENTS: Final = "gradients.pt"
+_TOLD: Final = "told.json"
 
 
 @dataclass(frozen=True)
 class Size:
     heads: int = 24
     head: int = 128
-    doubles: int = 2
-    singles: int = 4
+    doubles: int = 1
+    singles: int = 3
     image_side: int = 64
     """Tokens along a side: 1024 pixels are 64 of them."""
     texts: int = 512
@@ -153,8 +155,9 @@ def step(backend: str, size: Size, device: torch.device) -> tuple[dict[str, Tens
     return found, {"loss": float(loss), "kernels": sorted(seen.names or seen_frozen.names)}
 
 
-def alone(backend: str, size: Size, device: torch.device) -> dict[str, float]:
-    """Attention's own gradients: from a slice of a larger gradient, and from a contiguous copy of it."""
+def alone(backend: str, size: Size, device: torch.device, file: Path) -> None:
+    """Attention's own gradients: from a contiguous copy of a slice, and from the slice itself, which may end the
+    process; so each error is written as soon as it is known."""
     dtype = torch.float32 if backend == REFERENCE else torch.bfloat16
     tokens = size.image_side**2 + size.texts
     generator = torch.Generator(device).manual_seed(4)
@@ -176,21 +179,21 @@ def alone(backend: str, size: Size, device: torch.device) -> dict[str, float]:
 
     wanted = gradients(torch.float32, slice_, sdpa_kernel(SDPBackend.MATH))
     errors = {}
-    for name, gradient in (("slice", slice_), ("contiguous", slice_.contiguous())):
+    for name, gradient in (("contiguous", slice_.contiguous()), ("slice", slice_)):
         found = gradients(dtype, gradient, chosen(backend))
         errors[name] = max(float((one - two).norm() / two.norm()) for one, two in zip(found, wanted, strict=True))
-    return errors
+        file.write_text(json.dumps(errors))
 
 
 def run_case(part: str, backend: str, size: Size, device: torch.device, folder: Path) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if part == "alone":
-        told: dict[str, Any] = alone(backend, size, device)
-    else:
-        gradients, told = step(backend, size, device)
-        torch.save(gradients, folder / _GRADIENTS)
-    (folder / "told.json").write_text(json.dumps(told))
+        alone(backend, size, device, folder / _TOLD)
+        return
+    gradients, told = step(backend, size, device)
+    torch.save(gradients, folder / _GRADIENTS)
+    (folder / _TOLD).write_text(json.dumps(told))
 
 
 # -- all cases --------------------------------------------------------------------------------------------------------
@@ -205,13 +208,13 @@ class Ended:
 
     @property
     def why(self) -> str:
-        lines = [line.strip() for line in (self.folder / "log").read_text().splitlines() if "Error" in line]
+        lines = [line.strip() for line in (self.folder / "log").read_text().splitlines() if "Error:" in line]
         return f"exit code {self.code}: {lines[-1][:200] if lines else 'no message'}"
 
-    def told(self) -> dict[str, Any] | None:
-        """None where it did not get to its end."""
-        file = self.folder / "told.json"
-        return json.loads(file.read_text()) if self.code == 0 and file.is_file() else None
+    def told(self) -> dict[str, Any]:
+        """Empty where it did not get that far."""
+        file = self.folder / _TOLD
+        return json.loads(file.read_text()) if file.is_file() else {}
 
     def gradients(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = torch.load(self.folder / _GRADIENTS, weights_only=True)
@@ -219,30 +222,36 @@ class Ended:
 
 
 def rows(names: list[str], folder: Path, smoke: bool) -> Iterator[Row]:
-    """All processes at once: starting them takes longer than what they do."""
-    cases = [("step", REFERENCE), *((part, name) for name in names for part in ("step", "alone"))]
+    """The steps at once, then attention alone at once: starting processes takes longer than what they do, and all
+    together would need more memory than one GPU has."""
+    steps = _ended("step", [REFERENCE, *names], folder, smoke)
+    if steps[REFERENCE].code != 0:
+        raise SystemExit(f"the reference in fp32 failed: {steps[REFERENCE].why}")
+    wanted = steps[REFERENCE].gradients()
+    for name in names:
+        yield _step_row(name, steps[name], wanted)
+    alone = _ended("alone", names, folder, smoke)
+    for name in names:
+        yield from _alone_rows(name, alone[name])
+
+
+def _ended(part: str, names: list[str], folder: Path, smoke: bool) -> dict[str, Ended]:
     children = {}
-    for part, name in cases:
+    for name in names:
         own = folder / f"{part}-{name}"
         own.mkdir()
         command = [sys.executable, __file__, "--part", part, "--case", name, "--folder", str(own)]
         with (own / "log").open("w") as log:
-            children[part, name] = subprocess.Popen(
-                [*command, *(["--smoke"] if smoke else [])], stdout=log, stderr=log
-            )  # fmt: skip
-    ended = {case: Ended(folder / "-".join(case), _code(child)) for case, child in children.items()}
-    reference = ended["step", REFERENCE]
-    if reference.code != 0:
-        raise SystemExit(f"the reference in fp32 failed: {reference.why}")
-    wanted = reference.gradients()
-    for name in names:
-        yield from _alone_rows(name, ended["alone", name])
-        yield _step_row(name, ended["step", name], wanted)
+            children[name] = subprocess.Popen([*command, *(["--smoke"] if smoke else [])], stdout=log, stderr=log)
+    return {
+        name: Ended(folder / f"{part}-{name}", _code(child, SECONDS * (5 if smoke else 1)))
+        for name, child in children.items()
+    }
 
 
-def _code(child: subprocess.Popen[bytes]) -> int:
+def _code(child: subprocess.Popen[bytes], seconds: float) -> int:
     try:
-        return child.wait(SECONDS)
+        return child.wait(seconds)
     except subprocess.TimeoutExpired:
         child.kill()
         return child.wait()
@@ -250,20 +259,19 @@ def _code(child: subprocess.Popen[bytes]) -> int:
 
 def _alone_rows(name: str, ended: Ended) -> Iterator[Row]:
     told = ended.told()
-    if told is None:
-        yield Row(f"attention_{name}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=ended.why)
-        return
-    forms = {"slice": "from a slice of a larger gradient", "contiguous": "from a contiguous copy of it"}
+    forms = {"contiguous": "from a contiguous copy of the gradient", "slice": "from a slice of a larger gradient"}
     for form, words in forms.items():
-        error = told[form]
-        yield Row(
-            f"attention_{name}_{form}", error, "relative error", f"<= {MOST:g}", error <= MOST, f"alone, bf16, {words}"
-        )  # fmt: skip
+        error, detail = told.get(form), f"alone, bf16, {words}"
+        if error is None:
+            detail = f"{detail}; {ended.why}"
+            yield Row(f"attention_{name}_{form}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=detail)
+        else:
+            yield Row(f"attention_{name}_{form}", error, "relative error", f"<= {MOST:g}", error <= MOST, detail)
 
 
 def _step_row(name: str, ended: Ended, wanted: Mapping[str, Tensor]) -> Row:
     told = ended.told()
-    if told is None:
+    if not told:
         return Row(f"flux_{name}", -1, "did not run", f"<= {MOST:g}", ok=False, detail=ended.why)
     found = ended.gradients()
     assert found.keys() == wanted.keys()

@@ -57,6 +57,8 @@ SECONDS: Final = 150
 INTERRUPTED: Final = 3
 """The exit code of a run that was asked to stop and saved its state."""
 SYNC: Final = "called a synchronizing CUDA operation"
+SHOWN: Final = ("CUDA graph", "overflow arena", "entries,", "experts:", "memory stage")
+"""Words of the lines a run prints about what it decided; a result keeps these lines."""
 SECOND_HALF: Final = "-- second half of the steps: from here on nothing may synchronize --"
 ROOM: Final = 1.35
 """Times what small batches need: so large a GPU is left for the overflow scenario, as in `memory/spill_bench.py`."""
@@ -88,8 +90,9 @@ EVIDENCE: Final[Mapping[str, tuple[Evidence, ...]]] = {
         Evidence("no read of a cache from disk", "counter", "cache.latents.hit_rate", gpu=False),
         Evidence("managed memory with hints", "counter", "uvm.hinted_bytes"),
         Evidence("look-ahead", "counter", "uvm.prefetched_bytes"),
-        Evidence("CUDA graphs captured", "fact", "graph_captures", 4),
-        Evidence("CUDA graphs replayed", "fact", "graph_replays", 20),
+        Evidence("steps captured as CUDA graphs", "counter", "cuda_graph.captures", 3),
+        Evidence("steps replayed", "counter", "cuda_graph.replays", 20),
+        Evidence("CUDA graphs replayed, by torch's own class", "fact", "graph_replays", 40),
         Evidence("several buckets", "fact", "shapes", 3, gpu=False),
         Evidence("generated samples", "event", "ValidationDone", 2, gpu=False),
         Evidence("checkpoints", "event", "CheckpointWritten", 2, gpu=False),
@@ -193,7 +196,7 @@ def prepare(asked: Preparation, facts: Facts) -> list[Any]:
     _count_graphs(facts)
     _count_staging(facts)
     if not asked.graphs:
-        replay.Gpu.waits = lambda self: False
+        replay.Gpu.is_launch_bound = lambda self: False
     if asked.park and torch.cuda.is_available():
         choice = experts.ParkingChoice("pinned_copy", "pinned copy: asked for by this benchmark")
         assembly.choose_parking = lambda *_, **__: choice
@@ -571,6 +574,9 @@ def rows(name: str, plain: Ended, ours: Ended, *, on_gpu: bool) -> Iterator[Row]
     yield Row(f"{name}_weights_equal", same, f"of {len(one)}", "all", equal, "the adapter's tensors, bit for bit")
     facts = ours.facts
     assert facts is not None
+    if plain.facts is not None:
+        replays = plain.facts.graph_replays
+        yield Row(f"{name}_plain_graphs", replays, "replays", "0", replays == 0, "CUDA graphs of the plain twin")
     if on_gpu:
         late = [(step, where) for step, where in facts.syncs if step > facts.steps // 2]
         count = len(late) + ours.printed_syncs
@@ -613,7 +619,7 @@ def told(plain: Ended, ours: Ended) -> dict[str, Any]:
         "facts": facts,
         "checkpoints": [event.step for event in ours.events if isinstance(event, CheckpointWritten)],
         "samples": [len(event.files) for event in ours.events if isinstance(event, ValidationDone)],
-        "lines": [line.strip() for line in ours.text.splitlines() if "CUDA graph" in line or "arena" in line][:12],
+        "lines": [line.strip() for line in ours.text.splitlines() if any(word in line for word in SHOWN)][:16],
     }
 
 

@@ -25,6 +25,9 @@ from gracetune.units import MIB, format_bytes
 TOLERANCE: Final = MIB
 """Device memory a test may leave allocated: generators that took part in a CUDA graph keep a few hundred bytes."""
 
+POOL_TOLERANCE: Final = 256 * MIB
+"""Device memory that torch's pools may keep although nothing, or nearly nothing, is allocated from them."""
+
 Setting = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
@@ -152,11 +155,13 @@ def seed_everything() -> None:
 class State:
     settings: Mapping[str, Any]
     held: int
+    reserved: int
     managed: int
 
     @classmethod
     def now(cls) -> State:
-        return cls({name: read() for name, (read, _) in SETTINGS.items()}, held_bytes(), managed_bytes())
+        settings = {name: read() for name, (read, _) in SETTINGS.items()}
+        return cls(settings, held_bytes(), torch.cuda.memory_reserved(), managed_bytes())
 
     def restore(self) -> list[str]:
         """Put every setting back; what had been changed, in words."""
@@ -173,6 +178,9 @@ class State:
         found = []
         if (left := held_bytes() - self.held) > TOLERANCE:
             found.append(f"{format_bytes(left)} of device memory still allocated: {_largest()}")
+        torch.cuda.empty_cache()
+        if not found and (left := torch.cuda.memory_reserved() - self.reserved) > POOL_TOLERANCE:
+            found.append(f"{format_bytes(left)} of device memory kept by a pool, of a CUDA graph or a MemPool")
         if (left := managed_bytes() - self.managed) > 0:
             found.append(f"{format_bytes(left)} of managed memory still allocated")
         return found

@@ -4,8 +4,7 @@ The event log holds one of them a line; `docs/events.md` is made from the notes 
 a default keeps the version; anything else raises `SCHEMA_VERSION`. Logs of every version in `READ_VERSIONS` are read.
 
     1   the first one
-    2   adds EffectiveBatchChanged, OverflowArenaChanged, MemoryReclaimed, LookAheadChanged and SelfChecked; all else is as
-        in 1
+    2   adds EffectiveBatchChanged, OverflowArenaChanged, MemoryReclaimed, LookAheadChanged and SelfChecked
 """
 
 from __future__ import annotations

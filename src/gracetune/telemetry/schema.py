@@ -232,8 +232,8 @@ Made by `python -m gracetune.telemetry.schema`; a test compares it. Version {ver
 - A run that is resumed appends, beginning with a `RunStarted`. Events that an earlier process wrote for steps after its
   `resumed_step` are void, and with `resumed_step` null all earlier ones: those steps are done again.
 - New fields may appear within a version; readers pass over what they do not know. Everything else raises the version.
-- Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and `SelfChecked` to version 1
-  and changes nothing else. `gracetune report` reads both, also mixed in one log.
+- Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
+  `SelfChecked` to version 1 and changes nothing else. `gracetune report` reads both, also mixed in one log.
 - With several processes, events about memory are those of the first one.
 """
 

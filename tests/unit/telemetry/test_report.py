@@ -118,8 +118,8 @@ class TestWholeRun:
         page, _ = run
         assert page.headings == [
             "Loss", "Speed", "Learning rate and batch", "Memory", "Stage transitions", "Samples through time",
-            "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "How to load the result", "Versions",
-            "Configuration",
+            "Prefetch and cache statistics", "Self-check", "Checkpoints", "Warnings", "How to load the result",
+            "Versions", "Configuration",
         ]  # fmt: skip
         titles = [label.split(" by step.")[0] for label in page.labels]
         assert titles == [

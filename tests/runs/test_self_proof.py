@@ -175,7 +175,7 @@ def test_layers_that_no_gradient_reaches_are_named(
     assert lines(view), "and the run is proven all the same"
 
 
-def _wrongly(change: Callable[[dict[str, Layer]], dict[str, Layer]]) -> dict[str, Format]:
+def _wrongly(change: Callable[[dict[str, Layer]], dict[str, Layer]]) -> dict[Any, Format]:
     """Formats that write something else than they are given."""
 
     def write(state: AdapterState, dtype: torch.dtype) -> Written:

@@ -63,10 +63,13 @@ def test_a_full_finetune_leaves_a_model_folder_diffusers_can_load(tiny_model: Ti
     from diffusers import FluxTransformer2DModel
 
     config = config_for(
-        "flux", tiny_model, tmp_path, adapter={"kind": "full_finetune"}, training={"max_steps": 1},
+        "flux", tiny_model, tmp_path, adapter={"kind": "full_finetune"}, training={"max_steps": 3},
         checkpoints={"save_dtype": "fp32"},
     )  # fmt: skip
-    (folder,) = run(config).files
+    view = Heard()
+    (folder,) = run(config, view).files
+    (line,) = [line for line in view.said if line.startswith("self-check: the weights have changed in ")]
+    assert "tensors read back from the saved file are the trained ones (difference 0.0e+00)" in line
     loaded = FluxTransformer2DModel.from_pretrained(folder)
     before = load_file(tiny_model("flux", "dev") / "transformer" / "diffusion_pytorch_model.safetensors")
     changed = [name for name, value in loaded.state_dict().items() if not torch.equal(value, before[name])]

@@ -365,7 +365,7 @@ class SelfProof:
     def _effect_in_words(self) -> str:
         subject = "the weights have changed" if self._is_full else "the adapter changes the output"
         if not any(one.judged for one in self._experts.values()):
-            return f"fewer than {STEPS} steps to judge the effect by"
+            return f"fewer than {STEPS} steps to judge the adapter by"
         if len(self._experts) == 1:
             return f"{subject} {next(iter(self._experts.values())).effect} after {STEPS} steps"
         each = (f"{name}: {one.effect or 'too few steps'}" for name, one in self._experts.items())

@@ -229,7 +229,7 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
         with loaded("latent_cache") as latents, loaded("text_cache") as texts:
             slab = latents.managed
             assert slab is not None
-            assert slab.home == "host", latents.report.lines()
+            assert str(slab.home) == "host", latents.report.lines()
             expected = slab.host.clone()
             source = BatchSource(
                 Loader(index, batch_size=64), latents=latents, texts=texts, keys=bench.KEYS, device=CUDA, memory=layer,
@@ -242,7 +242,7 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
                         outcome.tensors["latents"].view(-1)[:1].add_(1)
                     if heard:
                         break
-            assert slab.home == "device", heard
+            assert str(slab.home) == "device", heard
             assert heard[0].startswith("latent_cache: moves to the GPU: steps of "), heard
             torch.cuda.synchronize()
             assert slab._buffer.state().preferred == 0

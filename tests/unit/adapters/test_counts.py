@@ -42,10 +42,14 @@ def planned(denoiser: Denoiser, kind: str, options: dict[str, Any]) -> dict[str,
     return found
 
 
+EVERYDAY = ("dora", "lokr")
 CASES = [
     *(("wan", kind, options) for kind in ADAPTERS for options in (VARIANTS if kind == "lokr" else VARIANTS[1:3])),
-    *(("sdxl", kind, {"rank": 2, "conv_rank": 3}) for kind in ADAPTERS),
-    ("sdxl", "lokr", {"rank": 2, "conv_rank": 3, "full_rank": True}),
+    *(
+        pytest.param("sdxl", kind, {"rank": 2, "conv_rank": 3}, marks=[] if kind in EVERYDAY else [pytest.mark.full])
+        for kind in ADAPTERS
+    ),
+    pytest.param("sdxl", "lokr", {"rank": 2, "conv_rank": 3, "full_rank": True}, marks=pytest.mark.full),
 ]
 """Factors are LoKr's alone."""
 PUBLISHED_SDXL: dict[str, Any] = {
@@ -123,10 +127,13 @@ def test_of_the_published_14b(adapter: Adapter, layers: int) -> None:
 @pytest.mark.parametrize(
     "adapter",
     [
-        Adapter(rank=16),
+        pytest.param(Adapter(rank=16), marks=pytest.mark.full),
         Adapter(rank=16, conv_rank=8),
         Adapter(kind="lokr", rank=10_000, conv_rank=8, factor=8),
-        Adapter(rank=4, conv_rank=2, targets=("ResnetBlock2D", "to_q"), exclude=("conv_shortcut",)),
+        pytest.param(
+            Adapter(rank=4, conv_rank=2, targets=("ResnetBlock2D", "to_q"), exclude=("conv_shortcut",)),
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["linear layers", "lora", "lokr", "targets"],
 )

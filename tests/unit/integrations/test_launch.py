@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,12 @@ def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     (line,) = re.findall(r"try +(pip install .+)", str(caught.value))
     documented = (Path(__file__).parents[3] / "docs" / "upstream.md").read_text().splitlines()
     assert line in documented, "the versions that were run"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name == "simpletuner" else None)
+    folder = ModuleSpec("simpletuner", None)  # of that name, as there is one in our own checkout: no package
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: folder)
+    with pytest.raises(MachineError, match="simpletuner is not installed"):
+        run_upstream("simpletuner", ["train"], off=False, environment=Environment({}))
+    found = ModuleSpec("simpletuner", None, origin="simpletuner/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "simpletuner" else None)
     with pytest.raises(MachineError, match="overlays/simpletuner"):
         run_upstream("simpletuner", ["train"], off=False, environment=Environment({}))
 
@@ -129,6 +135,7 @@ def test_on_adds_our_module_and_hands_the_exit_code_on(started: Any) -> None:
 def test_being_terminated_ends_upstream_too(tmp_path: Path, shell: str) -> None:
     """In the way upstream answers to, so that its training does not go on without anybody."""
     (tmp_path / "simpletuner").mkdir()
+    (tmp_path / "simpletuner" / "__init__.py").touch()
     (tmp_path / "simpletuner" / "__main__.py").write_text(
         "import sys, time\ntry:\n    print('at work', flush=True)\n    time.sleep(120)\n"
         "except KeyboardInterrupt:\n    sys.exit(9)\n"

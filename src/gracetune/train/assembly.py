@@ -134,17 +134,17 @@ def transport_of(
     profile = where.profile
     if where.device is None or profile == "integrated":
         return choose_transport(profile, None)
+    insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
     key = machine_key(where.machine, where.device)
     measured, when = recall(folder, key, with_managed=heap is not None), f"measured before ({folder / FILE})"
     if measured is None:
         try:
             measured = measure_link(where.device, heap)
         except (UnifiedMemoryError, torch.cuda.OutOfMemoryError) as error:
-            choice = choose_transport(profile, None)
-            return replace(choice, reason=f"{choice.reason} ({str(error).splitlines()[0]})")
+            choice = choose_transport(profile, None, insisted=insisted)
+            return replace(choice, reason=f"{choice.reason}; not measured ({str(error).splitlines()[0]})")
         failed = remember(folder, key, measured) if main else None
         when = f"measured in {measured.seconds:.2f} s" + (f", not kept: {failed}" if failed else "")
-    insisted = "managed memory was asked for (memory.enable_uvm_hints is true)" if insists else None
     speeds = measured.speeds if heap is not None else replace(measured.speeds, managed=None)
     choice = choose_transport(profile, speeds, insisted=insisted)
     return replace(choice, reason=f"{choice.reason}; {when}")

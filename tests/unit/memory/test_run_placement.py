@@ -22,7 +22,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.hardware import Machine
 from gracetune.hardware.recording import load_recording
-from gracetune.memory.errors import CacheWrittenError
+from gracetune.memory.errors import CacheWrittenError, DriverError
 from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.lookahead import LookAhead, LookAheadStats
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
@@ -364,6 +364,20 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
     assert transport_of(Where(machine("gb10"), 0), tmp_path, None).transport == "in_place"
     assert transport_of(Where(machine("gh200-numa"), None), tmp_path, None).transport == "in_place"
     assert asked == [True, False, True], "nothing to measure"
+
+
+@pytest.mark.parametrize(("insists", "transport"), [(False, "pinned_copy"), (True, "managed_gather")])
+def test_a_link_that_cannot_be_measured_says_so(
+    insists: bool, transport: str, heap: ManagedHeap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: int, heap: ManagedHeap | None) -> Measured:
+        raise DriverError("cuMemAllocManaged", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr("gracetune.train.assembly.measure_link", fail)
+    found = transport_of(Where(machine("gh200-numa"), 0, heap), tmp_path, heap, insists=insists)
+    assert found.transport == transport
+    assert "not measured (cuMemAllocManaged failed with CUDA_ERROR_OUT_OF_MEMORY" in found.reason
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_file_of_measured_speeds_is_only_a_memory(tmp_path: Path) -> None:

@@ -121,7 +121,6 @@ def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_
     assert one == pytest.approx(two, rel=1e-3)
 
 
-<<<<<<< HEAD
 def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,10 +149,10 @@ def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
     assert first == second > 0
     assert losses(with_check) == losses(without)
     assert_same_end(with_check, without, 8)
-=======
-def test_adapted_convolutions_learn_compiled_and_captured_what_they_learn_plain(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+
+
+@pytest.mark.full  # compiles for a minute
+def test_adapted_convolutions_learn_compiled_what_they_learn_plain(tiny_model: TinyModel, tmp_path: Path) -> None:
     """SDXL's convolutions are outside of the compiled blocks, and in front of everything else that is trained."""
     torch.use_deterministic_algorithms(False)
     adapter = {"kind": "lora", "rank": 4, "conv_rank": 2}
@@ -168,7 +167,6 @@ def test_adapted_convolutions_learn_compiled_and_captured_what_they_learn_plain(
     assert [loss for _, _, loss, _ in losses(two)] == pytest.approx([loss for _, _, loss, _ in losses(one)], rel=1e-3)
     for file in files:
         assert float(file["diffusion_model.input_blocks.4.0.in_layers.2.lora_B.weight"].abs().max()) > 0
->>>>>>> dialects
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "automagic", "lion", "adafactor"])

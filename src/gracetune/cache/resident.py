@@ -286,7 +286,6 @@ def _publish(store: ResidentStore, offer: Offer) -> None:
                 pid=os.getpid(),
                 started=own_start(),
                 root=store.report.name,
-                source=None,
                 segments=tuple(_segment(file, name) for file, name in zip(files, ("entries", "index"), strict=True)),
             )
             offer.publish(handle, [file.fileno() for file in files])

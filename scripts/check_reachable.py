@@ -3,9 +3,9 @@
     python scripts/check_reachable.py
 
 A symbol is a function, class, method or constant without a leading underscore. It is reachable if it is used, through
-whatever chain, by a command (`gracetune`, a script at the root or in scripts, an overlay), by a name of `gracetune.gh200`, or by an
-extension point: what docs/extending.md names and what examples/extending imports. Tests, examples of use in docstrings
-and benches do not count: what only a bench uses is no part of a run. (What belongs to `gracetune bench` itself may be
+whatever chain, by a command (`gracetune`, a script at the root or in scripts, an overlay), by a name of
+`gracetune.gh200`, or by an extension point: what docs/extending.md names and what examples/extending imports. Tests and
+benches do not count: what only a bench uses is no part of a run. (What belongs to `gracetune bench` itself may be
 reached from there.)
 
 The check reads the source and imports nothing. It follows annotations to learn whose method a call means; where it
@@ -392,8 +392,7 @@ class Reader:
                 found |= OUTSIDE
         return found
 
-    def type_of(self, node: ast.expr) -> Type:  # noqa: C901 - a table: what each kind of expression is
-        package = self.package
+    def type_of(self, node: ast.expr) -> Type:
         if isinstance(node, ast.Name):
             if node.id in self.local:
                 return self.local[node.id]
@@ -435,7 +434,9 @@ class Reader:
     def symbol(self, found: str | None, name: str) -> Type:
         package = self.package
         if found is None:
-            return OUTSIDE if name in self.package.modules[self.module].imported or name in dir(__builtins__) else UNKNOWN
+            return (
+                OUTSIDE if name in self.package.modules[self.module].imported or name in dir(__builtins__) else UNKNOWN
+            )
         if found in package.modules:
             return frozenset([("module", found)])
         if found in package.classes:
@@ -465,7 +466,13 @@ class Reader:
         return found
 
     def _call(self, node: ast.Call) -> Type:
-        name = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        name = (
+            node.func.id
+            if isinstance(node.func, ast.Name)
+            else node.func.attr
+            if isinstance(node.func, ast.Attribute)
+            else ""
+        )
         arguments = [self.type_of(one) for one in node.args]
         if name in ("list", "tuple", "sorted", "set", "reversed", "iter") and arguments:
             return frozenset([("items", self.item_of(arguments[0]))])
@@ -651,6 +658,9 @@ def unreachable(root: Path) -> list[str]:
         for name in (*outside, "gracetune.__main__", "gracetune.cli.main.main", *named):
             if name in package.modules or name in package.symbols:
                 found.add(name)
+            if name in package.symbols and (owner := package.symbols[name].owner):
+                found.add(owner)
+                found.used.add((owner, name.rpartition(".")[2]))
         for name, symbol in package.symbols.items():
             if symbol.module in outside or (symbol.module in named and symbol.is_public):
                 found.add(name)

@@ -4,11 +4,9 @@ import os
 import subprocess
 import sys
 import uuid
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gracetune.config.dataset_config import Captions, CaptionTable, Dataset, InMemory
 from gracetune.data.backends import (
@@ -20,7 +18,6 @@ from gracetune.data.backends import (
     attach_backend,
     from_json,
     open_backend,
-    staging_bar,
     to_json,
 )
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
@@ -258,18 +255,6 @@ class TestNameOfTheGuides:
             numa = backend.report.numa
             assert "bound to node 0" in numa.reason  # or "not bound to", and then why
             assert f"memory: {numa.reason}" in backend.report.lines()
-
-
-def test_the_bar_shows_files_bytes_speed_and_time(folder: Path) -> None:
-    console = Console(file=StringIO(), force_terminal=True, width=140)
-    with staging_bar(console, "[pets]") as show:
-        GH200InMemoryBackend(folder, on_progress=show).close()
-    assert isinstance(console.file, StringIO)
-    shown = console.file.getvalue()
-    assert "staging [pets]" in shown
-    assert "5/5 files" in shown
-    assert "GB/s" in shown
-    assert "ETA" in shown
 
 
 def test_importing_leaves_heavy_libraries_alone() -> None:

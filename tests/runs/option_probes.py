@@ -7,18 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
+from contextlib import chdir
 from dataclasses import asdict
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import nn
 
 from gracetune.adapters.attach import attach
+from gracetune.adapters.files import write as write_tensors
+from gracetune.adapters.formats.registry import FORMATS
 from gracetune.cache.places import places_of
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
@@ -38,7 +44,7 @@ from gracetune.models.experts import expert_for_window, trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.registry import footprint_of, geometry_of, spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import Placement
+from gracetune.models.spec import Placement, Sampled
 from gracetune.optim.build import ParamGroup, build_optimizer
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import ramp_of
@@ -46,6 +52,7 @@ from gracetune.optim.schedules import build_schedule
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.asked import requests_of
 from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.media import write_sample
 from gracetune.train.planning import Planned, choose, compiles
 from gracetune.train.position import length_of
 from gracetune.train.view import Heard
@@ -91,10 +98,13 @@ def make_files(root: Path) -> Path:
     files["pictures/plain.csv"] = "\n".join(rows)
     files["pictures/second.csv"] = "\n".join(rows).replace("row", "second")
     files["pictures/stems.csv"] = "\n".join(rows).replace(".png", "")
+    files["pictures/10.jpg"] = image(64, 64, seed=10, kind="JPEG")
+    for number in range(4):
+        files[f"few/{number}.png"], files[f"few/{number}.txt"] = image(64, 64, seed=number), f"picture {number}"
     files["alpha/a.png"] = _with_alpha()
     files["alpha/a.txt"] = "with an alpha channel"
     files["damaged/a.png"], files["damaged/b.png"] = image(64, 64, seed=1), b"no picture"
-    for number, count in enumerate((9, 30, 60)):
+    for number, count in enumerate((9, 30, 90)):
         files[f"clips/{number}.mp4"] = video_bytes(every(1 / 25, count), size=(64, 48))
         files[f"clips/{number}.txt"] = f"clip {number}"
         sound = tone(200 + number, 1.2 + 2 * number, 44_100)
@@ -296,6 +306,16 @@ def choices(config: RunConfig) -> Any:
     return lines, digest(str(planned.plan)), limits
 
 
+def plans(config: RunConfig) -> Any:
+    """What the memory plan says on a GH200, from batches that fit to batches that do not."""
+    footprint, _ = footprint_of(config.model)
+    found = []
+    for size in (64, 128, 256, 384, 512):
+        larger = config.model_copy(update={"training": config.training.model_copy(update={"batch_size": size})})
+        found.append(plan(estimate(larger, footprint, survey(larger), compiled=True), load("gh200-numa")))
+    return digest(str(found))
+
+
 def samples(config: RunConfig) -> Any:
     return requests_of(config)
 
@@ -306,20 +326,45 @@ _CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host"
 
 
 def whole_run(config: RunConfig) -> Any:
-    """What a run leaves: its files, its events without what a clock or the machine says, and its result."""
+    """What a run in a new folder leaves: its files, its events without what a clock or the machine says, its result."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        return _left_by(config)
+
+
+def second_run(config: RunConfig) -> Any:
+    """What a run does in the folder of one that ended earlier."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        shorter = config.training.model_copy(update={"max_steps": 2})
+        keeping = config.checkpoints.model_copy(update={"every_steps": 1, "resume": "latest"})
+        _left_by(config.model_copy(update={"training": shorter, "checkpoints": keeping}))
+        return _left_by(config)
+
+
+def _left_by(config: RunConfig) -> Any:
     view = Heard()
     result = run(config, view)
-    folder = Path(config.output_dir)
+    folder = Path()
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    plain = [name for name in files if "tfevents" not in name and "gracetune-fingerprints" not in name]
-    sizes = {name: (folder / name).stat().st_size for name in plain if name.endswith(".safetensors")}
+    plain = [_plain_name(name) for name in files]
+    sizes = {name: Path(name).stat().st_size for name in files if name.endswith(".safetensors") and "cache" not in name}
     events = []
-    for log in sorted((folder / "logs").glob("*.jsonl")):
+    for log in sorted(folder.rglob("events*.jsonl")):
         for record in read_log(log).merged():
-            values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
-            events.append((type(record.event).__name__, values))
+            name = type(record.event).__name__
+            if name != "MemorySampled":  # times and sizes
+                values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
+                events.append((name, values))
     hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in result.files if path.suffix == ".safetensors"]
-    return result.step, [_short(name) for name in plain], sizes, events, view.warnings, hashes
+    caches = [line for line in view.said if line.startswith(("latents", "texts"))]
+    return (
+        result.step,
+        plain,
+        sizes,
+        events,
+        view.warnings,
+        hashes,
+        [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in caches],
+    )
 
 
 def _plain(event: Any) -> dict[str, Any]:
@@ -327,9 +372,27 @@ def _plain(event: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if not key.endswith(_CLOCKS)}
 
 
-def _short(name: str) -> str:
-    """Cache shards are named at random."""
-    return "/".join(part for part in name.split("/") if len(part) < 40)
+def _plain_name(name: str) -> str:
+    """Files of the cache and of TensorBoard have random names."""
+    return re.sub(r"[0-9a-f]{16,}|tfevents.*", "*", name)
+
+
+def clip_file(config: RunConfig) -> Any:
+    """A clip as a round of samples writes it."""
+    frames = tuple(Image.new("RGB", (32, 32), (number * 20, 0, 0)) for number in range(5))
+    with TemporaryDirectory() as folder:
+        path, kind = write_sample(Path(folder) / "clip", Sampled(frames=frames, fps=16.0), config.validation.fps)
+        return kind, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_adapter(config: RunConfig, path: Path) -> None:
+    """An adapter file of the config's own kind and layers, with other values than a new one has."""
+    spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
+    attached = attach(denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name,
+                      default_targets=spec.default_targets, seed=77)  # fmt: skip
+    tensors, metadata = FORMATS["diffusers"].write(attached.state(), torch.float32)
+    attached.detach()
+    write_tensors(path, tensors, metadata)
 
 
 def length(config: RunConfig) -> Any:
@@ -337,5 +400,9 @@ def length(config: RunConfig) -> Any:
     index = build_index(config, geometry)
     training = config.training
     return length_of(
-        index, ramp_of(training, 1), batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
+        index,
+        ramp_of(training, 1),
+        batch_size=training.batch_size,
+        max_steps=training.max_steps,
+        epochs=training.epochs,
     )

@@ -49,6 +49,7 @@ class Change:
     of: Changes = field(repr=False)
 
 
+PAIRED = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0, "corrupt_threshold": 0.5}
 PICTURES = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0}
 BASES: dict[str, dict[str, Any]] = {
     "sdxl": {"model": {"family": "sdxl", "flavour": "base-1.0", "path": "{sdxl:base-1.0}"}, "datasets": [PICTURES]},
@@ -62,10 +63,21 @@ BASES: dict[str, dict[str, Any]] = {
     "planned": {"model": {"family": "wan", "flavour": "t2v-14b-2.2"},
                 "datasets": [{**PICTURES, "resolution": 512.0}], "memory": {"use_uvm": True}},
 }  # fmt: skip
-TABLE = {"strategy": "csv", "table": {"path": "plain.csv", "filename_column": "file", "caption_column": "text"}}
+TABLE = {
+    "strategy": "csv",
+    "table": {
+        "path": "plain.csv",
+        "filename_column": "file",
+        "caption_column": "text",
+        "width_column": "w",
+        "height_column": "h",
+    },
+}
+QUERIES = "down_blocks.*.attentions.*.transformer_blocks.*.attn1.to_q"
 PROMPT = {"prompt": "a cat"}
 ONE = "datasets[0]"
-RUN: dict[str, Any] = {"training.max_steps": 4, f"{ONE}.path": "{files}/few"}
+FEW = {**PICTURES, "path": "{files}/few"}
+RUN: dict[str, Any] = {"training.max_steps": 4, "datasets": [FEW]}
 
 CHANGES = [
     # -- datasets
@@ -92,10 +104,6 @@ CHANGES = [
         "datasets[].repeats": 1,
         "datasets[].batch_size": 3,
         "datasets[].max_samples": 4,
-        "datasets[].start_epoch": 2,
-        "datasets[].end_epoch": 1,
-        "datasets[].start_step": 2,
-        "datasets[].end_step": 2,
         "datasets[].loss_weight": 2.0,
         "training.batch_size": 3,
         "training.seed": 9,
@@ -103,21 +111,26 @@ CHANGES = [
     Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {
         "datasets[].in_memory.compression": "zstd",
         "datasets[].in_memory.num_workers": 3,
-        "datasets[].in_memory.file_extensions": ["txt", "csv"],
+        "datasets[].in_memory.file_extensions": ["jpg"],
     }),
     Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "more", "path": "{files}/references"}]}, {
         "datasets[].disabled": True,
         "datasets[].dataset_type": "eval",
         "datasets[].probability": 5.0,
+        "datasets[].start_epoch": 2,
+        "datasets[].end_epoch": 1,
+        "datasets[].start_step": 2,
+        "datasets[].end_step": 2,
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.maximum_size": 80.0, f"{ONE}.downsample_to": 72.0,
                                   f"{ONE}.crop.enabled": True}, {
-        "datasets[].maximum_size": 100.0,
+        "datasets[].maximum_size": 250.0,
         "datasets[].downsample_to": 78.0,
         "datasets[].crop.style": "corner",
         "datasets[].crop.aspect": "preserve",
     }),
-    Changes(probes.data, "sdxl", {f"{ONE}.crop": {"enabled": True, "aspect": "closest", "aspect_buckets": [1.0]}}, {
+    Changes(probes.data, "sdxl", {f"{ONE}.crop": {"enabled": True, "aspect": "closest", "aspect_buckets": [1.0]},
+                                  f"{ONE}.resolution": 256.0}, {
         "datasets[].crop.aspect_buckets": [1.0, 1.5],
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.captions.strategy": "instanceprompt", f"{ONE}.captions.instance_prompt": "x"},
@@ -135,9 +148,11 @@ CHANGES = [
         "datasets[].captions.table.caption_column": "other",
         "datasets[].captions.table.fallback_caption_column": "other",
         "datasets[].captions.table.identifier_includes_extension": False,
+        "datasets[].captions.table.width_column": "h",
+        "datasets[].captions.table.height_column": "w",
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.augmentation.transforms": [{"method": "Blur"}]}, {
-        "datasets[].augmentation.cache_mode": "refresh_each_epoch",
+        "datasets[].augmentation.cache_mode": "static",
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.mask.path": "{files}/masks"}, {
         "datasets[].mask.path": "{files}/references",
@@ -148,10 +163,16 @@ CHANGES = [
     Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/damaged", f"{ONE}.corrupt_threshold": 0.6},
             {"datasets[].corrupt_threshold": 0.1}),
     Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {"datasets[].in_memory.memory_limit_gb": 1e-9}),
-    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "references", "path": "{files}/references",
+    Changes(probes.data, "sdxl", {"datasets": [PAIRED, {**PICTURES, "id": "references", "path": "{files}/references",
                                                "dataset_type": "conditioning"}]}, {
         "datasets[].conditioning": ["references"],
     }),
+    Changes(probes.data, "sdxl", {"datasets": [
+        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning"}, PAIRED]},
+        {"datasets[].source_dataset_id": "pictures"}),
+    Changes(probes.data, "sdxl", {"datasets": [
+        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
+         "source_dataset_id": "pictures"}, PAIRED]}, {"datasets[].conditioning_type": "mask"}),
     Changes(probes.data, "wan", {}, {
         "datasets[].video.num_frames": 9,
         "datasets[].video.fps": 12.0,
@@ -185,35 +206,34 @@ CHANGES = [
     Changes(probes.model, "wan", {}, {
         "model.family": "sdxl",
         "model.flavour": "i2v-14b-2.2",
-        "model.path": "{wan:ti2v-5b-2.2}",
         "model.experts": "low",
         "model.switch_experts_every": 2,
         "model.expert_boundary": 0.5,
-        "model.vae_path": "{wan:ti2v-5b-2.2}/vae",
-        "model.text_encoder_path": "{wan:ti2v-5b-2.2}/text_encoder",
+        "model.vae_path": "{wan:t2v-14b-2.1}/vae",
+        "model.text_encoder_path": "{wan:t2v-14b-2.1}/text_encoder",
         "model.variant": "fp16",
         "datasets[].video.image_to_video": True,
     }),
+    Changes(probes.model, "wan", {"model.flavour": None}, {"model.path": "{wan:ti2v-5b-2.2}"}),
     # -- the adapter
-    Changes(probes.adapter, "sdxl", {"adapter.targets": ["down_blocks.*.to_q", "down_blocks.*.conv1"]}, {
+    Changes(probes.adapter, "sdxl", {"adapter.targets": [QUERIES, "down_blocks.*.resnets.*.conv1"]}, {
         "adapter.kind": "dora",
         "adapter.rank": 8,
         "adapter.alpha": 1.0,
         "adapter.dropout": 0.5,
         "adapter.conv_rank": 2,
         "adapter.conv_alpha": 1.0,
-        "adapter.targets": ["down_blocks.*.to_k"],
+        "adapter.targets": [QUERIES],
         "adapter.exclude": ["down_blocks.1.*"],
         "adapter.strength": 0.5,
         "adapter.init_from": "{adapter}",
     }),
     Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr"}, {
         "adapter.factor": 2,
-        "adapter.full_rank": True,
         "adapter.by_module": {"Attention": {"algo": "lora"}},
     }),
     Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr", "adapter.rank": 1, "adapter.factor": 4},
-            {"adapter.decompose_both": True}),
+            {"adapter.decompose_both": True, "adapter.full_rank": True}),
     # -- learning
     Changes(probes.optimizer, "sdxl", {"optimizer.lr": 1e-3}, {
         "optimizer.name": "lion",
@@ -227,7 +247,7 @@ CHANGES = [
     Changes(probes.optimizer, "sdxl", {"optimizer.name": "automagic", "optimizer.lr": 1e-4}, {
         f"optimizer.{part}.{name}": value
         for part in ("limits", "high_noise", "low_noise")
-        for name, value in (("lr_bump", 3e-5), ("min_lr", 9e-5), ("max_lr", 1.001e-4))
+        for name, value in (("lr_bump", 3e-5), ("min_lr", 2e-4), ("max_lr", 1.001e-4))
     }),
     Changes(probes.optimizer, "sdxl", {"schedule.name": "polynomial"}, {
         "schedule.warmup_steps": 5,
@@ -283,13 +303,15 @@ CHANGES = [
         "training.attention": "math",
         "training.compile": "off",
         "model.base_precision": "fp8",
-        "memory.use_uvm": False,
         "memory.uvm_stage1_threshold": 0.3,
         "memory.uvm_stage1_min_bytes": 2**40,
         "cache.vae_batch_size": 64,
         "cache.text_encoder_batch_size": 64,
     }),
-    Changes(probes.choices, "planned", {"training.batch_size": 60}, {"memory.uvm_oversubscription_ratio": 1.01}),
+    Changes(probes.plans, "planned", {}, {
+        "memory.use_uvm": False,
+        "memory.uvm_oversubscription_ratio": 1.01,
+    }),
     # -- samples
     Changes(probes.samples, "sdxl", {"validation.prompts": [PROMPT, PROMPT]}, {
         "validation.enabled": False,
@@ -314,6 +336,42 @@ CHANGES = [
         "validation.steps": 3,
         "validation.images_per_prompt": 2,
     }),
+    # -- whole runs
+    Changes(probes.whole_run, "sdxl", RUN, {
+        "name": "another",
+        "output_dir": "elsewhere",
+        "cache.persistent_cache": False,
+        "cache.vae_cache_type": "memory",
+        "cache.text_cache_type": "memory",
+        "checkpoints.every_steps": 2,
+        "checkpoints.every_epochs": 1,
+        "checkpoints.save_dtype": "fp32",
+        "checkpoints.format": "kohya",
+        "logging.every_steps": 2,
+        "logging.trackers": ["tensorboard"],
+        "logging.webhook": "http://127.0.0.1:9/",
+        "training.deterministic": True,
+        "memory.enable_uvm_hints": True,
+        "datasets[].adapter_strength": 0.5,
+        "datasets[].regularisation": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1}, {
+        "checkpoints.keep_last": 1,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1, "checkpoints.keep_last": 1}, {
+        "checkpoints.keep_every_steps": 2,
+    }, long=True),
+    Changes(probes.second_run, "sdxl", RUN, {"checkpoints.resume": "none"}, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "training.batch_size": 2, "validation.prompts": [PROMPT],
+                                       "validation.width": 64, "validation.height": 64, "validation.steps": 1}, {
+        "validation.every_steps": 2,
+        "validation.every_epochs": 1,
+        "validation.at_start": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [FEW, {**FEW, "id": "held", "dataset_type": "eval"}]}, {
+        "validation.loss_every_steps": 2,
+    }, long=True),
+    Changes(probes.clip_file, "wan", {}, {"validation.fps": 4.0}),
 ]  # fmt: skip
 
 
@@ -325,7 +383,7 @@ def listed() -> Iterator[Change]:
         yield from (Change(option, value, group) for option, value in group.changed.items())
 
 
-class Dead(AssertionError):
+class DeadOptionError(AssertionError):
     """An option that changes nothing."""
 
 
@@ -357,7 +415,7 @@ class World:
         self.runs += 1
         document: dict[str, Any] = {
             "name": "tiny",
-            "output_dir": str(self.root / f"out-{base}"),
+            "output_dir": "out",
             "training": {"max_steps": 20, "mixed_precision": "fp32", "seed": 3},
             "checkpoints": {"every_steps": None},
             "logging": {"every_steps": 1, "trackers": []},
@@ -382,13 +440,16 @@ class World:
         key = (id(group), kind)
         if key not in self.seen:
             base = self.config(group.base, group.given, kind)
-            self.seen[key] = self.digest(group.probe, base)
-            assert not self.seen[key].startswith("refused"), self.seen[key]
-            assert self.digest(group.probe, base) == self.seen[key], f"{group.probe.__name__} varies by itself"
+            first = self.digest(group.probe, base)
+            assert not first.startswith("refused"), first
+            assert self.digest(group.probe, base) == first, f"{group.probe.__name__} varies by itself"
+            self.seen[key] = first
         changed = self.config(group.base, {**group.given, change.option.replace("[]", "[0]"): change.value}, kind)
         found = self.digest(group.probe, changed)
         if found == self.seen[key]:
-            raise Dead(f"{change.option} = {change.value!r} changes nothing that {group.probe.__name__} shows")
+            raise DeadOptionError(
+                f"{change.option} = {change.value!r} changes nothing that {group.probe.__name__} shows"
+            )
         if found.startswith("refused") and change.option not in REFUSALS:
             raise AssertionError(f"{change.option} = {change.value!r} is {found}")
 
@@ -415,7 +476,12 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 def world(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp("options")
     files = make_files(root / "files")
-    return World({"files": str(files), "root": str(root)}, tiny_model, root)
+    made = World(
+        {"files": str(files), "root": str(root), "adapter": str(root / "adapter.safetensors")}, tiny_model, root
+    )
+    given = next(one.given for one in CHANGES if "adapter.init_from" in one.changed)
+    probes.write_adapter(made.config("sdxl", given), root / "adapter.safetensors")
+    return made
 
 
 def _named(change: Change) -> Any:
@@ -452,7 +518,7 @@ class DeadConfig(RunConfig):
 def test_an_option_that_nobody_reads_fails(world: World) -> None:
     """As an entry of the table, and without one."""
     group = Changes(probes.learning, "sdxl", {}, {"training.unread": 1})
-    with pytest.raises(Dead, match=r"training\.unread = 1 changes nothing"):
+    with pytest.raises(DeadOptionError, match=r"training\.unread = 1 changes nothing"):
         world.check(Change("training.unread", 1, group), DeadConfig)
     known = {*REVIEWED, *(change.option for change in listed())}
     assert {*options(DeadConfig)} - known == {"training.unread"}

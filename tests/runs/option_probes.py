@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
 from gracetune.adapters.attach import attach
@@ -325,6 +326,10 @@ def samples(config: RunConfig) -> Any:
 _CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host", "git", "version", "eta")
 
 
+SAID = ("latents", "texts", "deterministic")
+"""Lines a run prints about choices that leave no other trace."""
+
+
 def whole_run(config: RunConfig) -> Any:
     """What a run in a new folder leaves: its files, its events without what a clock or the machine says, its result."""
     with TemporaryDirectory() as folder, chdir(folder):
@@ -346,7 +351,8 @@ def _left_by(config: RunConfig) -> Any:
     folder = Path()
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     plain = [_plain_name(name) for name in files]
-    sizes = {name: Path(name).stat().st_size for name in files if name.endswith(".safetensors") and "cache" not in name}
+    # Not their bytes: a file's metadata may repeat the config.
+    tensors = {name: load_file(name) for name in map(str, result.files) if name.endswith(".safetensors")}
     events = []
     for log in sorted(folder.rglob("events*.jsonl")):
         for record in read_log(log).merged():
@@ -354,17 +360,9 @@ def _left_by(config: RunConfig) -> Any:
             if name != "MemorySampled":  # times and sizes
                 values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
                 events.append((name, values))
-    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in result.files if path.suffix == ".safetensors"]
-    caches = [line for line in view.said if line.startswith(("latents", "texts"))]
-    return (
-        result.step,
-        plain,
-        sizes,
-        events,
-        view.warnings,
-        hashes,
-        [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in caches],
-    )
+    said = [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in view.said if one.startswith(SAID)]
+    held = {name: {key: (str(one.dtype), digest(one)) for key, one in found.items()} for name, found in tensors.items()}
+    return result.step, plain, events, view.warnings, digest(held), said
 
 
 def _plain(event: Any) -> dict[str, Any]:

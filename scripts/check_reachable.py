@@ -170,7 +170,10 @@ class Package:
     def annotated(self, node: ast.expr | None, module: str, owner: str | None = None, deep: int = 0) -> Type:
         if node is None or deep > 12:
             return UNKNOWN
-        read = lambda inner: self.annotated(inner, module, owner, deep + 1)  # noqa: E731
+
+        def read(inner: ast.expr) -> Type:
+            return self.annotated(inner, module, owner, deep + 1)
+
         if isinstance(node, ast.Constant):
             text = node.value
             return read(ast.parse(text, mode="eval").body) if isinstance(text, str) else OUTSIDE
@@ -308,8 +311,8 @@ class Reader:
                     self.know(argument.arg, self.package.annotated(argument.annotation, self.module, self.owner))
             methods = self.owner and self.package.symbols.get(f"{self.owner}.{node.name}")
             if methods and methods.node is node and every:
-                kind = "class" if any("classmethod" in ast.unparse(one) for one in node.decorator_list) else "is"
-                self.know(every[0].arg, frozenset([(kind, self.owner)]))
+                is_class = any("classmethod" in ast.unparse(one) for one in node.decorator_list)
+                self.know(every[0].arg, frozenset([("class" if is_class else "is", self.owner)]))
         elif isinstance(node, ast.Assign):
             for target in node.targets:
                 self.bind(target, self.type_of(node.value), node.value)
@@ -610,7 +613,9 @@ class Reach:
             if found is not None:
                 self.add(found)
         elif isinstance(node, ast.JoinedStr):  # importlib.import_module(f"gracetune.models.{family}.spec")
-            pattern = "".join(re.escape(one.value) if isinstance(one, ast.Constant) else r"\w+" for one in node.values)
+            pattern = "".join(
+                re.escape(str(one.value)) if isinstance(one, ast.Constant) else r"\w+" for one in node.values
+            )
             for name in self.package.modules if pattern.startswith("gracetune") else ():
                 if re.fullmatch(pattern, name):
                     self.add_constants(name)

@@ -352,7 +352,7 @@ def _left_by(config: RunConfig) -> Any:
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     plain = [_plain_name(name) for name in files]
     # Not their bytes: a file's metadata may repeat the config.
-    tensors = {name: load_file(name) for name in map(str, result.files) if name.endswith(".safetensors")}
+    tensors = {path.name: load_file(path) for path in result.files if path.suffix == ".safetensors"}
     events = []
     for log in sorted(folder.rglob("events*.jsonl")):
         for record in read_log(log).merged():

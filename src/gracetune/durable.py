@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from pathlib import Path
 
 
@@ -17,3 +18,19 @@ def sync_folder(folder: str | Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Complete or absent: temp, fsync, rename. What was there before stays until the new file is complete."""
+    temporary = path.with_name(f".gracetune-{secrets.token_hex(8)}.part")
+    # Not tempfile: its files are for their owner alone, and these obey the user's umask.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

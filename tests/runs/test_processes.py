@@ -23,6 +23,7 @@ LOKR: dict[str, Any] = {
     "training": {**SECTIONS["training"], "ema": {"enabled": True, "decay": 0.9}},
     "validation": {"at_start": True, "steps": 2, "width": 64, "height": 64, "prompts": [{"prompt": "a"}]},
 }
+NAMES = ("small", "large")
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 Run = tuple[RunConfig, dict[str, str], int | None]
 
@@ -58,8 +59,13 @@ def assert_close(ours: RunConfig, theirs: RunConfig, step: int = STEPS) -> None:
 
 @pytest.mark.full
 def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """As replicas, and with the model shared out (FSDP2); sharded and interrupted, it goes on where it was."""
-    alone = config_for("wan", tiny_model, tmp_path, **SECTIONS)
+    """As replicas, and with the model shared out (FSDP2); sharded and interrupted, it goes on where it was.
+
+    Two datasets name one folder: it is staged once, by the first process, for both datasets and both processes.
+    """
+    staged = {"type": "in_memory", "path": str(pictures(tmp_path / "data"))}
+    datasets = [{**staged, "id": name, "resolution": 64.0, "repeats": number} for number, name in enumerate(NAMES)]
+    alone = config_for("wan", tiny_model, tmp_path, datasets=datasets, **SECTIONS)
     run(alone)
     replicas, sharded, parted = (half(alone, tmp_path / name) for name in ("replicas", "sharded", "parted"))
     said = run_two([(replicas, {}, None), (sharded, FSDP, None), (parted, FSDP, 2), (parted, FSDP, None)], tmp_path)
@@ -68,6 +74,9 @@ def test_two_processes_learn_what_one_learns(tiny_model: TinyModel, tmp_path: Pa
     assert said.count("2 processes: DDP, each holds a whole copy") == 1
     assert said.count("2 processes: FSDP2, each holds 1/2 of the weights") == 3
     assert said.count("Python, torch, CUDA; 2 processes, 4.00 GiB each") == 4
+    assert said.count(f"datasets small, large share {tmp_path / 'data'}: it is staged once") == 4
+    assert said.count("small: 8 files") == 4
+    assert "large: 8 files" not in said
     for config in (replicas, sharded, parted):
         assert_close(config, alone)
     assert losses(parted) == losses(sharded)

@@ -160,4 +160,3 @@ _MAKERS: Mapping[str, Callable[[nn.Module, LayerOptions], Made]] = {
     "diag_oft": lambda layer, options: (_library(DiagOFTModule, layer, options), None),
     "full_delta": _full,
 }
-ALGORITHMS = tuple(_MAKERS)

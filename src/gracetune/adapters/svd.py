@@ -34,15 +34,6 @@ class Conversion:
     """The same of all changes taken together."""
 
 
-def to_lora(layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float]:
-    """The LoRA nearest to a layer's change, and its relative error. The shape is enough where the weight is not needed.
-
-    A LoRA of a lower rank comes out unchanged in effect and at its own rank.
-    """
-    converted, missed, norm = _converted("layer", layer, rank, weight)
-    return converted, missed / norm if norm else 0.0
-
-
 def state_to_lora(
     state: AdapterState,
     rank: int,

@@ -54,10 +54,6 @@ class Claims:
             if self.are_exclusive:
                 fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _place(key))
 
-    @property
-    def held(self) -> frozenset[Key]:
-        return frozenset(self._held)
-
     def close(self) -> None:
         os.close(self._descriptor)  # which lets go of all of them
         self._held.clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -257,12 +257,6 @@ class Catalogue:
             return []
         keys = join_keys(self._merged())
         return [key for at, key in enumerate(keys) if at == 0 or keys[at - 1] != key]
-
-    def keys_of(self, shard: str) -> Iterator[tuple[Key, Place]]:
-        for table in self._tables:
-            rows = np.flatnonzero(table.shard == self._numbers[shard])
-            for key, row in zip(join_keys(table.rows(rows)), rows.tolist(), strict=True):
-                yield key, self._place(table, row)
 
     def counts(self) -> Mapping[str, int]:
         """Entries of each shard."""

@@ -69,32 +69,12 @@ class Located:
         return int(self.sizes.sum())
 
     @cached_property
-    def starts(self) -> NDArray[np.int64]:
-        """Where in its file each entry begins."""
-        return self.table.start.astype(np.int64)
-
-    @cached_property
     def keys(self) -> tuple[Key, ...]:
         return tuple(join_keys(self.table))
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         return tuple([self.kinds[number] for number in self.table.layout.tolist()])
-
-    @cached_property
-    def shards(self) -> tuple[str, ...]:
-        """The name of each entry's file."""
-        return tuple([self.files[number] for number in self.table.shard.tolist()])
-
-    @cached_property
-    def checksums(self) -> tuple[int, ...]:
-        return tuple(self.table.checksum.tolist())
-
-    @property
-    def places(self) -> tuple[Place, ...]:
-        """All of that entry by entry."""
-        columns = (self.shards, self.layouts, self.starts.tolist(), self.checksums)
-        return tuple(Place(*one) for one in zip(*columns, strict=True))
 
 
 class _File:

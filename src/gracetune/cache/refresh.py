@@ -93,11 +93,6 @@ class Refresher:
         if self._job is None:
             self._job = _Job(self._make, self.current + 1)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether `swap` would not wait."""
-        return self._job is not None and self._job.is_done
-
     def swap(self) -> Swap:
         """Wait for the next epoch's entries and make it the current one. What went wrong with them is raised here."""
         self.prepare_next()

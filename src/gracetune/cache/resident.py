@@ -101,11 +101,6 @@ class ResidentStore:
         """In memory, so that `get` is quick."""
         return self._contents is not None and self._contents.find(key) is not None
 
-    def get(self, key: Key) -> Mapping[str, Tensor]:
-        """Views of the entry, or its tensors read from disk. MissingEntryError, CorruptEntryError."""
-        found = self.look_up(key)
-        return self.read(key) if found is None else found
-
     def look_up(self, key: Key) -> Mapping[str, Tensor] | None:
         """Views of an entry that is in memory; None for any other."""
         found = self._made.get(key)
@@ -325,7 +320,6 @@ def _publish(store: ResidentStore, offer: Offer) -> None:
                 pid=os.getpid(),
                 started=own_start(),
                 root=store.report.name,
-                source=None,
                 segments=tuple(_segment(file, name) for file, name in zip(files, ("entries", "index"), strict=True)),
             )
             offer.publish(handle, [file.fileno() for file in files])

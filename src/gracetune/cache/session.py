@@ -113,15 +113,6 @@ class Caches:
         """What was added through these stores."""
         return {store.folder: store.created for store in self.stores if store.created}
 
-    def remove_created(self) -> Removal:
-        """`persistent_cache: false`, at a clean end: everything added through these stores, and nothing else.
-
-        CacheBusyError where another process uses a cache. Several ranks gather what each `created`, close their
-        caches, and one of them calls `remove_entries`.
-        """
-        removals = [remove(store, store.created) for store in self.stores if store.created]
-        return Removal(sum(one.entries for one in removals), sum(one.size for one in removals))
-
     def close(self) -> None:
         while self._open:
             self._open.popitem()[1].close()

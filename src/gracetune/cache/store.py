@@ -183,13 +183,6 @@ class DiskStore:
             tuple(key for key, known in zip(keys, here, strict=True) if not known),
         )
 
-    def layout(self, key: Key) -> Layout:
-        with self.mutex:
-            copies = self.catalogue.copies(key)
-        if not copies:
-            raise MissingEntryError([key], self.folder)
-        return copies[0].layout
-
     def locate(self, keys: Sequence[Key]) -> Located:
         """Raises MissingEntryError naming all that are not there. A key asked for twice is located once."""
         plan, missing = self.locate_present(tuple(dict.fromkeys(keys)))

@@ -62,7 +62,7 @@ def show(
     config = resolved.config
     _check_folders(resolved)
     geometry, assumption = geometry_of(config.model)
-    rehearsal = Rehearsal()
+    rehearsal = Rehearsal(config.datasets)
     with _progress(quiet=json_output) as on_scanned:
         index = build_index(
             config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
@@ -132,15 +132,10 @@ def _progress(*, quiet: bool) -> Iterator[OnDataset]:
 
 def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
     """The sheet of every group, and a sentence for every file that could not be decoded for one."""
-    from gracetune.data.backends.local import LocalBackend
+    from gracetune.durable import write_file
 
-    try:
+    with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        problem = Problem("--output", f"{folder}: {error.strerror}", "a folder that can be made and written to",
-                          "choose another one with --output, or say --no-sheets")  # fmt: skip
-        raise ConfigError([problem]) from error
-    store = LocalBackend(folder)
     each = max(3, min(SHEET_SAMPLES, ALL_SAMPLES // max(1, len(order.groups))))
     sheets: dict[tuple[int, str], str] = {}
     damaged: list[str] = []
@@ -152,10 +147,21 @@ def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tupl
     with ThreadPoolExecutor(4, thread_name_prefix="sheets") as pool:
         for group, (png, found) in zip(order.groups, pool.map(draw, order.groups), strict=True):
             name = sheet_name(index, group)
-            store.write(name, png)
+            with _writing_to(folder):
+                write_file(folder / name, png)
             sheets[group.source, group.name] = str(folder / name)
             damaged += found
     return sheets, damaged
+
+
+@contextmanager
+def _writing_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        problem = Problem("--output", f"{folder}: {error.strerror}", "a folder that can be made and written to",
+                          "choose another one with --output, or say --no-sheets")  # fmt: skip
+        raise ConfigError([problem]) from error
 
 
 def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[bytes, list[str]]:

@@ -1,4 +1,4 @@
-"""Where bytes come from: one small contract for local folders, memory and URLs.
+"""Where bytes come from: one small contract for local folders, memory and URLs. A dataset is read and never changed.
 
 Paths are relative to the dataset's root, with forward slashes, whatever the root looks like (absolute, relative,
 symlinked, unicode). Nothing outside the root can be reached through a backend.
@@ -40,10 +40,4 @@ class Backend(Protocol):
         """A seekable stream of the file."""
         ...
 
-    def write(self, path: str, data: bytes) -> None:
-        """Complete or absent: temp, fsync, rename."""
-        ...
-
     def exists(self, path: str) -> bool: ...
-
-    def delete(self, path: str) -> None: ...

@@ -15,13 +15,14 @@ from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import plain_backend
 from gracetune.data.backends.selection import reasons
-from gracetune.data.captions import KohyaFolder, open_captions
+from gracetune.data.captions import CaptionBook, KohyaFolder, open_captions
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
 from gracetune.data.items import DatasetIndex, Dropped, Item, kohya_folders, limited, sort_into_buckets
 from gracetune.data.media import EXTENSIONS, Kind, kind_of
 from gracetune.data.media.augment import read_transforms
+from gracetune.data.media.probe import AudioFacts
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
 from gracetune.data.scan import MediaFile, Scan, ScanMemory, scan
@@ -120,7 +121,7 @@ class _Builder:
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
         items, beyond = limited(paired.items, dataset)
-        items, uncaptioned = self.caption(dataset, where, items, folders, found.left_out)
+        items, uncaptioned, other_sizes = self.caption(dataset, where, items, folders, found.left_out)
         unreadable = (*found.unreadable, *uncaptioned)
         check_unreadable(dataset, unreadable, found.total)
         dropped = [*dropped, *skipped, *paired.dropped, *beyond]
@@ -129,7 +130,7 @@ class _Builder:
         index = DatasetIndex(
             position, dataset, tuple(items), transforms, tuple(dropped), unreadable, found.left_out, found.others
         )
-        return replace(index, notes=(*paired.notes, *notes_on(index, folders, self.geometry)))
+        return replace(index, notes=(*paired.notes, *other_sizes, *notes_on(index, folders, self.geometry)))
 
     def kind(self, dataset: Dataset) -> Kind:
         if dataset.dataset_type in ("image", "video", "audio"):
@@ -193,8 +194,11 @@ class _Builder:
         items: list[Item],
         folders: dict[str, KohyaFolder],
         left_out: Iterable[LeftOut],
-    ) -> tuple[list[Item], list[LeftOut]]:
-        """Each item with its captions. A caption that cannot be read counts as an unreadable file."""
+    ) -> tuple[list[Item], list[LeftOut], list[str]]:
+        """Each item with its captions. A caption that cannot be read counts as an unreadable file.
+
+        The last are notes on files whose size is not the one their table says.
+        """
         withheld = {one.path: one.reason for one in left_out}
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
 
@@ -208,9 +212,23 @@ class _Builder:
 
         with ThreadPoolExecutor(self.workers, thread_name_prefix="captions") as pool:
             results = list(pool.map(find, items))
+        captioned = [result for result in results if isinstance(result, Item)]
         return (
-            [result for result in results if isinstance(result, Item)],
+            captioned,
             [result for result in results if isinstance(result, LeftOut)],
+            [*_other_sizes(captioned, book)],
+        )
+
+
+def _other_sizes(items: list[Item], book: CaptionBook) -> Iterator[str]:
+    """A table made for other files, or before they were scaled, shows here."""
+    said = {item: book.size_of(item.path) for item in items if not isinstance(item.file.facts, AudioFacts)}
+    other = {item: size for item, size in said.items() if size is not None and size != item.size}
+    if other:
+        first, (width, height) = next(iter(other.items()))
+        yield (
+            f"{counted(len(other), 'file')} of another size than width_column and height_column say, for example "
+            f"{first.path}: {first.size[0]}x{first.size[1]}, not {width}x{height}; the files' own sizes count"
         )
 
 

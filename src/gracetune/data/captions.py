@@ -72,6 +72,11 @@ class CaptionBook:
             return Found((self.options.default,), "default")
         return Found(("",), "missing") if folder_name is None else Found((folder_name,), "folder")
 
+    def size_of(self, path: str) -> tuple[int, int] | None:
+        """Width and height, where a table says them."""
+        entry = self.table.find(path) if self.table is not None else None
+        return None if entry is None else entry.size
+
     def variants(self, found: Found, seed: int) -> tuple[str, ...]:
         """Every caption the file can be trained with, each once; the first is the caption as written."""
         texts = found.texts

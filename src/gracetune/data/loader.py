@@ -87,11 +87,6 @@ class Loader:
         """What is handed out: the index the loader was made with, without what was excluded."""
         return self._index
 
-    @property
-    def consumed(self) -> int:
-        """Samples handed out to all ranks since the run began."""
-        return self._cursor.consumed
-
     def next_batch(self, size: int | None = None, *, step: int = 0) -> Outcome:
         """This rank's part of the next micro-batch.
 
@@ -148,10 +143,6 @@ class Loader:
         self._index, self._order, self._cursor = index, order, cursor
         self._names = _names(order)
         self._forecasts.clear()
-
-    def batches_in_epoch(self, size: int | None = None, *, step: int = 0) -> int:
-        """Micro-batches of each rank in the current epoch, from its beginning, if all are of this size."""
-        return self._order.whole_epoch(self.epoch, self._size(size), step, self._world_size).batches
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON; the same on all ranks, and good for any number of them."""

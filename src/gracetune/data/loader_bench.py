@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,12 +14,12 @@ import numpy as np
 from PIL import Image
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.ahead import LoadedBatch, decode_ahead
 from gracetune.data.backends.pool import BackendPool
 from gracetune.data.build import build_index
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
+from gracetune.data.refs import BatchRef
 from gracetune.hardware.machine import Machine
 from gracetune.memory.trial import Row
 
@@ -86,10 +87,11 @@ def make_pictures(folder: Path) -> None:
 def run_epoch(index: DataIndex) -> Epoch:
     """Every sample once, decoded by two threads."""
     started, cpu = time.perf_counter(), time.process_time()
-    with decode_ahead(Loader(index, batch_size=BATCH, epochs=1), index.load, workers=2, depth=2) as ahead:
-        samples = 0
-        while not isinstance(outcome := ahead.next_batch(), Exhausted):
-            samples += len(outcome.samples) if isinstance(outcome, LoadedBatch) else 0
+    loader, samples = Loader(index, batch_size=BATCH, epochs=1), 0
+    with ThreadPoolExecutor(2) as threads:
+        while not isinstance(outcome := loader.next_batch(), Exhausted):
+            if isinstance(outcome, BatchRef):
+                samples += len([*threads.map(index.load, outcome.samples)])
     if samples != PICTURES:
         raise ValueError(f"{samples} samples in an epoch of {PICTURES}")
     return Epoch(time.perf_counter() - started, time.process_time() - cpu)

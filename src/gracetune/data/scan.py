@@ -18,14 +18,13 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.errors import StorageError
 from gracetune.data.backends.listing import LeftOut, survey
-from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import is_hidden, suffix_of
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
 from gracetune.data.truncation import truncation
+from gracetune.durable import write_file
 
 SCAN_VERSION: Final = 2
 """Raised whenever a file would be judged differently than before: old results are then not used."""
@@ -232,9 +231,7 @@ class ScanMemory:
         content = _ScanFile(version=SCAN_VERSION, kind=self._kind, files=files)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            LocalBackend(self._folder).write(self._name, content.model_dump_json(exclude_defaults=True).encode())
+            write_file(self._folder / self._name, content.model_dump_json(exclude_defaults=True).encode())
         except OSError as error:
-            return f"{self._folder} cannot be made: {error.strerror}"
-        except StorageError as error:
-            return str(error)
+            return f"{self._folder / self._name} cannot be written: {error.strerror}"
         return None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal, Protocol
 
@@ -139,12 +139,6 @@ class LevelSampler:
             len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
             1.0 if objective.timesteps == "one_step" else None,
         )
-        sampler._check()
-        return sampler
-
-    def within(self, window: Window) -> LevelSampler:
-        """The same draws for another expert's window (one that `from_config` has not narrowed)."""
-        sampler = replace(self, window=window)
         sampler._check()
         return sampler
 

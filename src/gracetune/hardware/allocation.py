@@ -38,10 +38,6 @@ class AllocationPlan:
     size: int
     reason: str
 
-    @property
-    def reduced(self) -> bool:
-        return self.size < self.requested
-
 
 @dataclass(frozen=True)
 class AllocationResult:

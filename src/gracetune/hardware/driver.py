@@ -85,16 +85,6 @@ class DriverError(MachineError):
         self.call, self.code, self.name = call, code, name
 
 
-class ReplayDriver:
-    """A driver that repeats what was recorded."""
-
-    def __init__(self, recorded: DriverFacts) -> None:
-        self._recorded = recorded
-
-    def facts(self, *, free_memory: bool) -> DriverFacts:
-        return self._recorded
-
-
 class CudaLibrary:
     """libcuda, loaded; every call is checked."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from gracetune.memory.placement import place
 from gracetune.models.activation_parking import Clock, CudaClock, HostClock
 from gracetune.models.expert_streaming import Following, StreamedParking
 from gracetune.models.parking import ManagedParking, Parking, Room, Staying, device_room
-from gracetune.models.spec import Expert, ExpertName, ModelFacts
+from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -45,15 +45,6 @@ def next_expert(window: int, every: int, trained: tuple[ExpertName, ...]) -> Exp
     """Whom to `prepare` during this window: the next window's expert, where that is another one."""
     now, then = (expert_for_window(index, every, trained) for index in (window, window + 1))
     return None if now == then else then
-
-
-def expert_at(level: float, facts: ModelFacts) -> Expert:
-    """The expert that works at a noise level; at its lower bound itself it does, as in diffusers' pipelines."""
-    # Compared as timesteps, as diffusers does it: the two multiplications round alike.
-    for expert in facts.experts:  # from the highest noise down
-        if level * 1000 >= expert.lowest * 1000:
-            return expert
-    return facts.experts[-1]
 
 
 def window_of_levels(expert: ExpertName, facts: ModelFacts) -> tuple[float, float]:
@@ -193,10 +184,6 @@ class ExpertHost:
         if isinstance(parking, StreamedParking):
             parking.waiting = self._waits.timed
         self._experts[name], self._parking[name] = module, parking
-
-    @property
-    def names(self) -> Sequence[ExpertName]:
-        return tuple(self._experts)
 
     @property
     def moves(self) -> bool:

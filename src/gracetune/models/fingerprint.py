@@ -20,8 +20,7 @@ from typing import Final
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gracetune.data.backends.errors import StorageError
-from gracetune.data.backends.local import LocalBackend
+from gracetune.durable import write_file
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import FileIdentity, TensorEntry, read_fully, unreadable
 from gracetune.units import MIB
@@ -136,6 +135,6 @@ class _Memory:
         content = _Files(version=VERSION, files=self._files).model_dump_json().encode()
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            LocalBackend(self._file.parent).write(self._file.name, content)
-        except (OSError, StorageError):
+            write_file(self._file, content)
+        except OSError:
             return

@@ -182,11 +182,6 @@ class CopyParking:
             slot.tensor.data = slot.view(self._home)
 
     @classmethod
-    def pinned(cls, module: nn.Module, device: torch.device) -> CopyParking:
-        _, size = _slots(frozen_tensors(module))
-        return cls(module, device, CudaLane(device), pinned_bytes(size, torch.cuda.cudart()))
-
-    @classmethod
     def of(
         cls, tensors: list[Tensor], device: torch.device, lane: Lane, new_home: Callable[[int], Tensor] | None
     ) -> CopyParking:  # fmt: skip

@@ -97,6 +97,8 @@ class SampleRequest:
     steps: int = 20
     guidance: float | None = None
     """None: the family's own default."""
+    guidance_rescale: float = 0.0
+    """Only for families with `ModelSpec.rescales_guidance`."""
     seed: int = 0
     references: tuple[Image, ...] = ()
     embeds: Mapping[str, Tensor] | None = None
@@ -198,5 +200,7 @@ class ModelSpec:
     check_sample: Callable[[SampleRequest, ModelFacts], None] = lambda request, facts: None
     """ConfigError for a request that `sample` would refuse: asked before anything is loaded. A problem's key is what
     the value is called in `validation.prompts`."""
+    rescales_guidance: bool = False
+    """Whether its pipeline takes `guidance_rescale`."""
     from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"
     """Or why its samples need text encoders."""

@@ -63,10 +63,6 @@ class Ema:
         for name, parameter in self._parameters.items():
             parameter.copy_(values[name])
 
-    def named_state(self) -> dict[str, Tensor]:
-        """Copies; `steps` is to be kept beside them."""
-        return {name: average.clone() for name, average in self._averages.items()}
-
     @torch.no_grad()
     def load_named_state(self, averages: Mapping[str, Tensor], steps: int) -> None:
         """All names and shapes have to be the same; otherwise nothing is changed."""

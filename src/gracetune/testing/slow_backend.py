@@ -52,14 +52,6 @@ class SlowBackend:
     def open(self, path: str) -> BinaryIO:
         return io.BytesIO(self.read(path))
 
-    def write(self, path: str, data: bytes) -> None:
-        self._wait(len(data))
-        self._inner.write(path, data)
-
-    def delete(self, path: str) -> None:
-        self._wait(0)
-        self._inner.delete(path)
-
     def _wait(self, size: int) -> None:
         with self._lock:
             self.requests += 1

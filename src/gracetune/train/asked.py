@@ -49,6 +49,8 @@ def check_requests(config: RunConfig, spec: ModelSpec, facts: ModelFacts, warn: 
 
     Where they are drawn on request alone, which may never come, it is a warning.
     """
+    if config.validation.guidance_rescale and not spec.rescales_guidance:
+        warn(f"validation.guidance_rescale is not used: the pipeline of {spec.family} has no such option")
     one_of_each = {asked.prompt: asked for asked in requests_of(config)}  # the others differ in their seed alone
     problems = [problem for asked in one_of_each.values() for problem in _problems(asked, config, spec, facts)]
     section = config.validation
@@ -85,6 +87,7 @@ def _request(config: RunConfig, prompt: ValidationPrompt, seed: int) -> SampleRe
         frames=prompt.num_frames or section.num_frames or 1,
         steps=prompt.steps or section.steps or DEFAULT_STEPS,
         guidance=section.guidance if prompt.guidance is None else prompt.guidance,
+        guidance_rescale=section.guidance_rescale,
         seed=seed,
     )
 

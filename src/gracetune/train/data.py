@@ -22,8 +22,8 @@ from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
-from gracetune.data.backend import Backend
-from gracetune.data.backends.open import open_backend
+from gracetune.data.backends.in_memory import InMemoryBackend
+from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.backends.share import LocalRanks
 from gracetune.data.build import build_index, scan_folder
 from gracetune.data.geometry import Geometry
@@ -54,22 +54,29 @@ def stage(
     config: RunConfig, geometry: Geometry, machine: Machine, runtime: Runtime, view: View, stack: ExitStack
 ) -> DataIndex:
     """Every folder looked at, and what says `in_memory` staged. The backends live as long as `stack` does."""
-    ranks = local_ranks(config, runtime)
-
-    def opened(dataset: Dataset) -> Backend:
-        backend = open_backend(dataset, machine=machine, ranks=ranks, on_progress=view.on_staging(dataset.id))
-        stack.callback(backend.close)
-        return backend
-
+    pool = stack.enter_context(
+        BackendPool(
+            config.datasets,
+            machine=machine,
+            ranks=local_ranks(config, runtime),
+            watch=lambda dataset: view.on_staging(dataset.id),
+        )
+    )
+    for note in sharing_notes(pool.folders):
+        view.say(note)
     with view.phase("looking at the data"):
         # The scan of rank 0 is remembered on disk; the others read it instead of all of them hashing every file.
         if not runtime.is_main:
             runtime.barrier()
         index = build_index(
-            config, geometry, open_backend=opened, memory=scan_folder(config), on_scanned=view.on_scanned
+            config, geometry, open_backend=pool.open, memory=scan_folder(config), on_scanned=view.on_scanned
         )
         if runtime.is_main:
             runtime.barrier()
+    for backend in pool.opened:
+        if isinstance(backend, InMemoryBackend) and backend.report is not None:
+            for line in backend.report.lines():
+                view.say(line)
     for note in _about(index):
         view.warn(note)
     return index

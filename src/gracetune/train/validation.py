@@ -49,8 +49,6 @@ class Sampling:
             view.warn("validation has no prompts: no samples are drawn; write some under validation.prompts")
         if self._asked:
             view.say(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
-        if section.guidance_rescale:
-            view.warn("validation.guidance_rescale is not used: samples are drawn by each family's own pipeline")
 
     def start(self, job: Job) -> None:
         if self._config.validation.at_start and job.position.step == 0:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ from torch import Tensor
 from gracetune.adapters import svd
 from gracetune.adapters.delta import apply, delta
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.adapters.svd import state_to_lora, to_lora
+from gracetune.adapters.svd import state_to_lora
 from gracetune.errors import ConfigError
+
+
+def to_lora(layer: Layer, rank: int, weight: Tensor | Sequence[int]) -> tuple[Layer, float]:
+    """One layer's LoRA, and its relative error."""
+    found = state_to_lora(AdapterState("wan", "", {"layer": layer}), rank, lambda _path: weight)
+    return found.state.layers["layer"], found.error
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

@@ -12,6 +12,8 @@ from torch import Tensor
 from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, latent_origin, text_origin
+from gracetune.cache.manifest import Place
+from gracetune.cache.reading import Located
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.slabs import CacheType, Where
 from gracetune.cache.store import DiskStore
@@ -94,3 +96,10 @@ def source_of(
     loader: Loader, stores: tuple[ResidentStore, ResidentStore], *, depth: int = 2, keys: Keys = KEYS
 ) -> BatchSource:
     return BatchSource(loader, latents=stores[0], texts=stores[1], keys=keys, device=CPU, depth=depth)
+
+
+def places_of(located: Located) -> list[Place]:
+    """Where each entry lies, to look at its file or to damage it."""
+    table = located.table
+    columns = (table.shard.tolist(), located.layouts, table.start.tolist(), table.checksum.tolist())
+    return [Place(located.files[shard], *rest) for shard, *rest in zip(*columns, strict=True)]

@@ -10,6 +10,7 @@ from gracetune.cache.store import DiskStore
 from gracetune.cache.upkeep import compact
 from gracetune.cache.writer import Flush
 from gracetune.data.refs import Bucket
+from unit.cache.made_caches import places_of
 from unit.cache.samples import TEXT, VAE, entry, key, origin, ref
 
 FP32 = replace(VAE, settings=(("dtype", "fp32"), *VAE.settings[1:]))
@@ -155,7 +156,7 @@ def test_a_header_damaged_since_the_index_was_written(tmp_path: Path) -> None:
     put(tmp_path, [origin(number) for number in range(8)])
     with DiskStore.open(tmp_path, writable=True) as store:
         store.save_index()
-        victim = tmp_path / "shards" / store.locate([key(0)]).shards[0]
+        victim = tmp_path / "shards" / places_of(store.locate([key(0)]))[0].shard
     raw = bytearray(victim.read_bytes())
     raw[300] ^= 1
     victim.write_bytes(raw)

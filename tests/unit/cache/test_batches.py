@@ -21,7 +21,18 @@ from gracetune.data.index import DataIndex
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import BatchRef
-from unit.cache.made_caches import CPU, KEYS, LATENT, TEXT, fill, latent_entry, resident, source_of, text_entry
+from unit.cache.made_caches import (
+    CPU,
+    KEYS,
+    LATENT,
+    TEXT,
+    fill,
+    latent_entry,
+    places_of,
+    resident,
+    source_of,
+    text_entry,
+)
 from unit.data.folders import image, index_of, made_up, pictures, write
 
 Outcome = Batch | EpochEnd | Exhausted
@@ -211,10 +222,10 @@ def test_a_damaged_entry_raises_in_its_turn_and_comes_once_it_is_mended(tmp_path
     expected = [one for one in Loader(index, batch_size=1).peek(8) if isinstance(one, BatchRef)]
     with fill(tmp_path / "cache", index) as disk:
         bad = KEYS.of_latent(expected[5].samples[0])
-        place = disk.locate([bad])
-        path = disk.shards_folder / place.shards[0]
+        [place] = places_of(disk.locate([bad]))
+        path = disk.shards_folder / place.shard
         raw = bytearray(path.read_bytes())
-        raw[int(place.starts[0]) + 3] ^= 4
+        raw[place.start + 3] ^= 4
         path.write_bytes(raw)
         stores = resident(disk, index)
         assert stores[0].report.damaged == (bad,)

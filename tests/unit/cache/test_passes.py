@@ -342,7 +342,8 @@ class TestInterrupted:
                       [sdxl.config.datasets[0].model_dump()])  # fmt: skip
         with more.caches() as caches:
             build(more.config, more.index, more.encoders, caches)
-            assert caches.remove_created().entries == 2  # its latents, and the empty caption
+            added = caches.created
+        assert remove_entries(added).entries == 2  # its latents, and the empty caption
         assert same(contents(sdxl.places.latents("d0")), kept)
 
     def test_several_ranks_take_back_what_all_of_them_added(self, sdxl: Run) -> None:
@@ -351,7 +352,7 @@ class TestInterrupted:
                   on_latents=lambda _: stop.set())  # fmt: skip
             build(sdxl.config, sdxl.index, sdxl.encoders, other)
             with pytest.raises(CacheBusyError):
-                mine.remove_created()
+                remove_entries(mine.created)
             shares = [mine.created, other.created]
         latents = sdxl.places.latents("d0")
         assert all(0 < len(share[latents]) < 8 for share in shares)
@@ -517,7 +518,7 @@ class TestClaims:
                 child.kill()
                 assert claims.take(key)
                 claims.release([key])
-                assert claims.held == {other}
+                assert claims.take(key)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

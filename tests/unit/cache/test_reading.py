@@ -18,6 +18,7 @@ from gracetune.cache.reading import STRETCH, jobs, stretches
 from gracetune.cache.shards import RUN
 from gracetune.cache.store import DiskStore
 from gracetune.cache.writer import Flush
+from unit.cache.made_caches import places_of
 
 COUNT = 30
 ORIGINS = [Origin("latent", f"{number:032x}", ()) for number in range(COUNT)]
@@ -70,9 +71,8 @@ def test_threads_take_neighbours_and_none_is_left_without(store: DiskStore, coun
 def test_a_plan_knows_its_keys_in_order(store: DiskStore, keys: list[Key], data: st.DataObject) -> None:
     plan = store.locate(keys)
     assert [plan.keys[row] for row in plan.by_key.tolist()] == sorted(keys)
-    assert [*zip(plan.shards, plan.starts.tolist(), strict=True)] == sorted(
-        zip(plan.shards, plan.starts.tolist(), strict=True), key=lambda at: (plan.files.index(at[0]), at[1])
-    )
+    found = [(place.shard, place.start) for place in places_of(plan)]
+    assert found == sorted(found, key=lambda at: (plan.files.index(at[0]), at[1]))
     part = plan.part(np.array(data.draw(st.lists(st.booleans(), min_size=len(plan), max_size=len(plan))), np.bool_))
     assert [part.keys[row] for row in part.by_key.tolist()] == sorted(part.keys)
 
@@ -116,7 +116,7 @@ def test_only_the_damaged_ones_of_a_run_are_damaged(tmp_path_factory: pytest.Tem
         with store.writer() as writer:
             for number, origin in enumerate(ORIGINS):
                 writer.add(origin, {"x": content(number)})
-        for place in store.locate([*bad]).places:
+        for place in places_of(store.locate([*bad])):
             with (store.shards_folder / place.shard).open("r+b") as file:
                 file.seek(place.start + place.layout.size // 2)
                 byte = file.read(1)[0]

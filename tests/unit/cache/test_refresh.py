@@ -90,7 +90,6 @@ class TestSwap:
         encode = refresher(run)
         encode.prepare_next()
         assert begun.wait(30)
-        assert not encode.is_ready
         assert encode.current == 0
         assert contents(store_of(run, 0)).keys() == drawn(run, 0)
         go_on.set()

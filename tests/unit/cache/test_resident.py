@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,8 +57,14 @@ def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = No
     )
 
 
+def entry_of(store: ResidentStore, key: Key) -> Mapping[str, torch.Tensor]:
+    """As batches get it: from memory where it is there, else from disk."""
+    found = store.look_up(key)
+    return store.read(key) if found is None else found
+
+
 def assert_right(store: ResidentStore, number: int) -> None:
-    found = store.get(KEYS[number])
+    found = entry_of(store, KEYS[number])
     for name, tensor in entry(number).items():
         assert torch.equal(found[name], tensor), f"{name} of entry {number}"
     assert found.keys() == entry(number).keys()
@@ -80,20 +86,20 @@ def test_every_entry_is_as_it_was_written(disk: DiskStore, kind: CacheType) -> N
 
 def test_resident_entries_are_views_and_need_no_disk(disk: DiskStore) -> None:
     with load(disk) as store:
-        first, again = store.get(KEYS[0]), store.get(KEYS[0])
+        first, again = entry_of(store, KEYS[0]), entry_of(store, KEYS[0])
         assert first["latents"].data_ptr() == again["latents"].data_ptr()
         for shard in disk.shards_folder.iterdir():
             shard.unlink()
         for number in range(COUNT):
             assert_right(store, number)
-        held = store.get(KEYS[1])["latents"]
+        held = entry_of(store, KEYS[1])["latents"]
     assert torch.equal(held, entry(1)["latents"]), "a view outlives the store it came from"
 
 
 def test_the_coldest_stay_on_disk_and_the_report_says_how_much(disk: DiskStore) -> None:
     hot = [3, 11, 17]
-    size = sum(disk.layout(KEYS[number]).size for number in hot)
-    whole = sum(disk.layout(key).size for key in KEYS)
+    size = sum(disk.locate([KEYS[number]]).layouts[0].size for number in hot)
+    whole = sum(disk.locate([key]).layouts[0].size for key in KEYS)
     with load(disk, budget=size, **{f"k{number}": 3.0 for number in hot}) as store:
         assert [number for number, key in enumerate(KEYS) if key in store] == hot
         for number in range(COUNT):
@@ -142,7 +148,7 @@ def test_memory_that_could_be_cut_off_under_a_reader_is_refused() -> None:
 def test_of_equally_hot_ones_the_less_probable_stay_on_disk(disk: DiskStore) -> None:
     visits = {key: Visits(1.0, probability=1.0 + number % 2) for number, key in enumerate(KEYS)}
     probable = [key for key in KEYS if visits[key].probability == 2.0]
-    found = select([disk], visits, sum(disk.layout(key).size for key in probable))
+    found = select([disk], visits, sum(disk.locate([key]).layouts[0].size for key in probable))
     assert {key for _, plan in found.chosen for key in plan.keys} == {*probable}
 
 
@@ -156,7 +162,7 @@ def test_damage_found_while_loading_is_named_and_never_a_wrong_tensor(disk: Disk
         assert bad not in store
         assert any(bad in line and "damaged" in line for line in store.report.lines())
         with pytest.raises((CorruptEntryError, MissingEntryError), match=bad):
-            store.get(bad)
+            entry_of(store, bad)
         assert disk.find([bad]).missing == (bad,), "it can be encoded again at once"
         for number in set(range(COUNT)) - {KEYS.index(bad)}:
             assert_right(store, number)
@@ -183,7 +189,7 @@ def test_missing_entries_are_counted_and_raise_when_asked_for(disk: DiskStore) -
         assert store.report.missing == 1
         assert "1 entries are missing" in "\n".join(store.report.lines())
         with pytest.raises(MissingEntryError, match=absent):
-            store.get(absent)
+            entry_of(store, absent)
 
 
 def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None:
@@ -197,7 +203,7 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
                 [disk, second], wanted, name="n", role="latent_cache", kind="memory",
                 where=Where(this_machine()), budget=budget,
             ) as store:  # fmt: skip
-                assert torch.equal(store.get(other.key)["latents"], torch.ones(3))
+                assert torch.equal(entry_of(store, other.key)["latents"], torch.ones(3))
                 for number in range(COUNT):
                     assert_right(store, number)
                 assert store.report.entries == (0 if budget == 0 else COUNT + 1)
@@ -271,7 +277,7 @@ with DiskStore.open(Path(folder), writable=False) as disk:
     visits = {key: Visits(1.0) for key in disk.keys()}
     where = Where(probe(), ranks=LocalRanks(rank, 2, key, patience_seconds=60))
     with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
-        total = sum(float(store.get(name)["latents"].double().sum()) for name in visits)
+        total = sum(float(store.look_up(name)["latents"].double().sum()) for name in visits)
         print(json.dumps({"sum": total, "place": store.report.residence.place, "entries": store.report.entries,
                           "hits": store.stats.hits}), flush=True)
         sys.stdin.readline()

@@ -22,6 +22,7 @@ from gracetune.cache.upkeep import (
     sweep_removed,
 )
 from gracetune.cache.writer import Flush
+from unit.cache.made_caches import places_of
 from unit.cache.processes import Child
 from unit.cache.samples import entry, is_entry, key, origin
 
@@ -71,7 +72,7 @@ def test_large_shards_are_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damaged", [False, True])
 def test_a_copy_is_dropped_only_where_the_one_that_stays_is_good(tmp_path: Path, damaged: bool) -> None:
     with filled(tmp_path, range(20)) as store:
-        (large,) = store.locate([key(3)]).places
+        (large,) = places_of(store.locate([key(3)]))
         for number in (3, 50):
             store.add_shard([pack(key(number), origin(number), entry(number))])
         if damaged:
@@ -226,7 +227,7 @@ class TestAHeaderDamagedSinceTheIndexWasWritten:
     def victim(self, tmp_path: Path) -> Path:
         with filled(tmp_path, range(6), Flush(entries=2)) as store:
             store.save_index()
-            victim = tmp_path / "shards" / store.locate([key(0)]).shards[0]
+            victim = tmp_path / "shards" / places_of(store.locate([key(0)]))[0].shard
         raw = bytearray(victim.read_bytes())
         raw[300] ^= 1
         victim.write_bytes(raw)

@@ -445,3 +445,14 @@ def test_the_side_multiple_is_the_family_s(tmp_path: Path) -> None:
                               geometry=Geometry("image", side_multiple=multiple)))  # fmt: skip
         bucket = found.items[0].bucket
         assert bucket.width % multiple == bucket.height % multiple == 0
+
+
+def test_a_table_that_says_other_sizes_is_named_and_the_files_count(tmp_path: Path) -> None:
+    rows = "filename,caption,w,h\n000.png,a,64,64\n001.png,b,64,64\n"
+    folder = write(tmp_path / "data", {**pictures(2, captions=False), "t.csv": rows})
+    table = {"path": "t.csv", "width_column": "w", "height_column": "h"}
+    found = only(index_of(tmp_path, {"path": str(folder), "captions": {"strategy": "csv", "table": table}}))
+    assert [note for note in found.notes if "width_column" in note] == [
+        "1 file of another size than width_column and height_column say, for example 001.png: 96x64, not 64x64; "
+        "the files' own sizes count"
+    ]

@@ -174,9 +174,9 @@ class TestResuming:
             resumed.load_state_dict(loader.state_dict())
         assert told in str(error.value)
         assert "--allow-other-data" in str(error.value)
-        assert resumed.consumed == 0
+        assert resumed.state_dict()["consumed"] == 0
         assert resumed.load_state_dict(loader.state_dict(), allow_other_data=True) == (told,)
-        assert resumed.consumed == 2
+        assert resumed.state_dict()["consumed"] == 2
 
     def test_with_fewer_files_the_epoch_just_ends_earlier(self) -> None:
         loader = Loader(made_up({"counts": [9]}), batch_size=8)
@@ -391,8 +391,6 @@ class TestSizes:
             if isinstance(batch := loader.next_batch(), BatchRef)
         }
         assert {("d0", 2), ("d1", 5)} >= sizes
-        assert loader.batches_in_epoch() == 5 + 2
-        assert loader.batches_in_epoch(9) == 1 + 1
 
     @pytest.mark.parametrize(
         "wrong",

@@ -11,12 +11,10 @@ import os
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gracetune.config.run_config import RunConfig
-from gracetune.data.ahead import LoadedBatch, decode_ahead
 from gracetune.data.build import build_index
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.geometry import Geometry
@@ -65,15 +63,18 @@ def main(arguments: dict[str, Any]) -> None:
         loader.load_state_dict(saved["loader"])
         done = saved["done"]
     work = Path(arguments["work"])
-    with (work / "log").open("a") as log, decode_ahead(loader, partial(decode, index), workers=1) as ahead:
+    with (work / "log").open("a") as log:
         while done < arguments["batches"]:
             try:
-                decoded = ahead.next_batch(arguments["schedule"][done % len(arguments["schedule"])])
+                size = arguments["schedule"][done % len(arguments["schedule"])]
+                coming = loader.peek(1, size)[0]
+                for ref in coming.samples if isinstance(coming, BatchRef) else ():
+                    decode(index, ref)
+                outcome = loader.next_batch(size)
             except UnreadableMediaError as error:
                 assert error.dataset is not None
                 loader.exclude(error.dataset, {error.path: error.reason})
                 continue
-            outcome = decoded.ref if isinstance(decoded, LoadedBatch) else decoded
             done += 1
             log.write(json.dumps({"done": done, **written(outcome)}) + "\n")
             log.flush()

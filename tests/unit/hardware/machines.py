@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
+from gracetune.hardware.driver import DriverFacts
 from gracetune.hardware.machine import Machine
 from gracetune.hardware.recording import load_recording
 
@@ -15,6 +16,16 @@ NAMES = sorted(folder.name for folder in MACHINES.iterdir())
 
 def load(name: str) -> Machine:
     return load_recording(MACHINES / name)
+
+
+class ReplayDriver:
+    """A driver that repeats what was recorded."""
+
+    def __init__(self, recorded: DriverFacts) -> None:
+        self._recorded = recorded
+
+    def facts(self, *, free_memory: bool) -> DriverFacts:
+        return self._recorded
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from gracetune.hardware import probe
-from gracetune.hardware.driver import Attribute, CudaDriver, DeviceFacts, DriverFacts, ReplayDriver
+from gracetune.hardware.driver import Attribute, CudaDriver, DeviceFacts, DriverFacts
 from gracetune.hardware.files import HostFiles
 from gracetune.hardware.host import ProcessFacts
 from gracetune.hardware.machine import Machine, Software
 from gracetune.hardware.probe import assemble, read_host_memory
 from gracetune.units import GIB
-from unit.hardware.machines import MACHINES, NAMES, FakeCuda, load
+from unit.hardware.machines import MACHINES, NAMES, FakeCuda, ReplayDriver, load
 
 EXPECTED = {
     "cpu-only": ("cpu", "none"),

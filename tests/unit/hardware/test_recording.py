@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from gracetune.errors import MachineError
-from gracetune.hardware.driver import DriverFacts, ReplayDriver
+from gracetune.hardware.driver import DriverFacts
 from gracetune.hardware.host import ProcessFacts
 from gracetune.hardware.machine import Machine, Software
 from gracetune.hardware.probe import probe
 from gracetune.hardware.recording import load_recording, record
-from unit.hardware.machines import MACHINES, NAMES, load
+from unit.hardware.machines import MACHINES, NAMES, ReplayDriver, load
 
 
 def _record_again(name: str, folder: Path) -> Machine:

@@ -269,6 +269,16 @@ class TestCaches:
         assert staged.bytes == 260 * MIB
         assert "staging will refuse" in staged.why
 
+    def test_a_folder_that_two_datasets_share_is_staged_once(self) -> None:
+        def files(**second: Any) -> dict[str, int]:
+            one: dict[str, Any] = {"path": "/nowhere", "type": "in_memory"}
+            demand = demand_of(run_config(datasets=[{**one, "id": "a"}, {**one, "id": "b", **second}]), samples=260)
+            return {found.name: found.bytes for found in demand.needs if found.role == "staged data"}
+
+        assert files() == {"files of a, b": 260 * MIB}
+        again = files(in_memory={"compression": "lz4"})
+        assert again == {"files of a": 260 * MIB, "files of b": 260 * MIB}
+
 
 class TestRemarks:
     def test_an_unmeasured_family_says_so(self) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -17,7 +17,6 @@ from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.models.experts import (
     ExpertHost,
     choose_parking,
-    expert_at,
     expert_for_window,
     next_expert,
     trained_experts,
@@ -27,6 +26,7 @@ from gracetune.models.loading import load_component
 from gracetune.models.parking import CopyParking, InlineLane, Staying, frozen_tensors, pinned_bytes
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
+from unit.models.expert_levels import expert_at
 
 CPU = torch.device("cpu")
 HIGH, LOW = "high_noise", "low_noise"
@@ -75,20 +75,6 @@ def test_whom_a_config_trains() -> None:
 
 
 # -- noise levels -----------------------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 1000), st.sampled_from([0.875, 0.9, 0.417, 1 / 3]))
-def test_the_boundary_is_where_diffusers_pipelines_have_it(timestep: int, boundary: float) -> None:
-    assume(timestep / 1000 * 1000 == timestep)
-    theirs = HIGH if timestep >= boundary * 1000 else LOW  # WanPipeline: t >= boundary_ratio * num_train_timesteps
-    assert expert_at(timestep / 1000, facts(boundary)).name == theirs
-
-
-def test_the_boundary_itself_belongs_to_the_high_expert() -> None:
-    assert expert_at(BOUNDARY, facts()).name == HIGH
-    assert expert_at(float(torch.nextafter(torch.tensor(BOUNDARY), torch.tensor(0.0))), facts()).name == LOW
-    assert expert_at(0.0, facts()).name == LOW
-    assert expert_at(0.3, ONE).name == ""
 
 
 @given(st.fractions(0, 1, max_denominator=1000))
@@ -303,17 +289,17 @@ def host_of(*names: str, room: int = 1 << 40, spare: int = 0) -> ExpertHost:
 def test_any_order_of_turns_leaves_every_weight_as_it_was(turns: list[tuple[str, str]]) -> None:
     host = host_of(HIGH, LOW, "third")
     assert host.moves
-    before = {name: snapshot(host.module(name)) for name in host.names}
-    at_home = {name: addresses(host.module(name)) for name in host.names}
+    before = {name: snapshot(host.module(name)) for name in (HIGH, LOW)}
+    at_home = {name: addresses(host.module(name)) for name in (HIGH, LOW)}
     for what, name in turns:
         if what == "prepare":
             host.prepare(name)
         else:
             assert host.activate(name) is host.module(name)
             assert host.active == name
-        for other in host.names:
+        for other in (HIGH, LOW):
             assert (addresses(host.module(other)) == at_home[other]) == (other != host.active)
-        assert {other: snapshot(host.module(other)) for other in host.names} == before
+        assert {other: snapshot(host.module(other)) for other in (HIGH, LOW)} == before
 
 
 def test_ahead_of_its_turn_only_where_there_is_room() -> None:
@@ -401,12 +387,12 @@ def test_resident_experts_stay_where_they_are(tiny_model: Callable[[str, str], P
     host = ExpertHost.open(choose_parking("cpu", park=True, experts=2), CPU)
     for name, component in ((HIGH, "transformer"), (LOW, "transformer_2")):
         host.add(name, load_component(source, component, WanTransformer3DModel, Placement(CPU, torch.bfloat16)))
-    where = {name: addresses(host.module(name)) for name in host.names}
+    where = {name: addresses(host.module(name)) for name in (HIGH, LOW)}
     assert not host.moves
     assert host.prepare(LOW).started
     host.activate(LOW)
     host.activate(HIGH)
-    assert {name: addresses(host.module(name)) for name in host.names} == where
+    assert {name: addresses(host.module(name)) for name in (HIGH, LOW)} == where
     assert host.reason == "resident: no GPU: everything is in host memory"
     assert Staying.bytes == 0
 

@@ -11,11 +11,12 @@ import torch
 
 from gracetune.config.run_config import Model, Objective, RunConfig
 from gracetune.errors import ConfigError
-from gracetune.models.experts import expert_at, window_of_levels
+from gracetune.models.experts import window_of_levels
 from gracetune.models.facts import facts_of, with_boundary, with_prediction
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts, Placement, SampleRequest
+from unit.models.expert_levels import expert_at
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 TinyModel = Callable[[str, str], Path]

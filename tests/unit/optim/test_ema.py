@@ -79,7 +79,7 @@ def test_resumes_to_the_bit() -> None:
         move(first, step)
         ema.update()
     resumed = Ema(first, decay=0.9, update_every=2)
-    resumed.load_named_state(ema.named_state(), ema.steps)
+    resumed.load_named_state(dict(ema.averages), ema.steps)
     for step in range(3, 7):
         move(first, step)
         resumed.update()
@@ -88,7 +88,7 @@ def test_resumes_to_the_bit() -> None:
 
 def test_state_of_other_parameters_is_refused_and_changes_nothing() -> None:
     ema = Ema(parameters(), decay=0.9)
-    before = ema.named_state()
+    before = {name: average.clone() for name, average in ema.averages.items()}
     state = {"a": torch.zeros(3, 3), "c": torch.zeros(3, 2)}
     with pytest.raises(GracetuneError) as caught:
         ema.load_named_state(state, 3)

@@ -54,7 +54,7 @@ class Trained:
     def state(self) -> dict[str, Tensor]:
         kept = named_state(self.optimizer, self.named)
         values = {f"value {name}": parameter.detach().clone() for name, parameter in self.named.items()}
-        averages = {f"average {name}": average for name, average in self.ema.named_state().items()}
+        averages = {f"average {name}": average.clone() for name, average in self.ema.averages.items()}
         return {**values, **averages, **kept.tensors}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,7 +35,7 @@ def test_the_documents_are_what_the_results_say(tables: ModuleType) -> None:
 
 
 def test_a_measured_row_becomes_a_line_and_a_smoke_test_does_not(tables: ModuleType) -> None:
-    row: dict[str, Any] = {**ROW.as_json(), "ok": False, "bar": "<= 470 ms", "versions": {"torch": "2.11"}}
+    row: dict[str, Any] = {**asdict(ROW), "ok": False, "bar": "<= 470 ms", "versions": {"torch": "2.11"}}
     text = tables.steps([("steps-h200.json", {"rows": [row, {**row, "smoke": True}]})])
     assert len(text.splitlines()) == 3
     assert "<= 470 ms: **missed**" in text

@@ -104,3 +104,16 @@ def test_a_generator_takes_every_seed_a_config_may_have() -> None:
     for wrong in ({"seed": 2**64}, {"prompts": [{"prompt": "a", "seed": 2**64}]}):
         with pytest.raises(ValidationError, match="seed"):
             asked_for("wan", wrong)
+
+
+@pytest.mark.parametrize(("family", "flavour", "told"), [("sdxl", "base-1.0", []), ("flux", "dev", ["flux"])])
+def test_a_rescaled_guidance_is_used_or_said_to_be_unused(
+    tiny_model: TinyModel, family: str, flavour: str, told: list[str]
+) -> None:
+    config, spec = asked_for(family, {"guidance_rescale": 0.5, "prompts": [{"prompt": "a"}]}), spec_of(family)
+    heard: list[str] = []
+    facts = facts_of(config, spec, ModelSource("tiny", tiny_model(family, flavour)))
+    check_requests(config, spec, facts, heard.append)
+    wanted = [f"validation.guidance_rescale is not used: the pipeline of {name} has no such option" for name in told]
+    assert [line for line in heard if "rescale" in line] == wanted
+    assert requests_of(config)[0].request.guidance_rescale == 0.5

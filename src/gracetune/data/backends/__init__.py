@@ -5,7 +5,6 @@ from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import GH200InMemoryBackend, OpenedBackend, attach_backend, open_backend
 from gracetune.data.backends.pool import BackendPool
-from gracetune.data.backends.progress import staging_bar
 from gracetune.data.backends.share import LocalRanks
 from gracetune.data.backends.url import UrlBackend
 
@@ -21,6 +20,5 @@ __all__ = [
     "attach_backend",
     "from_json",
     "open_backend",
-    "staging_bar",
     "to_json",
 ]

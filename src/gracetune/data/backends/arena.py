@@ -5,13 +5,13 @@ Format 2. A segment is a memfd (a file that exists only in memory and dies with 
          u64 size of the segment, 16 bytes random identity, 16 bytes checksum; zeros up to 128
     128  the files' bytes: each starts at a multiple of 64; what lies between them is undefined
     ...  records, 64 bytes each, sorted by name: u64 offset of the name below the names, u32 its length, u16 codec
-         (0 as it is, others see compression.py, 65535 "removed", 65534 "could not be read": what is stored is the
-         reason in UTF-8), u16 zero, u64 offset, u64 stored size, u64 size, i64 modification time in ns, 16 bytes
+         (0 as it is, others see compression.py, 65534 "could not be read": what is stored is the reason in UTF-8), u16
+         zero, u64 offset, u64 stored size, u64 size, i64 modification time in ns, 16 bytes
          xxh3-128 of the file's content
     ...  names: UTF-8, one after the other, to the end
 The checksum is xxh3-128 over the header before it, the records and the names. Records are found by bisection where
 they lie, so a worker process needs no memory of its own for the index. A segment without all seals is refused: nobody
-can truncate or change memory under its readers. A dataset has several segments; later ones win (a refresh adds some).
+can truncate or change memory under its readers. A dataset has several segments.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ CHECKSUM_AT: Final = HEADER.size
 DATA_AT: Final = 128
 ALIGNMENT: Final = 64
 RECORD: Final = struct.Struct("<QIHHQQQq16s")
-REMOVED: Final = 65535
 UNREADABLE: Final = 65534
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -63,17 +62,8 @@ class Entry:
     digest: bytes
 
     @property
-    def removed(self) -> bool:
-        return self.codec == REMOVED
-
-    @property
     def unreadable(self) -> bool:
         return self.codec == UNREADABLE
-
-
-def removed_entry(path: str) -> Entry:
-    """Says that an earlier segment's file is no more."""
-    return Entry(path, REMOVED, 0, 0, 0, 0, bytes(16))
 
 
 def checksum(header: bytes | memoryview, index: bytes | memoryview) -> bytes:

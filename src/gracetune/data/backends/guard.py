@@ -27,12 +27,11 @@ class MemoryGuard:
         limit: int | None,
         headroom: Callable[[], int | None],
         reserve: int,
-        already: int = 0,
         ask_every: int = ASK_EVERY,
     ) -> None:
         self._dataset = dataset
         self._limit, self._headroom, self._reserve = limit, headroom, reserve
-        self._used, self._asked_at, self._ask_every = already, already, ask_every
+        self._used, self._asked_at, self._ask_every = 0, 0, ask_every
         self._lock = threading.Lock()
 
     def check(self, estimate: Estimate) -> str | None:

@@ -37,18 +37,12 @@ class StagedHandle(_Message):
     """Staged data of a running process. Good for as long as that process keeps it open."""
 
     kind: Literal["in_memory"] = "in_memory"
-    format: Literal[2] = 2
+    format: Literal[3] = 3
     pid: int
     started: int
     """Clock ticks after boot: a pid alone may belong to somebody else by now."""
     root: str
-    source: SourceHandle | None
-    """Where writes go; None where the source cannot be opened from elsewhere."""
     segments: tuple[SegmentHandle, ...]
-    """Later ones win."""
-    written: tuple[str, ...] = ()
-    """Changed since they were staged: to be read from the source."""
-    removed: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
     """What the source did not hand out when it was staged."""
 

@@ -5,9 +5,9 @@ directory nor a moved link changes what is read. A link below the root is follow
 guards against what datasets contain (a link in a downloaded archive), not against a process that swaps folders for
 links while we look: such a process has the user's rights already.
 
-Hidden files are listed like all others: a store that hid them would not list what was just written to it. What is
-training data is decided by those who know extensions. Links to folders are not walked into: what lies inside the root
-is listed under its own name anyway, so nothing is lost, nothing counts twice and no loop is ever entered.
+Hidden files are listed like all others: what is training data is decided by those who know extensions. Links to folders
+are not walked into: what lies inside the root is listed under its own name anyway, so nothing is lost, nothing counts
+twice and no loop is ever entered.
 
 `read` copies the file instead of mapping it. A mapped file that somebody truncates kills the reading process with
 SIGBUS; a copy is a valid picture or an error that names the file.
@@ -20,7 +20,6 @@ import io
 import os
 import stat as modes
 from collections.abc import Iterator, MutableSequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -28,14 +27,12 @@ from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
-from gracetune.data.backends.paths import checked, printable, unfinished_name
-from gracetune.data.backends.shared import Storage, refuse_our_names, why_unlisted
+from gracetune.data.backends.paths import checked, printable
+from gracetune.data.backends.shared import Storage, why_unlisted
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
-from gracetune.durable import sync_folder
 
 # NONBLOCK: a named pipe must not hang us before we can see that it is none of the files we read.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-_CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 
 
@@ -151,36 +148,6 @@ class LocalBackend(Storage):
             return UnreadableMediaError(path, "a link that leads back to itself")
         return UnreadableMediaError(path, f"{error.strerror} ({errno.errorcode.get(error.errno or 0, 'unknown')})")
 
-    def write(self, path: str, data: bytes) -> None:
-        folder, name = self._place(path)
-        try:
-            self._make_folders(folder)
-            with _unfinished(folder) as (file, temporary):
-                _write_all(file, data)
-                os.fsync(file.fileno())
-                os.replace(temporary, f"{folder}/{name}")  # noqa: PTH105 - plain strings all the way
-            sync_folder(folder)
-        except OSError as error:
-            raise StorageError(
-                told(
-                    f"{path} in {self._given}",
-                    found=f"it cannot be written: {error.strerror}",
-                    expected="a folder with room for it that we may write to",
-                    hint=f"look at `df -h` and `ls -ld` of {folder}; what was there before is unchanged",
-                )
-            ) from error
-
-    def delete(self, path: str) -> None:
-        """Takes the name away; of a link, the link and never what it leads to."""
-        folder, name = self._place(path)
-        try:
-            os.unlink(f"{folder}/{name}")  # noqa: PTH108 - plain strings all the way
-            sync_folder(folder)
-        except OSError as error:
-            if error.errno in (*_ABSENT, errno.EISDIR):
-                raise MissingFileError(f"{path} is no file in {self._given}") from error
-            raise StorageError(f"{path} in {self._given} cannot be deleted: {error.strerror}") from error
-
     def _inside(self, path: str) -> str:
         """Where a path really leads, links followed; never outside the root."""
         target = self._folder
@@ -195,23 +162,8 @@ class LocalBackend(Storage):
             raise OutsideRootError(f"{path} leads out of {self._given} through a link\n  try  copy the file into it")
         return target
 
-    def _place(self, path: str) -> tuple[str, str]:
-        """The real folder and the name of something to be written or deleted. The name itself is not followed."""
-        above, _, name = checked(path, self._given).rpartition("/")
-        refuse_our_names(path)
-        return (self._inside(above) if above else self._folder), name
-
     def _contains(self, target: str) -> bool:
         return target == self._folder or target.startswith(self._folder.rstrip("/") + "/")
-
-    def _make_folders(self, folder: str) -> None:
-        missing = []
-        while not Path(folder).exists():
-            missing.append(folder)
-            folder = folder.rpartition("/")[0]
-        for new in reversed(missing):
-            Path(new).mkdir(exist_ok=True)  # another thread may be making the same ones
-            sync_folder(new.rpartition("/")[0])
 
 
 def _is_link(path: str) -> bool:
@@ -228,21 +180,3 @@ def _resolved(path: str) -> str:
 
 def _facts(found: os.stat_result) -> FileStat:
     return FileStat(size=found.st_size, modified_ns=found.st_mtime_ns)
-
-
-def _write_all(file: io.FileIO, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[file.write(rest) :]
-
-
-@contextmanager
-def _unfinished(folder: str) -> Iterator[tuple[io.FileIO, str]]:
-    """A new file under a name of its own, which is gone again unless it was renamed."""
-    temporary = f"{folder}/{unfinished_name()}"
-    # Not tempfile: its files are for their owner alone, and dataset files obey the user's umask.
-    with io.FileIO(os.open(temporary, _CREATE_FLAGS, 0o666), "w") as file:
-        try:
-            yield file, temporary
-        finally:
-            Path(temporary).unlink(missing_ok=True)

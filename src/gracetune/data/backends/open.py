@@ -18,7 +18,7 @@ from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.selection import MEDIA, select, selection_for
+from gracetune.data.backends.selection import MEDIA, Selection, select, selection_for
 from gracetune.data.backends.share import LocalRanks, fetch
 from gracetune.data.backends.stager import Stager, limit_for, open_for, threads_for
 from gracetune.data.backends.staging import StagingOptions
@@ -47,10 +47,12 @@ def open_backend(
     machine: Machine | None = None,
     ranks: LocalRanks | None = None,
     on_progress: OnProgress = unwatched,
+    selection: Selection | None = None,
 ) -> OpenedBackend:
     """Where a dataset's files are, staged if it says so. The caller closes it.
 
-    `ranks` lets the processes of one launch share what the first of them stages.
+    `ranks` lets the processes of one launch share what the first of them stages. `selection` are the files to stage;
+    None means those the dataset needs.
     """
     if dataset.type == "local":
         return LocalBackend(dataset.path)
@@ -58,20 +60,22 @@ def open_backend(
         return UrlBackend(dataset.path)
     if ranks is not None and ranks.rank > 0:
         handle, files = fetch(ranks, dataset.id)
-        return attach(handle, open_source, files)
+        return attach(handle, files)
 
     def make() -> Stager:
-        return stager_for(dataset, machine or probe(), on_progress)
+        return stager_for(dataset, machine or probe(), on_progress, selection=selection)
 
     return make().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make)
 
 
-def stager_for(dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched) -> Stager:
+def stager_for(
+    dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched, *, selection: Selection | None = None
+) -> Stager:
     """How a dataset of type `in_memory` is staged."""
     options = dataset.in_memory
     return Stager(
         source=plain_backend(dataset.path),
-        selection=selection_for(dataset),
+        selection=selection or selection_for(dataset),
         options=StagingOptions(
             dataset=dataset.id,
             compression=options.compression,
@@ -85,7 +89,7 @@ def stager_for(dataset: Dataset, machine: Machine, on_progress: OnProgress = unw
 
 def attach_backend(handle: BackendHandle) -> OpenedBackend:
     """What `handle` of another process's backend describes: the same pages where that is staged."""
-    return attach(handle, open_source) if isinstance(handle, StagedHandle) else open_source(handle)
+    return attach(handle) if isinstance(handle, StagedHandle) else open_source(handle)
 
 
 def open_source(handle: SourceHandle) -> LocalBackend | UrlBackend:
@@ -133,7 +137,7 @@ class GH200InMemoryBackend(InMemoryBackend):
         )
         listing = stager.survey()
         segments, report = stager.stage(listing)
-        super().__init__(segments, root=source.root, source=source, report=report, restager=stager)
+        super().__init__(segments, root=source.root, report=report)
         unreadable = [one for one in report.unreadable if suffix_of(one.path) in selection.media]
         total = sum(suffix_of(path) in selection.media for path in listing.files)
         if too_many(len(unreadable), total, corrupt_threshold):

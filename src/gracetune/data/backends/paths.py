@@ -7,12 +7,10 @@ staged index, of a cache), and no spelling leads out of the root, on any storage
 from __future__ import annotations
 
 import re
-import secrets
 
 from gracetune.data.errors import OutsideRootError
 
 _DRIVE = re.compile(r"[A-Za-z]:/")
-_PART = re.compile(r"\.gracetune-[0-9a-f]{16}\.part")
 
 
 def refusal(path: str) -> str | None:
@@ -45,15 +43,6 @@ def checked(path: str, root: str) -> str:
 def printable(path: str) -> str:
     """Bytes that are no UTF-8 arrive as lone surrogates, which no terminal and no JSON file takes."""
     return path.encode(errors="backslashreplace").decode()
-
-
-def unfinished_name() -> str:
-    """What a file is called until it is complete."""
-    return f".gracetune-{secrets.token_hex(8)}.part"
-
-
-def is_unfinished(path: str) -> bool:
-    return _PART.fullmatch(path.rpartition("/")[2]) is not None
 
 
 def suffix_of(path: str) -> str:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from gracetune.units import format_duration
 
@@ -49,21 +45,3 @@ OnProgress: TypeAlias = Callable[[StagingProgress], None]
 
 def unwatched(progress: StagingProgress) -> None:
     """Nobody looks."""
-
-
-@contextmanager
-def staging_bar(console: Console, dataset: str) -> Iterator[OnProgress]:
-    """A bar on `console` while the block runs: files, GB, GB/s, ETA."""
-    with Progress(
-        TextColumn("staging {task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[told]}", markup=False),
-        console=console,
-    ) as bar:
-        task = bar.add_task(dataset, total=None, told="")
-
-        def show(now: StagingProgress) -> None:
-            # Files weigh too: a folder of captions has next to no bytes and still takes a while.
-            bar.update(task, total=now.total + now.files_total, completed=now.read + now.files, told=str(now))
-
-        yield show

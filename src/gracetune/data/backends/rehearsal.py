@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
 from gracetune.data.backends.estimate import Estimate
 from gracetune.data.backends.open import plain_backend, stager_for
-from gracetune.data.backends.pool import PoolKey, pool_key
+from gracetune.data.backends.pool import SharedFolder, find_folder, shared_folders, sharing_notes
 from gracetune.hardware import Machine, probe
 
 
@@ -16,24 +18,24 @@ class Rehearsal:
     What one dataset will take of main memory is no longer free for the next.
     """
 
-    def __init__(self, machine: Machine | None = None) -> None:
+    def __init__(self, datasets: Iterable[Dataset] = (), machine: Machine | None = None) -> None:
         self._machine = machine
-        self._seen: set[PoolKey] = set()
+        self._folders = [*shared_folders(datasets)]
         self.estimates: dict[str, Estimate] = {}
-        """Of what is to be staged, by dataset id; the masks of a dataset have an id of their own."""
-        self.notes: list[str] = []
+        """Of what is to be staged, by the first dataset's id; the masks of a dataset have an id of their own."""
+        self.notes = [*sharing_notes(self._folders)]
 
     def open(self, dataset: Dataset) -> Backend:
-        key = pool_key(dataset)
-        if dataset.type == "in_memory" and key not in self._seen:
-            self._seen.add(key)
-            self.estimates[dataset.id] = self._estimate(dataset)
+        folder = find_folder(self._folders, dataset)
+        if dataset.type == "in_memory" and folder.dataset.id not in self.estimates:
+            self.estimates[folder.dataset.id] = self._estimate(folder)
         return plain_backend(dataset.path)
 
-    def _estimate(self, dataset: Dataset) -> Estimate:
+    def _estimate(self, folder: SharedFolder) -> Estimate:
         self._machine = self._machine or probe()
         taken = sum(estimate.stored for estimate in self.estimates.values())
-        estimate, unchecked = stager_for(dataset, self._machine).estimate(spoken_for=taken)
+        stager = stager_for(folder.dataset, self._machine, selection=folder.selection)
+        estimate, unchecked = stager.estimate(spoken_for=taken)
         if unchecked is not None:
-            self.notes.append(f"dataset {dataset.id}: {unchecked}")
+            self.notes.append(f"dataset {folder.dataset.id}: {unchecked}")
         return estimate

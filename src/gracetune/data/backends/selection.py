@@ -57,6 +57,10 @@ class Selection:
                 unselected.append(LeftOut(path, reason))
         return Listing(chosen, listing.left_out, tuple(unselected))
 
+    def covers(self, other: Selection) -> bool:
+        """Whether everything the other chooses is chosen here too."""
+        return other.media <= self.media | self.sidecars and other.sidecars <= self.media | self.sidecars
+
     def _refusal(self, path: str) -> str | None:
         if is_hidden(path):
             return "hidden: a name that starts with a dot"

@@ -7,9 +7,8 @@ from types import TracebackType
 from typing import Self
 
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.errors import StorageError
 from gracetune.data.backends.listing import Listing
-from gracetune.data.backends.paths import is_unfinished, refusal
+from gracetune.data.backends.paths import refusal
 from gracetune.data.errors import MissingFileError
 
 
@@ -45,11 +44,4 @@ class Storage(ABC):
 def why_unlisted(path: str) -> str | None:
     """Why a file that is there is not handed out; None where it is."""
     reason = refusal(path)
-    if reason is not None:
-        return f"it cannot be used: {reason}"
-    return "a write of ours that never finished; it can be deleted" if is_unfinished(path) else None
-
-
-def refuse_our_names(path: str) -> None:
-    if is_unfinished(path):
-        raise StorageError(f"{path}: names of this form are kept for files that are being written")
+    return None if reason is None else f"it cannot be used: {reason}"

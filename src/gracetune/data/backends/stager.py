@@ -46,20 +46,17 @@ class Stager:
         estimate = estimate_stored(self.source, self.survey().files, codec_for(self.options.compression))
         return estimate, self._guard(spoken_for=spoken_for).check(estimate)
 
-    def stage(
-        self, listing: Listing, *, removed: tuple[str, ...] = (), already: int = 0
-    ) -> tuple[list[Segment], StagingReport]:
+    def stage(self, listing: Listing) -> tuple[list[Segment], StagingReport]:
         return stage(
             self.source,
             listing,
             self.options,
-            guard=self._guard(already=already),
+            guard=self._guard(),
             choice=choose_nodes(self.machine),
-            removed=removed,
             on_progress=self.on_progress,
         )
 
-    def _guard(self, *, already: int = 0, spoken_for: int = 0) -> MemoryGuard:
+    def _guard(self, *, spoken_for: int = 0) -> MemoryGuard:
         sensor = HostSensor(self.machine.gpus)
 
         def headroom() -> int | None:
@@ -67,11 +64,11 @@ class Stager:
             return None if left is None else left - spoken_for
 
         reserve = host_reserve(self.machine)
-        return MemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve, already=already)
+        return MemoryGuard(self.options.dataset, limit=self.limit, headroom=headroom, reserve=reserve)
 
     def open(self) -> InMemoryBackend:
         segments, report = self.stage(self.survey())
-        return InMemoryBackend(segments, root=self.source.root, source=self.source, report=report, restager=self)
+        return InMemoryBackend(segments, root=self.source.root, report=report)
 
 
 def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemoryBackend:

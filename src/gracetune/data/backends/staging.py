@@ -26,7 +26,7 @@ from typing import Final, cast
 import xxhash
 
 from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.arena import UNREADABLE, ArenaWriter, Entry, capacity_for, removed_entry
+from gracetune.data.backends.arena import UNREADABLE, ArenaWriter, Entry, capacity_for
 from gracetune.data.backends.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks
 from gracetune.data.backends.estimate import Estimate, estimate_stored
 from gracetune.data.backends.guard import MemoryGuard
@@ -70,7 +70,6 @@ def stage(
     *,
     guard: MemoryGuard,
     choice: NodeChoice,
-    removed: tuple[str, ...] = (),
     on_progress: OnProgress = unwatched,
 ) -> tuple[list[Segment], StagingReport]:
     """All files of `listing` in memory. Whatever goes wrong, no memory and no descriptor stays behind."""
@@ -86,7 +85,7 @@ def stage(
         ]
         run = _Run(source, guard, codec, options, listing.files)
         unreadable = run.fill(shelves, on_progress)
-        segments = _sealed(shelves, removed)
+        segments = _sealed(shelves)
     report = _report(options, shelves, estimate, unreadable, listing, time.perf_counter() - started, unchecked)
     return segments, report
 
@@ -99,12 +98,11 @@ class _Shelf:
     entries: list[Entry] = field(default_factory=list)
 
 
-def _sealed(shelves: list[_Shelf], removed: tuple[str, ...]) -> list[Segment]:
+def _sealed(shelves: list[_Shelf]) -> list[Segment]:
     with ExitStack() as stack:
         segments = []
-        for number, shelf in enumerate(shelves):
-            also = map(removed_entry, removed) if number == 0 else ()
-            segment = Segment(shelf.writer.finish([*shelf.entries, *also]))
+        for shelf in shelves:
+            segment = Segment(shelf.writer.finish(shelf.entries))
             stack.callback(segment.close)
             segments.append(segment)
         stack.pop_all()

@@ -1,7 +1,4 @@
-"""Any URL that fsspec opens: s3://, gs://, https://, memory://, archives ... The libraries for them are optional.
-
-Object stores put a file in one piece or not at all. Elsewhere it is written under another name and renamed.
-"""
+"""Any URL that fsspec opens: s3://, gs://, https://, memory://, archives ... The libraries for them are optional."""
 
 from __future__ import annotations
 
@@ -17,8 +14,8 @@ from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
-from gracetune.data.backends.paths import checked, printable, unfinished_name
-from gracetune.data.backends.shared import Storage, refuse_our_names, why_unlisted
+from gracetune.data.backends.paths import checked, printable
+from gracetune.data.backends.shared import Storage, why_unlisted
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
 
@@ -34,11 +31,9 @@ PACKAGES: Final = {
     "hf": "huggingface_hub",
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
 }  # fmt: skip
-_WHOLE_OBJECTS: Final = frozenset(["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "memory", "hf"])
 _WEB: Final = frozenset(["http", "https"])
 _LOCAL: Final = frozenset(["file", "local"])
 _ARCHIVES: Final = frozenset(["zip", "tar", "libarchive"])
-_READ_ONLY: Final = _WEB | _ARCHIVES
 # What the libraries raise besides OSError; a library that is not installed cannot raise.
 _LIBRARY_ERRORS: Final = (("aiohttp", "ClientError"), ("gcsfs.retry", "HttpError"), ("zipfile", "BadZipFile"))
 _MODIFIED: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "date_time", "created")
@@ -53,7 +48,6 @@ class UrlBackend(Storage):
         self._protocol = protocols[0]
         _refuse_local(url, protocols)
         self._errors = _error_types()
-        self._refusals: tuple[type[Exception], ...] = (*self._errors, NotImplementedError)
         self._fs, self._base = self._connect(protocols)
 
     def _connect(self, protocols: Sequence[str]) -> tuple[Any, str]:
@@ -126,65 +120,6 @@ class UrlBackend(Storage):
         with self._reading(path):
             file = self._fs.open(self._full(path), "rb")
         return io.BufferedReader(_Remote(file, self._errors))
-
-    def write(self, path: str, data: bytes) -> None:
-        full = self._full(path)
-        self._refuse_read_only(path)
-        refuse_our_names(path)
-        try:
-            self._put(full, bytes(data))
-        except self._refusals as error:
-            raise StorageError(
-                told(
-                    f"{path} in {self._url}",
-                    found=f"it cannot be written: {_words(error)}",
-                    expected=f"{self._protocol}:// storage that takes files from us",
-                    hint="check the credentials, or keep what changes in a folder of this machine",
-                )
-            ) from error
-        finally:
-            self._fs.invalidate_cache()
-
-    def _refuse_read_only(self, path: str) -> None:
-        if self._protocol in _READ_ONLY:
-            raise StorageError(
-                told(
-                    f"{path} in {self._url}",
-                    found=f"a change to something that is only read: {self._protocol}://",
-                    expected="storage that takes files from us, such as s3://",
-                    hint="copy the dataset into a folder of this machine",
-                )
-            )
-
-    def _put(self, full: str, data: bytes) -> None:
-        if self._protocol in _WHOLE_OBJECTS:
-            self._fs.pipe_file(full, data)
-            return
-        folder = full.rpartition("/")[0]
-        temporary = f"{folder}/{unfinished_name()}" if folder else unfinished_name()
-        if folder:
-            self._fs.makedirs(folder, exist_ok=True)
-        try:
-            self._fs.pipe_file(temporary, data)
-            self._fs.mv(temporary, full)
-        except BaseException:
-            if self._fs.exists(temporary):
-                self._fs.rm_file(temporary)
-            raise
-
-    def delete(self, path: str) -> None:
-        full = self._full(path)
-        self._refuse_read_only(path)
-        try:
-            with self._reading(path):
-                self._info(path)
-            self._fs.rm_file(full)
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{path} does not exist in {self._url}") from error
-        except self._refusals as error:
-            raise StorageError(f"{path} in {self._url} cannot be deleted: {_words(error)}") from error
-        finally:
-            self._fs.invalidate_cache()
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:

@@ -118,9 +118,12 @@ def data_needs(
     datasets = [dataset for dataset in config.datasets if dataset.id in found and dataset.id in shapes]
     yield from _latent_caches(config, footprint, datasets, found, shapes)
     yield from _text_cache(config, footprint, datasets, found)
+    # Datasets that name one folder and one compression share what is staged of it: `data.backends.pool` decides it so.
+    staged: dict[tuple[str, str], list[Dataset]] = {}
     for dataset in datasets:
         if dataset.type == "in_memory":
-            yield _staged(dataset, found[dataset.id])
+            staged.setdefault((dataset.path, dataset.in_memory.compression), []).append(dataset)
+    yield from (_staged(sharing, found) for sharing in staged.values())
 
 
 def _latent_caches(
@@ -190,13 +193,14 @@ def _variants(dataset: Dataset) -> int:
     return flips * (2 if _refreshed(dataset) else 1)
 
 
-def _staged(dataset: Dataset, facts: DatasetFacts) -> Need:
-    limit = dataset.in_memory.memory_limit_gb
+def _staged(datasets: list[Dataset], facts: Mapping[str, DatasetFacts]) -> Need:
+    limit = min((one.in_memory.memory_limit_gb for one in datasets if one.in_memory.memory_limit_gb), default=None)
+    size = max(facts[one.id].file_bytes for one in datasets)
     why = "as large as the files: media do not compress"
-    if limit is not None and facts.file_bytes > limit * 1e9:
+    if limit is not None and size > limit * 1e9:
         why += f"; MORE THAN memory_limit_gb {limit:g}: staging will refuse"
     phases: tuple[Phase, ...] = ("encode text", *_LATER)
-    return Need(f"files of {dataset.id}", "staged data", facts.file_bytes, phases, why, home="host")
+    return Need(f"files of {', '.join(one.id for one in datasets)}", "staged data", size, phases, why, home="host")
 
 
 def _small(size: int) -> str:

@@ -50,7 +50,7 @@ def reference_problems(
         yield Problem("references", f"{count}", f"at most {most} for {model}", f"keep {most} of them")
 
 
-# These three are for families from outside, too.
+# These are for families from outside, too.
 
 
 def checked_size(request: SampleRequest, multiple: int) -> tuple[int, int]:
@@ -61,10 +61,6 @@ def checked_size(request: SampleRequest, multiple: int) -> tuple[int, int]:
 
 def refuse_references(request: SampleRequest, model: str) -> None:
     refuse(reference_problems(request, model))
-
-
-def need_references(request: SampleRequest, model: str, *, most: int | None) -> None:
-    refuse(reference_problems(request, model, least=1, most=most))
 
 
 def batched(pipeline: Any, entry: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         width=width,
         height=height,
         num_inference_steps=request.steps,
+        guidance_rescale=request.guidance_rescale,
         generator=torch.Generator().manual_seed(request.seed),
         **options,
     )

@@ -32,6 +32,7 @@ SPEC = ModelSpec(
     load_pipeline=load_pipeline,
     sample=sample,
     check_sample=check_sample,
+    rescales_guidance=True,
     keys=KEYS,
     default_targets=tuple(
         f"{part}.attentions.*.transformer_blocks.*.{layer}"

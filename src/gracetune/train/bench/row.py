@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Final
 
 from gracetune.units import GIB
@@ -94,9 +94,6 @@ class StepRow:
     bar: str = ""
     ok: bool | None = None
     """None without a bar, and in a smoke test."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 assert tuple(one.name for one in fields(StepRow))[: len(ROW_KEYS)] == ROW_KEYS

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
+import fsspec  # type: ignore[import-untyped]
+
 from gracetune.data.backend import Backend
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
@@ -33,6 +35,12 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
     return folder
+
+
+def put(url: str, path: str, data: bytes) -> None:
+    """Into the storage behind a URL, past the backend: that only reads."""
+    store, base = fsspec.core.url_to_fs(url)
+    store.pipe_file(f"{base.rstrip('/')}/{path}", data)
 
 
 def stager(source: Backend | Path, *, limit: int | None = None, **options: Any) -> Stager:

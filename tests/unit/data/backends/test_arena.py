@@ -11,7 +11,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.data.backends.arena import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry, removed_entry
+from gracetune.data.backends.arena import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry
 from gracetune.data.backends.errors import StagingError
 from gracetune.data.backends.numa import NodeChoice
 from gracetune.data.backends.segment import Segment
@@ -20,14 +20,14 @@ from unit.data.backends.helpers import held
 ANYWHERE = NodeChoice((), "anywhere")
 
 
-def made(files: dict[str, bytes], removed: tuple[str, ...] = ()) -> Segment:
+def made(files: dict[str, bytes]) -> Segment:
     with ArenaWriter(1 << 20, ANYWHERE) as writer:
         entries = []
         for path, data in files.items():
             offset = writer.reserve(len(data))
             writer.write(offset, data)
             entries.append(Entry(path, 0, offset, len(data), len(data), 42, xxhash.xxh3_128_digest(data)))
-        return Segment(writer.finish([*entries, *map(removed_entry, removed)]))
+        return Segment(writer.finish(entries))
 
 
 def sealed_copy(content: bytes, seals: int) -> io.FileIO:
@@ -198,9 +198,3 @@ class TestRefusals:
 
 def test_records_are_as_long_as_the_format_says() -> None:
     assert RECORD.size == 64
-
-
-def test_removed_files_are_marked() -> None:
-    segment = made({"a": b"A"}, removed=("b",))
-    assert [(entry.path, entry.removed) for entry in segment] == [("a", False), ("b", True)]
-    segment.close()

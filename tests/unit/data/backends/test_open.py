@@ -4,11 +4,9 @@ import os
 import subprocess
 import sys
 import uuid
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from gracetune.config.dataset_config import Captions, CaptionTable, Dataset, InMemory
 from gracetune.data.backends import (
@@ -20,18 +18,18 @@ from gracetune.data.backends import (
     attach_backend,
     from_json,
     open_backend,
-    staging_bar,
     to_json,
 )
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
 from gracetune.data.backends.open import stager_for
+from gracetune.data.backends.pool import sharing_notes
 from gracetune.data.backends.rehearsal import Rehearsal
 from gracetune.data.backends.selection import MEDIA, select, selection_for
 from gracetune.data.backends.stager import threads_for
 from gracetune.data.media import kind_of
 from gracetune.errors import ConfigError
 from gracetune.memory.sensors import HostSensor
-from unit.data.backends.helpers import contents, fill, held, this_machine
+from unit.data.backends.helpers import contents, fill, held, put, this_machine
 from unit.hardware.machines import load
 
 FILES = {"a.jpg": b"A" * 2000, "a.txt": b"a cat", "b.PNG": b"B", "clip.mp4": b"M", "song.wav": b"W", "notes.psd": b"P"}
@@ -64,7 +62,7 @@ class TestConfiguredDatasets:
 
     def test_in_memory_from_a_url(self) -> None:
         url = f"memory://{uuid.uuid4()}"
-        UrlBackend(url).write("a.jpg", b"A")
+        put(url, "a.jpg", b"A")
         with open_backend(Dataset(id="pets", path=url, type="in_memory"), machine=this_machine()) as backend:
             assert contents(backend) == {"a.jpg": b"A"}
 
@@ -107,7 +105,7 @@ class TestConfiguredDatasets:
         path = str(folder)
         if kind == "url":
             path = f"memory://{uuid.uuid4()}"
-            UrlBackend(path).write("a.jpg", b"A")
+            put(path, "a.jpg", b"A")
         with (
             open_backend(Dataset(id="pets", path=path, type=kind), machine=this_machine()) as backend,
             attach_backend(from_json(to_json(backend.handle()))) as other,
@@ -131,25 +129,52 @@ class TestPool:
     def test_datasets_of_one_folder_share_one_copy(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(folder.parent)
         before = held()
-        with BackendPool(machine=this_machine()) as pool:
-            small = pool.open(self.dataset(folder, "small", resolution=512))
-            assert pool.open(self.dataset(folder, "large", resolution=1024, repeats=3)) is small
-            assert pool.open(self.dataset(Path("pets"), "relative")) is small
+        datasets = [
+            self.dataset(folder, "small", resolution=512, in_memory={"memory_limit_gb": 3.0, "num_workers": 1}),
+            self.dataset(folder, "large", resolution=1024, repeats=3, in_memory={"memory_limit_gb": 2.0}),
+            self.dataset(Path("pets"), "relative", in_memory={"num_workers": 2}),
+            self.dataset(folder, "clips", dataset_type="video"),
+        ]
+        with BackendPool(datasets, machine=this_machine()) as pool:
+            [shared] = pool.folders
+            assert shared.ids == ("small", "large", "relative", "clips")
+            assert (shared.dataset.in_memory.memory_limit_gb, shared.dataset.in_memory.num_workers) == (2.0, 2)
+            assert [*sharing_notes(pool.folders)] == [
+                f"datasets small, large, relative, clips share {folder}: it is staged once; "
+                "memory_limit_gb 2, the smallest of them, holds for all"
+            ]
+            small = pool.open(datasets[0])
+            assert all(pool.open(dataset) is small for dataset in datasets)
             assert held()[1] == before[1] + 1
-            assert contents(small) == {path: FILES[path] for path in ("a.jpg", "a.txt", "b.PNG")}
+            assert set(contents(small)) == {"a.jpg", "a.txt", "b.PNG", "clip.mp4", "song.wav"}
         assert held() == before
 
     def test_what_is_staged_otherwise_is_staged_again(self, folder: Path, tmp_path: Path) -> None:
         other = fill(tmp_path / "other", {"a.jpg": b""})
-        with BackendPool(machine=this_machine()) as pool:
-            variants = [
-                self.dataset(folder, "a"),
-                self.dataset(folder, "b", dataset_type="video"),
-                self.dataset(folder, "c", in_memory={"compression": "lz4"}),
-                self.dataset(folder, "d", type="local"),
-                self.dataset(other, "e"),
+        variants = [
+            self.dataset(folder, "a"),
+            self.dataset(folder, "b", in_memory={"compression": "lz4"}),
+            self.dataset(folder, "c", type="local"),
+            self.dataset(other, "d"),
+        ]
+        with BackendPool(variants, machine=this_machine()) as pool:
+            assert [*sharing_notes(pool.folders)] == [
+                f"{folder} is staged again for b: compression is lz4 there and none for a; "
+                "give both the same in_memory.compression to stage it once"
             ]
-            assert len({id(pool.open(variant)) for variant in variants}) == 5
+            assert len({id(pool.open(variant)) for variant in variants}) == 4
+            assert len(pool.opened) == 4
+
+    def test_what_no_dataset_named_is_opened_as_well(self, folder: Path) -> None:
+        """The masks of a dataset are a folder of their own."""
+        with BackendPool([self.dataset(folder, "a")], machine=this_machine()) as pool:
+            wide = self.dataset(folder, "masks", dataset_type="video")
+            assert pool.open(wide) is not pool.open(self.dataset(folder, "a"))
+            assert "clip.mp4" in pool.open(wide).list()
+
+    def test_disabled_datasets_open_nothing(self, folder: Path) -> None:
+        with BackendPool([self.dataset(folder, "a", disabled=True)], machine=this_machine()) as pool:
+            assert not pool.folders
 
     def test_a_dataset_that_fails_leaves_nothing_of_the_others(self, folder: Path) -> None:
         before = held()
@@ -206,7 +231,6 @@ class TestNameOfTheGuides:
             assert backend.read("a.jpg") == FILES["a.jpg"]
             assert backend.report is not None
             assert (backend.report.threads, backend.report.compressed_files) == (2, 1)
-            assert not backend.refresh()
 
     @pytest.mark.parametrize("root", [str, Path, os.fspath])
     def test_takes_any_spelling_of_a_folder(self, folder: Path, root: type) -> None:
@@ -233,18 +257,6 @@ class TestNameOfTheGuides:
             assert f"memory: {numa.reason}" in backend.report.lines()
 
 
-def test_the_bar_shows_files_bytes_speed_and_time(folder: Path) -> None:
-    console = Console(file=StringIO(), force_terminal=True, width=140)
-    with staging_bar(console, "[pets]") as show:
-        GH200InMemoryBackend(folder, on_progress=show).close()
-    assert isinstance(console.file, StringIO)
-    shown = console.file.getvalue()
-    assert "staging [pets]" in shown
-    assert "5/5 files" in shown
-    assert "GB/s" in shown
-    assert "ETA" in shown
-
-
 def test_importing_leaves_heavy_libraries_alone() -> None:
     code = "import sys, gracetune.data.backends; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -254,7 +266,7 @@ def test_importing_leaves_heavy_libraries_alone() -> None:
 class TestRehearsal:
     def test_stages_nothing_and_estimates_what_would_be(self, folder: Path) -> None:
         before = held()
-        rehearsal = Rehearsal(this_machine())
+        rehearsal = Rehearsal(machine=this_machine())
         dataset = Dataset(id="pets", path=str(folder), type="in_memory")
         backend = rehearsal.open(dataset)
         assert isinstance(backend, LocalBackend)
@@ -267,8 +279,16 @@ class TestRehearsal:
                 rehearsal.estimates["pets"].raw,
             )
 
+    def test_a_shared_folder_is_estimated_once(self, folder: Path) -> None:
+        datasets = [Dataset(id=name, path=str(folder), type="in_memory") for name in ("a", "b")]
+        rehearsal = Rehearsal(datasets, this_machine())
+        for dataset in datasets:
+            rehearsal.open(dataset)
+        assert [*rehearsal.estimates] == ["a"]
+        assert rehearsal.notes == [f"datasets a, b share {folder}: it is staged once"]
+
     def test_what_is_not_staged_is_not_estimated(self, folder: Path) -> None:
-        rehearsal = Rehearsal(this_machine())
+        rehearsal = Rehearsal(machine=this_machine())
         rehearsal.open(Dataset(id="pets", path=str(folder)))
         assert rehearsal.estimates == {}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.data.backends.paths import checked, is_hidden, is_unfinished, refusal, suffix_of, unfinished_name
+from gracetune.data.backends.paths import checked, is_hidden, refusal, suffix_of
 from gracetune.data.errors import OutsideRootError
 
 
@@ -45,13 +45,6 @@ def test_any_names_joined_are_a_path_unless_one_is_a_dot(parts: list[str]) -> No
     path = "/".join(parts)
     refused = refusal(path) is not None
     assert refused == (not parts or bool({".", ".."} & set(parts)) or (path[1:3] == ":/" and path[0].isascii()))
-
-
-def test_unfinished_names_are_new_every_time_and_recognised() -> None:
-    first, second = unfinished_name(), unfinished_name()
-    assert first != second
-    assert is_unfinished(f"a/{first}")
-    assert not is_unfinished("a/.gracetune-readme.part")
 
 
 @pytest.mark.parametrize(

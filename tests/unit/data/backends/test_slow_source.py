@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gracetune.data.ahead import LoadedBatch, decode_ahead
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
+from gracetune.data.refs import BatchRef
 from gracetune.testing.slow_backend import SlowBackend
 from unit.data.backends.helpers import staged
 from unit.data.folders import index_of, pictures, write
@@ -17,9 +17,9 @@ from unit.data.folders import index_of, pictures, write
 def epoch(index: DataIndex) -> tuple[int, float]:
     """Samples, and seconds."""
     started, samples = time.perf_counter(), 0
-    with decode_ahead(Loader(index, batch_size=4, epochs=1), index.load, workers=2, depth=2) as ahead:
-        while not isinstance(outcome := ahead.next_batch(), Exhausted):
-            samples += len(outcome.samples) if isinstance(outcome, LoadedBatch) else 0
+    loader = Loader(index, batch_size=4, epochs=1)
+    while not isinstance(outcome := loader.next_batch(), Exhausted):
+        samples += len([index.load(ref) for ref in outcome.samples]) if isinstance(outcome, BatchRef) else 0
     return samples, time.perf_counter() - started
 
 

@@ -238,8 +238,9 @@ class TestLimits:
         assert report.notes[0] in report.lines()
         close(segments)
 
-    def test_what_is_staged_already_counts(self) -> None:
-        guard = MemoryGuard("pets", limit=10, headroom=lambda: GIB, reserve=0, already=6)
+    def test_what_was_given_back_is_free_again(self) -> None:
+        guard = MemoryGuard("pets", limit=10, headroom=lambda: GIB, reserve=0)
+        guard.take(6)
         guard.check(Estimate(1, 4, 4))
         with pytest.raises(MemoryLimitError):
             guard.check(Estimate(1, 5, 5))

@@ -44,14 +44,8 @@ class DictBackend:
     def open(self, path: str) -> BinaryIO:
         return io.BytesIO(self.read(path))
 
-    def write(self, path: str, data: bytes) -> None:
-        self.files[path] = data
-
     def exists(self, path: str) -> bool:
         return path in self.files
-
-    def delete(self, path: str) -> None:
-        del self.files[path]
 
 
 class CountingStream(io.BytesIO):

@@ -292,3 +292,10 @@ def test_relatives_of_the_base_model(
 def test_a_sample_cannot_have_references(folder: Path) -> None:
     with pytest.raises(ConfigError, match="does not edit"):
         SPEC.sample(loaded.pipeline(SPEC.family, folder), SampleRequest(SHORT, references=(image(),)))
+
+
+def test_a_rescaled_guidance_samples_another_image(folder: Path) -> None:
+    pipeline = loaded.pipeline(SPEC.family, folder)
+    request = SampleRequest("a cat", "a dog", 64, 64, steps=2, guidance=7.0)
+    plain, rescaled = (SPEC.sample(pipeline, replace(request, guidance_rescale=value)) for value in (0.0, 0.9))
+    assert plain.frames[0].tobytes() != rescaled.frames[0].tobytes()

@@ -1,0 +1,406 @@
+"""What a run would do with a config, in numbers and words that can be compared: one probe for each part of a run.
+
+A probe gives the same answer for the same config, and another one where the part would do something else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from contextlib import chdir
+from dataclasses import asdict
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+
+from gracetune.adapters.attach import attach
+from gracetune.adapters.files import write as write_tensors
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.cache.places import places_of
+from gracetune.cache.session import needs
+from gracetune.config.run_config import RunConfig
+from gracetune.data.backends.in_memory import InMemoryBackend
+from gracetune.data.backends.pool import BackendPool, sharing_notes
+from gracetune.data.build import build_index
+from gracetune.data.loader import Loader
+from gracetune.data.refs import BatchRef
+from gracetune.diffusion.noise import draw_noise
+from gracetune.diffusion.weighting import sample_losses
+from gracetune.memory.governor import Limits
+from gracetune.memory.planning.estimate import estimate
+from gracetune.memory.planning.plan import plan
+from gracetune.memory.planning.samples import survey
+from gracetune.models.encoders import encoders_of
+from gracetune.models.experts import expert_for_window, trained_experts
+from gracetune.models.facts import facts_of
+from gracetune.models.registry import footprint_of, geometry_of, spec_of
+from gracetune.models.source import open_source
+from gracetune.models.spec import Placement, Sampled
+from gracetune.optim.build import ParamGroup, build_optimizer
+from gracetune.optim.ema import Ema
+from gracetune.optim.ramp import ramp_of
+from gracetune.optim.schedules import build_schedule
+from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.asked import requests_of
+from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.media import write_sample
+from gracetune.train.planning import Planned, choose, compiles
+from gracetune.train.position import length_of
+from gracetune.train.view import Heard
+from gracetune.units import MIB
+from runs.made import run
+from unit.data.backends.helpers import this_machine
+from unit.data.folders import image, write
+from unit.data.media.generated import audio_bytes, every, tone, video_bytes
+from unit.hardware.machines import load
+
+CPU = torch.device("cpu")
+Probe = Callable[[RunConfig], Any]
+
+
+def digest(value: Any) -> str:
+    """Of anything the probes give."""
+    if isinstance(value, torch.Tensor):
+        return hashlib.sha256(value.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
+    if isinstance(value, np.ndarray):
+        return hashlib.sha256(value.tobytes()).hexdigest()[:16]
+    if isinstance(value, dict):
+        return json.dumps({str(key): digest(one) for key, one in value.items()})
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return "[" + ",".join(map(digest, value)) + "]"
+    return repr(value)
+
+
+def make_files(root: Path) -> Path:
+    """Pictures of several sizes with all that describes them, masks, references, clips and sounds."""
+    files: dict[str, bytes | str] = {}
+    sizes = [(64, 64), (96, 64), (64, 96), (160, 64), (200, 200)]
+    rows = ["file,text,other,w,h"]
+    for number in range(10):
+        width, height = sizes[number % len(sizes)]
+        name = f"{number:02}"
+        files[f"pictures/{name}.png"] = image(width, height, seed=number)
+        if number != 3:
+            files[f"pictures/{name}.txt"] = f"tag {number}, red, green, blue\nanother line {number}"
+        files[f"pictures/{name}.caption"] = f"a caption of its own {number}"
+        rows.append(f"{name}.png,{'' if number == 4 else f'row {number}'},other {number},{width},{height}")
+        files[f"masks/{name}.png"] = image(width, height, seed=50 + number)
+        files[f"references/{name}.png"] = image(width, height, seed=90 + number)
+    files["pictures/plain.csv"] = "\n".join(rows)
+    files["pictures/second.csv"] = "\n".join(rows).replace("row", "second")
+    files["pictures/stems.csv"] = "\n".join(rows).replace(".png", "")
+    files["pictures/10.jpg"] = image(64, 64, seed=10, kind="JPEG")
+    for number in range(4):
+        files[f"few/{number}.png"], files[f"few/{number}.txt"] = image(64, 64, seed=number), f"picture {number}"
+    files["alpha/a.png"] = _with_alpha()
+    files["alpha/a.txt"] = "with an alpha channel"
+    files["damaged/a.png"], files["damaged/b.png"] = image(64, 64, seed=1), b"no picture"
+    for number, count in enumerate((9, 30, 90)):
+        files[f"clips/{number}.mp4"] = video_bytes(every(1 / 25, count), size=(64, 48))
+        files[f"clips/{number}.txt"] = f"clip {number}"
+        sound = tone(200 + number, 1.2 + 2 * number, 44_100)
+        files[f"sounds/{number}.wav"] = audio_bytes(np.stack([sound, sound]), 44_100)
+        files[f"sounds/{number}.txt"] = f"sound {number}"
+    return write(root, files)
+
+
+def _with_alpha() -> bytes:
+    import io
+
+    from PIL import Image
+
+    picture = Image.new("RGBA", (64, 64), (200, 10, 10, 255))
+    picture.putalpha(Image.linear_gradient("L").resize((64, 64)))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def data(config: RunConfig) -> Any:
+    """Everything the loader hands on in three epochs, a decoded sample of each dataset, and what staging did."""
+    geometry, _ = geometry_of(config.model)
+    with BackendPool(config.datasets, machine=this_machine()) as pool:
+        index = build_index(config, geometry, open_backend=pool.open)
+        loader = Loader(index, batch_size=config.training.batch_size, epochs=3)
+        batches = [loader.next_batch(step=number) for number in range(45)]
+        first = [one.samples[0] for one in batches if isinstance(one, BatchRef)][:3]
+        staged = [
+            (one.report.compression, one.report.stored, one.report.threads, one.report.files)
+            for one in pool.opened
+            if isinstance(one, InMemoryBackend) and one.report is not None
+        ]
+        decoded = [
+            {name: digest(part) for name, part in vars(index.load(ref)).items() if isinstance(part, torch.Tensor)}
+            for ref in first
+        ]
+        names = [(found.id, found.dropped, found.notes, found.unreadable) for found in index.datasets]
+        held = [[(item.path, item.captions) for item in found.items] for found in index.held_out]
+        return batches, decoded, names, held, staged, [*sharing_notes(pool.folders)]
+
+
+def caches(config: RunConfig) -> Any:
+    """What would be cached, where, and by which encoder."""
+    geometry, _ = geometry_of(config.model)
+    encoders = encoders_of(config, CPU)
+    index = build_index(config, geometry)
+    places = places_of(config)
+    wanted = needs(config, index, encoders, places, epoch=0)
+    return (
+        [(item.key, str(item.folder)) for item in wanted.latents],
+        [(item.key, str(item.folder)) for item in wanted.texts],
+        encoders.options,
+        str(encoders.placement),
+    )
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _denoiser(path: str, family: str, flavour: str | None) -> Any:
+    model = RunConfig.model_validate(
+        {"name": "x", "output_dir": "x", "datasets": [], "training": {"max_steps": 1},
+         "model": {"family": family, "flavour": flavour, "path": path, "base_precision": "fp32"}}
+    ).model  # fmt: skip
+    spec, source = spec_of(family), open_source(model)
+    facts = spec.inspect(source)
+    return spec, facts, spec.load_denoiser(source, facts.experts[0], Placement(CPU, torch.float32))
+
+
+def adapter(config: RunConfig) -> Any:
+    """The adapter's layers, sizes and first values, and what each of them adds to an input."""
+    spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
+    attached = attach(
+        denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name, default_targets=spec.default_targets,
+        untrained=(*spec.untrained, *facts.untrained), seed=config.training.seed,
+    )  # fmt: skip
+    try:
+        if config.adapter.init_from is not None:
+            from gracetune.adapters.opening import open_adapter
+
+            for state in open_adapter(Path(config.adapter.init_from), spec.family).states():
+                attached.load(state)
+        begun = {name: (tuple(one.shape), digest(one)) for name, one in attached.parameters().items()}
+        generator = torch.Generator().manual_seed(0)
+        if config.adapter.kind == "full_finetune":
+            return sorted(begun), attached.alphas
+        before = {name: one.detach().clone() for name, one in attached.parameters().items()}
+        with torch.no_grad():
+            for parameter in attached.parameters().values():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        denoiser.train()
+        effects = {}
+        for path in [*attached.alphas][:2] + [*attached.alphas][-2:]:
+            layer = denoiser.get_submodule(path)
+            torch.manual_seed(0)
+            effects[path] = layer(_input_of(layer, generator))
+        with torch.no_grad():
+            for name, parameter in attached.parameters().items():
+                parameter.copy_(before[name])
+        return begun, attached.alphas, digest(effects)
+    finally:
+        attached.detach()
+
+
+def _input_of(layer: nn.Module, generator: torch.Generator) -> torch.Tensor:
+    weight = next(one for name, one in layer.named_parameters() if name.endswith("weight") and "lora" not in name)
+    shape = (2, weight.shape[1]) if weight.dim() == 2 else (1, weight.shape[1], 8, 8)
+    return torch.randn(shape, generator=generator)
+
+
+def model(config: RunConfig) -> Any:
+    """Which weights are read, what they say, and whose turn it is."""
+    spec, source = spec_of(config.model.family), open_source(config.model)
+    facts = facts_of(config, spec, source)
+    trained = trained_experts(config.model.experts, facts)
+    turns = [expert_for_window(window, config.model.switch_experts_every, trained) for window in range(8)]
+    folders = (source.variant, str(source.folder), str(source.vae), str(source.text_encoder))
+    return facts, trained, turns, folders, encoders_of(config, CPU).options
+
+
+# -- learning ----------------------------------------------------------------------------------------------------------
+
+
+def optimizer(config: RunConfig) -> Any:
+    """The weights after five steps of given gradients, and the rates on the way."""
+    groups = [
+        ParamGroup(name, name, {f"{name}.w": nn.Parameter(torch.linspace(-1, 1, 32).reshape(8, 4))})  # type: ignore[arg-type]
+        for name in ("high_noise", "low_noise")
+    ]
+    made = build_optimizer(config.optimizer, groups)
+    total = config.training.max_steps or 20
+    scheduled = build_schedule(made, config.schedule, optimizer_name=config.optimizer.name, total=total)
+    generator, seen = torch.Generator().manual_seed(1), []
+    for _ in range(20):
+        for group in groups:
+            for parameter in group.parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        made.step()
+        scheduled.scheduler.step()
+        seen.append([group["lr"] for group in made.param_groups])
+    return seen, [digest(one) for group in groups for one in group.parameters.values()]
+
+
+def objective(config: RunConfig) -> Any:
+    """Noise levels, noise, losses and their weights."""
+    from gracetune.train.step import Goal
+
+    spec, source = spec_of(config.model.family), open_source(config.model)
+    facts = facts_of(config, spec, source)
+    goal = Goal.from_config(config.objective, facts, trained_experts(config.model.experts, facts))
+    generator = torch.Generator().manual_seed(2)
+    clean, answer, wanted = (torch.randn(6, 4, 8, 8, generator=generator) for _ in range(3))
+    levels = {name: sampler.levels(3, range(40), 64) for name, sampler in goal.levels.items()}
+    level = torch.linspace(0.05, 0.95, 6)
+    noise = draw_noise(clean, config.objective, 3, range(6))
+    return (
+        levels,
+        digest(noise.seen),
+        digest(noise.asked),
+        digest(sample_losses(answer, wanted, config.objective)),
+        digest(torch.as_tensor(goal.weighting.weights(facts.schedule, level))),
+        str(facts.schedule),
+    )
+
+
+def learning(config: RunConfig) -> Any:
+    """Batches of every step, clipping and averaging."""
+    training = config.training
+    windows = [*islice(ramp_of(training, 1).windows(), 30)]
+    weights = {"a": nn.Parameter(torch.ones(8))}
+    gradients = FlatGradients(weights, None)
+    gradients.open()
+    (weights["a"] * torch.linspace(0.1, 5.0, 8)).sum().backward()
+    gradients.collect()
+    norm = float(gradients.finish(1.0, Clip(training.grad_clip, training.max_grad_norm)))
+    ema, averages = Ema.from_config(weights, training.ema), []
+    for number in range(4):
+        with torch.no_grad():
+            weights["a"] += number
+        if ema is not None:
+            ema.update()
+            averages.append({name: digest(one) for name, one in ema.averages.items()})
+    return windows, digest(weights["a"].grad), norm, averages
+
+
+def choices(config: RunConfig) -> Any:
+    """How denoisers would be run, with the reasons, and what the memory plan says on a GH200."""
+    footprint, _ = footprint_of(config.model)
+    machine = load("gh200-numa")
+    demand = estimate(config, footprint, survey(config), compiled=compiles(config, "cuda"))
+    planned = Planned(demand, plan(demand, machine, disk_free=None))
+    _, lines = choose(config, planned, spec_of(config.model.family).attention, CPU, torch.float32)
+    limits = Limits.from_options(config.memory, host_reserve=MIB)
+    return lines, digest(str(planned.plan)), limits
+
+
+def plans(config: RunConfig) -> Any:
+    """What the memory plan says on a GH200, from batches that fit to batches that do not."""
+    footprint, _ = footprint_of(config.model)
+    found = []
+    for size in (64, 128, 256, 384, 512):
+        larger = config.model_copy(update={"training": config.training.model_copy(update={"batch_size": size})})
+        found.append(plan(estimate(larger, footprint, survey(larger), compiled=True), load("gh200-numa")))
+    return digest(str(found))
+
+
+def samples(config: RunConfig) -> Any:
+    return requests_of(config)
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+_CLOCKS = ("_s", "_ms", "time", "hours", "bytes", "memory", "per_second", "host", "git", "version", "eta")
+
+
+SAID = ("latents", "texts", "deterministic")
+"""Lines a run prints about choices that leave no other trace."""
+
+
+def whole_run(config: RunConfig) -> Any:
+    """What a run in a new folder leaves: its files, its events without what a clock or the machine says, its result."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        return _left_by(config)
+
+
+def second_run(config: RunConfig) -> Any:
+    """What a run does in the folder of one that ended earlier."""
+    with TemporaryDirectory() as folder, chdir(folder):
+        shorter = config.training.model_copy(update={"max_steps": 2})
+        keeping = config.checkpoints.model_copy(update={"every_steps": 1, "resume": "latest"})
+        _left_by(config.model_copy(update={"training": shorter, "checkpoints": keeping}))
+        return _left_by(config)
+
+
+def _left_by(config: RunConfig) -> Any:
+    view = Heard()
+    result = run(config, view)
+    folder = Path()
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    plain = [_plain_name(name) for name in files]
+    # Not their bytes: a file's metadata may repeat the config.
+    tensors = {path.name: load_file(path) for path in result.files if path.suffix == ".safetensors"}
+    events = []
+    for log in sorted(folder.rglob("events*.jsonl")):
+        for record in read_log(log).merged():
+            name = type(record.event).__name__
+            if name != "MemorySampled":  # times and sizes
+                values = {key: value for key, value in _plain(record.event).items() if key not in ("config", "run")}
+                events.append((name, values))
+    said = [re.sub(r"[0-9.]+ \w+/?s?", "", one) for one in view.said if one.startswith(SAID)]
+    held = {name: {key: (str(one.dtype), digest(one)) for key, one in found.items()} for name, found in tensors.items()}
+    return result.step, plain, events, view.warnings, digest(held), said
+
+
+def _plain(event: Any) -> dict[str, Any]:
+    values = asdict(event) if hasattr(event, "__dataclass_fields__") else event.model_dump()
+    return {key: value for key, value in values.items() if not key.endswith(_CLOCKS)}
+
+
+def _plain_name(name: str) -> str:
+    """Files of the cache and of TensorBoard have random names."""
+    return re.sub(r"[0-9a-f]{16,}|tfevents.*", "*", name)
+
+
+def clip_file(config: RunConfig) -> Any:
+    """A clip as a round of samples writes it."""
+    frames = tuple(Image.new("RGB", (32, 32), (number * 20, 0, 0)) for number in range(5))
+    with TemporaryDirectory() as folder:
+        path, kind = write_sample(Path(folder) / "clip", Sampled(frames=frames, fps=16.0), config.validation.fps)
+        return kind, hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_adapter(config: RunConfig, path: Path) -> None:
+    """An adapter file of the config's own kind and layers, with other values than a new one has."""
+    spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
+    attached = attach(denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name,
+                      default_targets=spec.default_targets, seed=77)  # fmt: skip
+    tensors, metadata = FORMATS["diffusers"].write(attached.state(), torch.float32)
+    attached.detach()
+    write_tensors(path, tensors, metadata)
+
+
+def length(config: RunConfig) -> Any:
+    geometry, _ = geometry_of(config.model)
+    index = build_index(config, geometry)
+    training = config.training
+    return length_of(
+        index,
+        ramp_of(training, 1),
+        batch_size=training.batch_size,
+        max_steps=training.max_steps,
+        epochs=training.epochs,
+    )

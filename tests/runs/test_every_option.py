@@ -1,0 +1,535 @@
+"""Every option acts: changing it changes what a run would do, or it is in a short list with the reason.
+
+An option belongs to a probe (`option_probes`): a part of a run, asked without training where that shows it. The table
+says for each option what it is changed to, and what else is set on both sides (the switch it belongs to).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gracetune.config.run_config import RunConfig, Training
+from runs import option_probes as probes
+from runs.option_probes import Probe, digest, make_files
+from unit.config.test_options import options
+
+REPOSITORY = Path(__file__).parents[2]
+REVIEWED: dict[str, str] = {
+    "model.revision": "needs a download: covered by tests/unit/models/test_source.py",
+    "logging.project": "needs wandb: covered by tests/unit/telemetry/test_sinks.py::TestWandb",
+    "memory.uvm_access_pattern": "GPU only: covered by tests/gpu/test_managed_gpu.py::"
+    "test_overflow_serves_backward_and_small_requests",
+}
+"""Options that no probe on a CPU shows. Each names the test that covers it."""
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Changes:
+    probe: Probe
+    base: str
+    given: Values
+    """Set on both sides."""
+    changed: Values
+    long: bool = False
+    """Whole runs: `make test-full`."""
+
+
+@dataclass(frozen=True)
+class Change:
+    option: str
+    value: Any
+    of: Changes = field(repr=False)
+
+
+PAIRED = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0, "corrupt_threshold": 0.5}
+PICTURES = {"id": "pictures", "path": "{files}/pictures", "resolution": 64.0}
+BASES: dict[str, dict[str, Any]] = {
+    "sdxl": {"model": {"family": "sdxl", "flavour": "base-1.0", "path": "{sdxl:base-1.0}"}, "datasets": [PICTURES]},
+    "wan": {"model": {"family": "wan", "flavour": "t2v-14b-2.2", "path": "{wan:t2v-14b-2.2}"},
+            "datasets": [{"id": "clips", "path": "{files}/clips", "dataset_type": "video", "resolution": 48.0,
+                          "video": {"num_frames": 5}}]},
+    "flux": {"model": {"family": "flux", "flavour": "dev", "path": "{flux:dev}"}, "datasets": [PICTURES]},
+    "audio": {"model": {"family": "stable_audio", "flavour": "open-1.0", "path": "{stable_audio:open-1.0}"},
+              "datasets": [{"id": "sounds", "path": "{files}/sounds", "dataset_type": "audio",
+                            "audio": {"duration_interval": 1.0}}]},
+    "planned": {"model": {"family": "wan", "flavour": "t2v-14b-2.2"},
+                "datasets": [{**PICTURES, "resolution": 512.0}], "memory": {"use_uvm": True}},
+}  # fmt: skip
+TABLE = {
+    "strategy": "csv",
+    "table": {
+        "path": "plain.csv",
+        "filename_column": "file",
+        "caption_column": "text",
+        "width_column": "w",
+        "height_column": "h",
+    },
+}
+QUERIES = "down_blocks.*.attentions.*.transformer_blocks.*.attn1.to_q"
+PROMPT = {"prompt": "a cat"}
+ONE = "datasets[0]"
+FEW = {**PICTURES, "path": "{files}/few"}
+RUN: dict[str, Any] = {"training.max_steps": 4, "datasets": [FEW]}
+
+CHANGES = [
+    # -- datasets
+    Changes(probes.data, "sdxl", {}, {
+        "datasets[].id": "others",
+        "datasets[].path": "{files}/references",
+        "datasets[].type": "in_memory",
+        "datasets[].resolution": 96.0,
+        "datasets[].resolution_type": "pixel",
+        "datasets[].minimum_size": 70.0,
+        "datasets[].minimum_aspect_ratio": 0.9,
+        "datasets[].maximum_aspect_ratio": 1.2,
+        "datasets[].crop.enabled": True,
+        "datasets[].captions.strategy": "filename",
+        "datasets[].captions.extension": "caption",
+        "datasets[].captions.default": "a default",
+        "datasets[].captions.trigger_word": "sks",
+        "datasets[].captions.split_lines": False,
+        "datasets[].captions.dropout": 0.5,
+        "datasets[].captions.shuffle_tags": True,
+        "datasets[].augmentation.flip_x": True,
+        "datasets[].augmentation.flip_y": True,
+        "datasets[].augmentation.transforms": [{"method": "Blur"}],
+        "datasets[].repeats": 1,
+        "datasets[].batch_size": 3,
+        "datasets[].max_samples": 4,
+        "datasets[].loss_weight": 2.0,
+        "training.batch_size": 3,
+        "training.seed": 9,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {
+        "datasets[].in_memory.compression": "zstd",
+        "datasets[].in_memory.num_workers": 3,
+        "datasets[].in_memory.file_extensions": ["jpg"],
+    }),
+    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "more", "path": "{files}/references"}]}, {
+        "datasets[].disabled": True,
+        "datasets[].dataset_type": "eval",
+        "datasets[].probability": 5.0,
+        "datasets[].start_epoch": 2,
+        "datasets[].end_epoch": 1,
+        "datasets[].start_step": 2,
+        "datasets[].end_step": 2,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.maximum_size": 80.0, f"{ONE}.downsample_to": 72.0,
+                                  f"{ONE}.crop.enabled": True}, {
+        "datasets[].maximum_size": 250.0,
+        "datasets[].downsample_to": 78.0,
+        "datasets[].crop.style": "corner",
+        "datasets[].crop.aspect": "preserve",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.crop": {"enabled": True, "aspect": "closest", "aspect_buckets": [1.0]},
+                                  f"{ONE}.resolution": 256.0}, {
+        "datasets[].crop.aspect_buckets": [1.0, 1.5],
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.strategy": "instanceprompt", f"{ONE}.captions.instance_prompt": "x"},
+            {"datasets[].captions.instance_prompt": "another"}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.instance_prompt": "x"},
+            {"datasets[].captions.prepend_instance_prompt": True}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.shuffle_tags": True}, {
+        "datasets[].captions.keep_tags": 2,
+        "datasets[].captions.shuffle_variants": 3,
+        "datasets[].captions.tag_separator": " ",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions": TABLE}, {
+        "datasets[].captions.table.path": "second.csv",
+        "datasets[].captions.table.filename_column": "other",
+        "datasets[].captions.table.caption_column": "other",
+        "datasets[].captions.table.fallback_caption_column": "other",
+        "datasets[].captions.table.identifier_includes_extension": False,
+        "datasets[].captions.table.width_column": "h",
+        "datasets[].captions.table.height_column": "w",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.augmentation.transforms": [{"method": "Blur"}]}, {
+        "datasets[].augmentation.cache_mode": "static",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.mask.path": "{files}/masks"}, {
+        "datasets[].mask.path": "{files}/references",
+        "datasets[].mask.min_weight": 0.3,
+        "datasets[].mask.invert": True,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/alpha"}, {"datasets[].mask.from_alpha": True}),
+    Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/damaged", f"{ONE}.corrupt_threshold": 0.6},
+            {"datasets[].corrupt_threshold": 0.1}),
+    Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {"datasets[].in_memory.memory_limit_gb": 1e-9}),
+    Changes(probes.data, "sdxl", {"datasets": [PAIRED, {**PICTURES, "id": "references", "path": "{files}/references",
+                                               "dataset_type": "conditioning"}]}, {
+        "datasets[].conditioning": ["references"],
+    }),
+    Changes(probes.data, "sdxl", {"datasets": [
+        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning"}, PAIRED]},
+        {"datasets[].source_dataset_id": "pictures"}),
+    Changes(probes.data, "sdxl", {"datasets": [
+        {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
+         "source_dataset_id": "pictures"}, PAIRED]}, {"datasets[].conditioning_type": "mask"}),
+    Changes(probes.data, "wan", {}, {
+        "datasets[].video.num_frames": 9,
+        "datasets[].video.fps": 12.0,
+        "datasets[].video.min_frames": 20,
+        "datasets[].video.max_frames": 40,
+        "datasets[].video.clip": "uniform",
+        "datasets[].video.whole_clip": True,
+        "datasets[].video.from_length": True,
+    }),
+    Changes(probes.data, "wan", {f"{ONE}.video": {"from_length": True}}, {"datasets[].video.frame_interval": 12}),
+    Changes(probes.data, "wan", {f"{ONE}.video": {}}, {"datasets[].video.bucket_strategy": "resolution_frames"}),
+    Changes(probes.data, "audio", {}, {
+        "datasets[].audio.sample_rate": 22_050,
+        "datasets[].audio.channels": 1,
+        "datasets[].audio.duration_interval": 2.0,
+        "datasets[].audio.max_duration_seconds": 2.0,
+        "datasets[].audio.truncation": "end",
+    }),
+    # -- caches
+    Changes(probes.caches, "sdxl", {}, {
+        "datasets[].cache_dir": "{root}/own",
+        "cache.cache_dir": "{root}/elsewhere",
+        "cache.text_cache_dir": "{root}/texts",
+        "cache.vae_cache_dir": "{root}/latents",
+        "model.vae_tiling": True,
+        "model.vae_slicing": True,
+        "training.mixed_precision": "bf16",
+    }),
+    Changes(probes.caches, "sdxl", {f"{ONE}.cache_latents": "disk"}, {"datasets[].cache_latents": "none"}),
+    # -- the model
+    Changes(probes.model, "wan", {}, {
+        "model.family": "sdxl",
+        "model.flavour": "i2v-14b-2.2",
+        "model.experts": "low",
+        "model.switch_experts_every": 2,
+        "model.expert_boundary": 0.5,
+        "model.vae_path": "{wan:t2v-14b-2.1}/vae",
+        "model.text_encoder_path": "{wan:t2v-14b-2.1}/text_encoder",
+        "model.variant": "fp16",
+        "datasets[].video.image_to_video": True,
+    }),
+    Changes(probes.model, "wan", {"model.flavour": None}, {"model.path": "{wan:ti2v-5b-2.2}"}),
+    # -- the adapter
+    Changes(probes.adapter, "sdxl", {"adapter.targets": [QUERIES, "down_blocks.*.resnets.*.conv1"]}, {
+        "adapter.kind": "dora",
+        "adapter.rank": 8,
+        "adapter.alpha": 1.0,
+        "adapter.dropout": 0.5,
+        "adapter.conv_rank": 2,
+        "adapter.conv_alpha": 1.0,
+        "adapter.targets": [QUERIES],
+        "adapter.exclude": ["down_blocks.1.*"],
+        "adapter.strength": 0.5,
+        "adapter.init_from": "{adapter}",
+    }),
+    Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr"}, {
+        "adapter.factor": 2,
+        "adapter.by_module": {"Attention": {"algo": "lora"}},
+    }),
+    Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr", "adapter.rank": 1, "adapter.factor": 4},
+            {"adapter.decompose_both": True, "adapter.full_rank": True}),
+    # -- learning
+    Changes(probes.optimizer, "sdxl", {"optimizer.lr": 1e-3}, {
+        "optimizer.name": "lion",
+        "optimizer.lr": 2e-3,
+        "optimizer.weight_decay": 0.5,
+        "optimizer.betas": [0.5, 0.9],
+        "optimizer.eps": 0.1,
+        "optimizer.options": {"amsgrad": True},
+        "schedule.name": "linear",
+    }),
+    Changes(probes.optimizer, "sdxl", {"optimizer.name": "automagic", "optimizer.lr": 1e-4}, {
+        f"optimizer.{part}.{name}": value
+        for part in ("limits", "high_noise", "low_noise")
+        for name, value in (("lr_bump", 3e-5), ("min_lr", 2e-4), ("max_lr", 1.001e-4))
+    }),
+    Changes(probes.optimizer, "sdxl", {"schedule.name": "polynomial"}, {
+        "schedule.warmup_steps": 5,
+        "schedule.power": 2.0,
+        "schedule.end_lr": 1e-5,
+    }),
+    Changes(probes.optimizer, "sdxl", {"schedule.name": "cosine_with_restarts"}, {"schedule.cycles": 2.0}),
+    Changes(probes.objective, "flux", {}, {
+        "objective.loss": "mae",
+        "objective.flow_shift": 5.0,
+        "objective.timesteps": "uniform",
+        "objective.timestep_bias": "style",
+        "objective.sigmoid_scale": 2.0,
+        "objective.min_timestep": 300,
+        "objective.max_timestep": 700,
+        "objective.noise_offset": 0.1,
+        "objective.input_perturbation": 0.1,
+    }),
+    Changes(probes.objective, "sdxl", {"objective.loss": "huber"}, {"objective.huber_delta": 1.0}),
+    Changes(probes.objective, "sdxl", {}, {
+        "objective.prediction": "v_prediction",
+        "objective.snr_gamma": 5.0,
+        "objective.debiased": True,
+    }),
+    Changes(probes.objective, "sdxl", {"objective.snr_gamma": 5.0}, {"objective.soft_min_snr": True}),
+    Changes(probes.objective, "sdxl", {"objective.noise_offset": 0.1}, {"objective.noise_offset_probability": 0.3}),
+    Changes(probes.objective, "flux", {"objective.timesteps": "beta"},
+            {"objective.beta_alpha": 4.0, "objective.beta_beta": 4.0}),
+    Changes(probes.learning, "sdxl", {"training.max_grad_norm": 1.0}, {
+        "training.gradient_accumulation_steps": 2,
+        "training.max_grad_norm": 0.5,
+        "training.grad_clip": "value",
+        "training.ema.enabled": True,
+    }),
+    Changes(probes.learning, "sdxl", {"training.ema.enabled": True}, {
+        "training.ema.decay": 0.5,
+        "training.ema.update_every": 2,
+    }),
+    Changes(probes.learning, "sdxl", {"training.ramp": {"initial_effective_batch_size": 2, "batch_rampup_steps": 10,
+                                                        "target_effective_batch_size": 8}},
+            {"training.ramp.enabled": True}),
+    Changes(probes.learning, "sdxl", {"training.ramp": {"enabled": True, "initial_effective_batch_size": 2,
+                                                        "batch_rampup_steps": 10, "target_effective_batch_size": 8}}, {
+        "training.ramp.initial_effective_batch_size": 4,
+        "training.ramp.target_effective_batch_size": 6,
+        "training.ramp.batch_rampup_steps": 20,
+    }),
+    Changes(probes.length, "sdxl", {}, {"training.max_steps": 7}),
+    Changes(probes.length, "sdxl", {"training.max_steps": None, "training.epochs": 2}, {"training.epochs": 3}),
+    # -- memory
+    Changes(probes.choices, "planned", {}, {
+        "training.gradient_checkpointing": "off",
+        "training.attention": "math",
+        "training.compile": "off",
+        "model.base_precision": "fp8",
+        "memory.uvm_stage1_threshold": 0.3,
+        "memory.uvm_stage1_min_bytes": 2**40,
+        "cache.vae_batch_size": 64,
+        "cache.text_encoder_batch_size": 64,
+    }),
+    Changes(probes.plans, "planned", {}, {
+        "memory.use_uvm": False,
+        "memory.uvm_oversubscription_ratio": 1.01,
+    }),
+    # -- samples
+    Changes(probes.samples, "sdxl", {"validation.prompts": [PROMPT, PROMPT]}, {
+        "validation.enabled": False,
+        "validation.prompts[].prompt": "a dog",
+        "validation.prompts[].negative_prompt": "blur",
+        "validation.prompts[].width": 128,
+        "validation.prompts[].height": 128,
+        "validation.prompts[].num_frames": 5,
+        "validation.prompts[].seed": 5,
+        "validation.prompts[].guidance": 2.0,
+        "validation.prompts[].steps": 3,
+        "validation.prompts[].adapter_strength": 0.5,
+        "validation.prompts[].references": ["{files}/pictures/00.png"],
+        "validation.negative_prompt": "blur",
+        "validation.width": 128,
+        "validation.height": 128,
+        "validation.num_frames": 5,
+        "validation.seed": 5,
+        "validation.walk_seed": True,
+        "validation.guidance": 2.0,
+        "validation.guidance_rescale": 0.5,
+        "validation.steps": 3,
+        "validation.images_per_prompt": 2,
+    }),
+    # -- whole runs
+    Changes(probes.whole_run, "sdxl", RUN, {
+        "name": "another",
+        "output_dir": "elsewhere",
+        "cache.persistent_cache": False,
+        "cache.vae_cache_type": "memory",
+        "cache.text_cache_type": "memory",
+        "checkpoints.every_steps": 2,
+        "checkpoints.save_dtype": "fp32",
+        "checkpoints.format": "kohya",
+        "logging.every_steps": 2,
+        "logging.trackers": ["tensorboard"],
+        "logging.webhook": "http://127.0.0.1:9/",
+        "training.deterministic": True,
+        "memory.enable_uvm_hints": True,
+        "datasets[].adapter_strength": 0.5,
+        "datasets[].regularisation": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1}, {
+        "checkpoints.keep_last": 1,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1, "checkpoints.keep_last": 1}, {
+        "checkpoints.keep_every_steps": 2,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "training.batch_size": 2}, {"checkpoints.every_epochs": 1}, long=True),
+    Changes(probes.second_run, "sdxl", RUN, {"checkpoints.resume": "none"}, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "training.batch_size": 2, "validation.prompts": [PROMPT],
+                                       "validation.width": 64, "validation.height": 64, "validation.steps": 1}, {
+        "validation.every_steps": 2,
+        "validation.every_epochs": 1,
+        "validation.at_start": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [FEW, {**FEW, "id": "held", "dataset_type": "eval"}]}, {
+        "validation.loss_every_steps": 2,
+    }, long=True),
+    Changes(probes.clip_file, "wan", {}, {"validation.fps": 4.0}),
+]  # fmt: skip
+
+
+# -- the check ---------------------------------------------------------------------------------------------------------
+
+
+def listed() -> Iterator[Change]:
+    for group in CHANGES:
+        yield from (Change(option, value, group) for option, value in group.changed.items())
+
+
+class DeadOptionError(AssertionError):
+    """An option that changes nothing."""
+
+
+@dataclass
+class World:
+    """Files and models the configs name, and what bases without a change give."""
+
+    names: Mapping[str, str]
+    tiny_model: Any
+    root: Path
+    seen: dict[Any, str] = field(default_factory=dict)
+    runs: int = 0
+
+    def filled(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: self.filled(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [self.filled(one) for one in value]
+        if not isinstance(value, str) or "{" not in value:
+            return value
+        for name, path in self.names.items():
+            value = value.replace(f"{{{name}}}", path)
+        if value.startswith("{") and ":" in value:
+            model, _, rest = value[1:].partition("}")
+            return str(self.tiny_model(*model.split(":"))) + rest
+        return value
+
+    def config(self, base: str, values: Values, kind: type[RunConfig] = RunConfig) -> RunConfig:
+        self.runs += 1
+        document: dict[str, Any] = {
+            "name": "tiny",
+            "output_dir": "out",
+            "training": {"max_steps": 20, "mixed_precision": "fp32", "seed": 3},
+            "checkpoints": {"every_steps": None},
+            "logging": {"every_steps": 1, "trackers": []},
+        }
+        document = _merged(document, self.filled(BASES[base]))
+        if "path" in document["model"]:
+            document["model"].setdefault("base_precision", "fp32")
+        for path, value in values.items():
+            _put(document, path, self.filled(value))
+        return kind.model_validate(document)
+
+    def digest(self, probe: Probe, config: RunConfig) -> str:
+        from gracetune.errors import GracetuneError
+
+        try:
+            return digest(probe(config))
+        except GracetuneError as error:
+            return f"refused: {error}"
+
+    def check(self, change: Change, kind: type[RunConfig] = RunConfig) -> None:
+        group = change.of
+        key = (id(group), kind)
+        if key not in self.seen:
+            base = self.config(group.base, group.given, kind)
+            first = self.digest(group.probe, base)
+            assert not first.startswith("refused"), first
+            assert self.digest(group.probe, base) == first, f"{group.probe.__name__} varies by itself"
+            self.seen[key] = first
+        changed = self.config(group.base, {**group.given, change.option.replace("[]", "[0]"): change.value}, kind)
+        found = self.digest(group.probe, changed)
+        if found == self.seen[key]:
+            raise DeadOptionError(
+                f"{change.option} = {change.value!r} changes nothing that {group.probe.__name__} shows"
+            )
+        if found.startswith("refused") and change.option not in REFUSALS:
+            raise AssertionError(f"{change.option} = {change.value!r} is {found}")
+
+
+REFUSALS = ("datasets[].corrupt_threshold", "datasets[].in_memory.memory_limit_gb", "model.variant", "model.family",
+            "model.flavour", "checkpoints.resume")  # fmt: skip
+"""Options whose effect is a refusal of what is there."""
+
+
+def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(one[key], other[key]) for key in one.keys() & other.keys() if isinstance(other[key], dict)}
+    return {**one, **other, **both}
+
+
+def _put(document: dict[str, Any], path: str, value: Any) -> None:
+    *above, last = path.replace("[0]", ".0").split(".")
+    node: Any = document
+    for step in above:
+        node = node[int(step)] if step.isdigit() else node.setdefault(step, {})
+    node[last] = value
+
+
+@pytest.fixture(scope="module")
+def world(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp("options")
+    files = make_files(root / "files")
+    made = World(
+        {"files": str(files), "root": str(root), "adapter": str(root / "adapter.safetensors")}, tiny_model, root
+    )
+    given = next(one.given for one in CHANGES if "adapter.init_from" in one.changed)
+    probes.write_adapter(made.config("sdxl", given), root / "adapter.safetensors")
+    return made
+
+
+def _named(change: Change) -> Any:
+    return pytest.param(change, id=change.option, marks=[pytest.mark.full] if change.of.long else [])
+
+
+@pytest.mark.parametrize("change", [_named(change) for change in listed()])
+def test_the_option_acts(world: World, change: Change) -> None:
+    world.check(change)
+
+
+def test_every_option_is_asked_or_reviewed() -> None:
+    asked = [change.option for change in listed()]
+    assert len(asked) == len({*asked}), "an option is asked twice"
+    assert not {*asked} & REVIEWED.keys()
+    assert sorted([*asked, *REVIEWED]) == sorted(options(RunConfig))
+
+
+@pytest.mark.parametrize("option", REVIEWED)
+def test_what_is_reviewed_names_a_test_that_exists(option: str) -> None:
+    place, _, name = REVIEWED[option].rpartition("covered by ")[2].partition("::")
+    text = (REPOSITORY / place).read_text()
+    assert not name or f"def {name}(" in text or f"class {name}" in text
+
+
+class WithADeadOption(Training):
+    unread: int = 0
+
+
+class DeadConfig(RunConfig):
+    training: WithADeadOption = WithADeadOption()
+
+
+PROBED = {group.probe: group for group in CHANGES}
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(one, id=probe.__name__, marks=[pytest.mark.full] if one.long else [])
+        for probe, one in PROBED.items()
+    ],
+)
+def test_an_option_that_nobody_reads_fails(world: World, group: Changes) -> None:
+    """By every probe: none of them shows the config itself."""
+    with pytest.raises(DeadOptionError, match=r"training\.unread = 1 changes nothing"):
+        world.check(Change("training.unread", 1, group), DeadConfig)
+
+
+def test_an_option_without_an_entry_is_noticed() -> None:
+    known = {*REVIEWED, *(change.option for change in listed())}
+    assert {*options(DeadConfig)} - known == {"training.unread"}

@@ -143,4 +143,4 @@ def heap(uvm: Uvm) -> Iterator[ManagedHeap]:
     heap = ManagedHeap(uvm, 0, lambda: torch.cuda.synchronize(0))
     yield heap
     assert heap.held_bytes == 0, "the test left a managed buffer behind"
-    assert uvm.total_stats().live_bytes == before
+    assert uvm.total_stats().live_bytes <= before, "less where an earlier test that failed had left some"

@@ -33,7 +33,7 @@ def test_both_encoders_give_everything_back(run: Run) -> None:
     with run.caches() as caches:
         assert build(run.config, run.index, run.encoders, caches).encoded == 17
     assert min(used) > before
-    assert held_bytes() == before
+    assert held_bytes() <= before
 
 
 def test_a_full_gpu_halves_the_batch(run: Run) -> None:
@@ -57,4 +57,4 @@ def test_a_full_gpu_halves_the_batch(run: Run) -> None:
     assert found.latents.encoded == 16
     assert found.latents.batch_size < 16
     assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
-    assert held_bytes() == before
+    assert held_bytes() <= before

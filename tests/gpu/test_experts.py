@@ -178,7 +178,7 @@ def _hidden(parking: Parking) -> float:
 
     alone()
     move = min(alone() for _ in range(3))
-    step = matmul_step(2 * move, 0)
+    step = matmul_step(4 * move, 0)  # long enough for a slow host to enqueue the move behind it
 
     def steps() -> None:
         step()

@@ -121,6 +121,7 @@ def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_
     assert one == pytest.approx(two, rel=1e-3)
 
 
+@pytest.mark.full  # compiles twice
 def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

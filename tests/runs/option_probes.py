@@ -185,6 +185,7 @@ def adapter(config: RunConfig) -> Any:
     spec, facts, denoiser = _denoiser(config.model.path, config.model.family, config.model.flavour)
     attached = attach(
         denoiser, config.adapter, family=spec.family, stage=facts.experts[0].name, default_targets=spec.default_targets,
+        conv_targets=spec.conv_targets,
         untrained=(*spec.untrained, *facts.untrained), seed=config.training.seed,
     )  # fmt: skip
     try:

@@ -211,8 +211,8 @@ def test_a_cache_changes_its_home_without_waiting(heap: ManagedHeap) -> None:
 
 
 def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) -> None:
-    """Steps that take no time wait for batches that queue behind other copies over the link. The cache then comes nearer,
-    and its bytes are the same."""
+    """Steps that take no time wait for batches that queue behind other copies. The cache then moves to the GPU, and its
+    bytes are the same."""
     machine = probe()
     beside, elsewhere = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
     target = torch.empty(128 * MIB, dtype=torch.uint8, device=CUDA)

@@ -22,6 +22,8 @@ REPOSITORY = Path(__file__).parents[2]
 REVIEWED: dict[str, str] = {
     "model.revision": "needs a download: covered by tests/unit/models/test_source.py",
     "logging.project": "needs wandb: covered by tests/unit/telemetry/test_sinks.py::TestWandb",
+    "optimizer.rates_from": "needs ai-toolkit's optimizer.pt and a whole run: covered by tests/runs/test_dialects.py::"
+    "test_learning_rates_of_an_ai_toolkit_run_are_taken_over",
     "memory.uvm_access_pattern": "GPU only: covered by tests/gpu/test_managed_gpu.py::"
     "test_overflow_serves_backward_and_small_requests",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gracetune.config.environment import Environment
 from gracetune.data.draws import draw
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError, MachineError, Problem
 
 Precision = Literal["bf16", "fp16", "fp32"]
 T = TypeVar("T")
@@ -126,6 +126,25 @@ class Runtime:
     def barrier(self) -> None:
         if self.world_size > 1:
             dist.barrier(group=self._talk)
+
+    def from_main(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes, on every rank; plain data. An error there is an error everywhere."""
+        if self.world_size == 1:
+            return make()
+        box: list[Any] = [None, None]
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                box[0] = make()
+            except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised again below
+                failure, box[1] = error, str(error) or type(error).__name__
+        dist.broadcast_object_list(box, group=self._talk)
+        if failure is not None:
+            raise failure
+        if box[1] is not None:
+            raise MachineError(f"rank 0 stopped: {box[1]}")
+        result: T = box[0]
+        return result
 
     def highest(self, value: int) -> int:
         """Of all ranks' numbers. A collective that no GPU takes part in, so it does not wait for one."""

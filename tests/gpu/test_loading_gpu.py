@@ -13,7 +13,7 @@ from torch import Tensor
 from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights import loading
 from gracetune.memory.weights.destinations import TORCH_DTYPES
-from gracetune.memory.weights.loading import load_safetensors_into
+from gracetune.memory.weights.loading import load_into, open_weights
 from gracetune.units import MIB
 
 pytestmark = pytest.mark.gpu
@@ -52,7 +52,7 @@ def test_every_dtype_arrives_bit_by_bit(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {f"t{n}": noise(61, 97, dtype=TORCH_DTYPES[code], seed=n) for n in range(5)}
     save_file(tensors, tmp_path / "a")
     found = {name: torch.empty_like(tensor, device="cuda:0") for name, tensor in tensors.items()}
-    load_safetensors_into(tmp_path / "a", found)
+    load_into(open_weights(tmp_path / "a"), found)
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
 
@@ -60,7 +60,7 @@ def test_large_pieces_with_reading_and_copying_under_way_at_once(tmp_path: Path)
     tensors = {f"t{n}": noise(40 * MIB, dtype=torch.uint8, seed=n) for n in range(8)}
     save_file(tensors, tmp_path / "a")
     found = {name: torch.zeros_like(tensor, device="cuda:0") for name, tensor in tensors.items()}
-    load_safetensors_into(tmp_path / "a", found)
+    load_into(open_weights(tmp_path / "a"), found)
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
 
@@ -70,7 +70,7 @@ def test_comes_after_what_was_queued_for_the_destination_before(tmp_path: Path) 
     found = torch.empty_like(tensor, device="cuda:0")
     torch.cuda._sleep(500_000_000)  # a fraction of a second of GPU time, before the fill below can begin
     found.fill_(7)
-    load_safetensors_into(tmp_path / "a", {"a": found})
+    load_into(open_weights(tmp_path / "a"), {"a": found})
     assert same_bits(found, tensor)
 
 
@@ -85,7 +85,7 @@ def test_another_dtype_and_a_view_that_is_not_contiguous(
         "plain": torch.empty(300, 200, dtype=target, device="cuda:0"),
         "turned": torch.empty(200, 300, dtype=target, device="cuda:0").T,
     }
-    report = load_safetensors_into(tmp_path / "a", found)
+    report = load_into(open_weights(tmp_path / "a"), found)
     assert all(same_bits(found[name], tensors[name].to(target)) for name in tensors)
     assert set(report.converted) == {"plain", "turned"}
 
@@ -94,19 +94,19 @@ def test_some_on_the_gpu_and_some_in_main_memory(tmp_path: Path) -> None:
     tensors = {"cpu": noise(1000, dtype=torch.int32), "cuda": noise(1000, dtype=torch.int32, seed=1)}
     save_file(tensors, tmp_path / "a")
     found = {name: torch.empty_like(tensor, device=name) for name, tensor in tensors.items()}
-    load_safetensors_into(tmp_path / "a", found)
+    load_into(open_weights(tmp_path / "a"), found)
     assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
 
 def test_parameters_of_a_module(tmp_path: Path) -> None:
     source, target = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32).to("cuda:0")
     save_file(source.state_dict(), tmp_path / "a")
-    load_safetensors_into(tmp_path / "a", dict(target.named_parameters()))
+    load_into(open_weights(tmp_path / "a"), dict(target.named_parameters()))
     assert same_bits(target.weight, source.weight)
 
 
 def test_a_value_that_does_not_fit_is_refused_and_the_gpu_still_works(tmp_path: Path) -> None:
     save_file({"a": torch.full((1000,), 1e6)}, tmp_path / "a")
     with pytest.raises(WeightFileError, match=r"largest torch\.float16 holds"):
-        load_safetensors_into(tmp_path / "a", {"a": torch.empty(1000, dtype=torch.float16, device="cuda:0")})
+        load_into(open_weights(tmp_path / "a"), {"a": torch.empty(1000, dtype=torch.float16, device="cuda:0")})
     assert float(torch.ones(4, device="cuda:0").sum()) == 4.0

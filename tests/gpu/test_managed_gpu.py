@@ -159,21 +159,6 @@ def test_this_machine_is_known(uvm: Uvm) -> None:
     assert machine.gpus[0].memory_total == torch.cuda.get_device_properties(0).total_memory
 
 
-def test_contents_can_be_dropped(heap: ManagedHeap) -> None:
-    stream = torch.cuda.Stream()
-    buffer = heap.empty((64 * MIB,), torch.uint8, "host")
-    buffer.cpu().fill_(7)
-    hint = buffer.discard(stream.cuda_stream)
-    if not heap.uvm.features.discard:
-        assert "cuMemDiscard" in hint.reason
-        return
-    assert hint.bytes == 64 * MIB
-    stream.synchronize()
-    buffer.cuda().fill_(9)
-    with buffer.host() as view:
-        assert bool((view == 9).all())
-
-
 SPLIT_LIMITED = """
 import torch
 from gracetune.memory.arena import OverflowArena

@@ -127,10 +127,6 @@ class OverflowArena:
         active = sum(int(segment["active_size"]) for segment in segments)
         return ArenaUsage(sum(int(segment["total_size"]) for segment in segments), active)
 
-    @property
-    def refused(self) -> int:
-        return self._uvm.slot_stats(SLOT).refused
-
     def close(self) -> None:
         """Give the memory back. Tensors that still live in the arena keep their segment alive until they die."""
         import torch

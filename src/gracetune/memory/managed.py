@@ -310,18 +310,6 @@ class ManagedBuffer:
         self._heap.uvm.prefetch(block.span, HOST if where == "host" else self.device, stream)
         return Hint(True, block.span.bytes, f"moving to the {where}")
 
-    def discard(self, stream: int) -> Hint:
-        """The contents are of no use any more: spares the copy when the pages next move."""
-        block = self._block
-        if block.slab.unit < HINT_PAGE:
-            return not_applied(f"{self.nbytes} bytes share a page with other buffers")
-        try:
-            block.use.touch()
-            self._heap.uvm.discard(block.span, stream)
-        except DriverTooOldError as error:
-            return not_applied(str(error).splitlines()[0])
-        return Hint(True, block.span.bytes, "contents dropped")
-
     def state(self) -> RangeState:
         """What the driver was told about these bytes."""
         return self._heap.uvm.range_state(self._block.span)

@@ -36,11 +36,6 @@ class Telemetry:
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
 
-    @property
-    def sinks(self) -> tuple[str, ...]:
-        """Those that still work."""
-        return tuple(sink.name for sink in self._sinks)
-
     def emit(self, event: Event) -> None:
         with self._lock:
             record = Record(self._clock(), event)

@@ -33,10 +33,6 @@ class Standing:
     """None where the unified-memory layer is not open."""
 
     @property
-    def fraction(self) -> float | None:
-        return None if not self.total_steps else min(1.0, self.step / self.total_steps)
-
-    @property
     def eta_s(self) -> float | None:
         """Of training alone."""
         if self.total_steps is None or self.seconds_per_step is None:

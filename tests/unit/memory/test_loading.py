@@ -25,7 +25,7 @@ from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights import loading
 from gracetune.memory.weights.destinations import TORCH_DTYPES
 from gracetune.memory.weights.files import BITS, open_weights, read_fully
-from gracetune.memory.weights.loading import LoadReport, load_into, load_safetensors_into, torch_dtype
+from gracetune.memory.weights.loading import LoadReport, load_into, torch_dtype
 from gracetune.memory.weights.staging import HostStaging, bytes_of, too_large_for
 from gracetune.units import GIB, KIB, MIB
 
@@ -66,7 +66,7 @@ def write(path: Path, header: dict[str, object], data: bytes) -> Path:
 
 def refusal(path: Path, destinations: Mapping[str, Tensor], **options: bool) -> str:
     with pytest.raises(WeightFileError) as caught:
-        load_safetensors_into(path, destinations, **options)
+        load_into(open_weights(path), destinations, **options)
     return str(caught.value)
 
 
@@ -87,7 +87,7 @@ class TestBytesArriveAsTheyAre:
         assert {entry.dtype for entry in entries.values()} == {code}
         assert torch_dtype(entries["many"]) == dtype
         found = like(tensors)
-        report = load_safetensors_into(path, found)
+        report = load_into(open_weights(path), found)
         assert all(same_bits(found[name], tensors[name]) for name in tensors)
         assert report == LoadReport(bytes_read=534 * dtype.itemsize, tensors=3, converted=(), unused=())
 
@@ -112,13 +112,13 @@ class TestBytesArriveAsTheyAre:
         tensors = {name: noise(*shape, dtype=dtype, seed=seed) for name, (dtype, shape) in shapes.items()}
         path = save(tmp_path / "a.safetensors", tensors)
         found = like(tensors)
-        load_safetensors_into(path, found, threads=threads)
+        load_into(open_weights(path), found, threads=threads)
         assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
     def test_for_parameters_of_a_module(self, tmp_path: Path) -> None:
         module, other = torch.nn.Linear(40, 30), torch.nn.Linear(40, 30)
         path = save(tmp_path / "a.safetensors", module.state_dict())
-        load_safetensors_into(path, dict(other.named_parameters()))
+        load_into(open_weights(path), dict(other.named_parameters()))
         assert torch.equal(other.weight, module.weight)
         assert other.weight.requires_grad
 
@@ -137,12 +137,12 @@ class TestBytesArriveAsTheyAre:
         destination: Tensor = make()  # type: ignore[operator]
         assert not destination.is_contiguous()
         tensor = noise(*destination.shape)
-        load_safetensors_into(save(tmp_path / "a.safetensors", {"a": tensor}), {"a": destination})
+        load_into(open_weights(save(tmp_path / "a.safetensors", {"a": tensor})), {"a": destination})
         assert same_bits(destination, tensor)
 
     def test_and_nothing_around_a_view_is_touched(self, tmp_path: Path) -> None:
         whole = torch.full((10, 30), 7.0)
-        load_safetensors_into(save(tmp_path / "a", {"a": torch.zeros(4, 20)}), {"a": whole[3:7, 5:25]})
+        load_into(open_weights(save(tmp_path / "a", {"a": torch.zeros(4, 20)})), {"a": whole[3:7, 5:25]})
         assert whole.sum() == 7.0 * (300 - 80)
         assert whole[3:7, 5:25].abs().sum() == 0
 
@@ -150,13 +150,13 @@ class TestBytesArriveAsTheyAre:
         path = save(tmp_path / "a", {"a": noise(90), "b": noise(90)})
         with torch.inference_mode():
             found = {"a": torch.empty(90), "b": torch.empty(90, dtype=torch.float64)}
-        load_safetensors_into(path, found)
+        load_into(open_weights(path), found)
         assert same_bits(found["a"], load_file(path)["a"])
 
     def test_for_a_conjugated_view(self, tmp_path: Path) -> None:
         values = torch.randn(50, dtype=torch.complex64)
         base = torch.empty(50, dtype=torch.complex64)
-        load_safetensors_into(save(tmp_path / "a", {"a": values}), {"a": base.conj()})
+        load_into(open_weights(save(tmp_path / "a", {"a": values})), {"a": base.conj()})
         assert torch.equal(base.conj().resolve_conj(), values)
 
     def test_for_a_sharded_model(self, tmp_path: Path) -> None:
@@ -167,19 +167,19 @@ class TestBytesArriveAsTheyAre:
         index = tmp_path / "model.safetensors.index.json"
         index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
         found = like(tensors)
-        assert load_safetensors_into(index, found).bytes_read == 7 * 33 * 17 * 4
+        assert load_into(open_weights(index), found).bytes_read == 7 * 33 * 17 * 4
         assert all(same_bits(found[name], tensors[name]) for name in tensors)
 
     def test_a_part_of_a_file(self, tmp_path: Path) -> None:
         tensors = {"a": noise(100), "b": noise(200), "c": noise(300)}
         found = like({"b": tensors["b"]})
-        report = load_safetensors_into(save(tmp_path / "a", tensors), found, allow_unused=True)
+        report = load_into(open_weights(save(tmp_path / "a", tensors)), found, allow_unused=True)
         assert same_bits(found["b"], tensors["b"])
         assert report.bytes_read == 800
         assert sorted(report.unused) == ["a", "c"]
 
     def test_no_tensors_at_all(self, tmp_path: Path) -> None:
-        assert load_safetensors_into(save(tmp_path / "a", {}), {}).tensors == 0
+        assert load_into(open_weights(save(tmp_path / "a", {})), {}).tensors == 0
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -189,7 +189,7 @@ class TestAnotherDtype:
     def test_is_what_torch_makes_of_it(self, tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
         values = torch.linspace(-200, 200, 777, dtype=torch.float64).reshape(7, 111).to(source)
         found = torch.empty(7, 111, dtype=target)
-        report = load_safetensors_into(save(tmp_path / "a", {"a": values}), {"a": found})
+        report = load_into(open_weights(save(tmp_path / "a", {"a": values})), {"a": found})
         assert same_bits(found, values.to(target))
         assert report.converted == (() if source == target else ("a",))
 
@@ -197,7 +197,7 @@ class TestAnotherDtype:
     def test_small_enough_for_eight_bits(self, tmp_path: Path, target: torch.dtype) -> None:
         values = torch.linspace(-200, 200, 777)
         found = torch.empty(777, dtype=target)
-        load_safetensors_into(save(tmp_path / "a", {"a": values}), {"a": found})
+        load_into(open_weights(save(tmp_path / "a", {"a": values})), {"a": found})
         assert same_bits(found, values.to(target))
 
     @pytest.mark.parametrize(
@@ -223,7 +223,7 @@ class TestAnotherDtype:
     def test_keeps_infinities_and_nans(self, tmp_path: Path) -> None:
         values = torch.tensor([1.0, torch.inf, -torch.inf, torch.nan])
         found = torch.empty(4, dtype=torch.float16)
-        load_safetensors_into(save(tmp_path / "a", {"a": values}), {"a": found})
+        load_into(open_weights(save(tmp_path / "a", {"a": values})), {"a": found})
         assert same_bits(found, values.half())
 
     @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ class TestAnotherDtype:
     def test_integers_may_widen(self, tmp_path: Path, source: torch.dtype, target: torch.dtype) -> None:
         values = noise(500, dtype=source)
         found = torch.empty(500, dtype=target)
-        load_safetensors_into(save(tmp_path / "a", {"a": values}), {"a": found})
+        load_into(open_weights(save(tmp_path / "a", {"a": values})), {"a": found})
         assert same_bits(found, values.to(target))
 
     @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ class TestRefusals:
     def test_neighbours_in_one_buffer_are_welcome(self, tmp_path: Path) -> None:
         whole = torch.empty(30)
         tensors = {"a": noise(10, seed=1), "b": noise(20, seed=2)}
-        load_safetensors_into(save(tmp_path / "a", tensors), {"a": whole[:10], "b": whole[10:]})
+        load_into(open_weights(save(tmp_path / "a", tensors)), {"a": whole[:10], "b": whole[10:]})
         assert same_bits(whole, torch.cat([tensors["a"], tensors["b"]]))
 
     @pytest.mark.parametrize("code", sorted(BITS.keys() - TORCH_DTYPES.keys()))
@@ -401,7 +401,7 @@ class TestProgress:
             calls.append((done, total))
             threads.add(threading.get_ident())
 
-        load_safetensors_into(save(tmp_path / "a", {"a": noise(1000)}), {"a": torch.empty(1000)}, progress=progress)
+        load_into(open_weights(save(tmp_path / "a", {"a": noise(1000)})), {"a": torch.empty(1000)}, progress=progress)
         assert [done for done, _ in calls] == sorted({done for done, _ in calls})
         assert calls[-1] == (4000, 4000)
         assert len(calls) == 16
@@ -422,7 +422,7 @@ class TestProgress:
         before = threading.active_count()
         path = save(tmp_path / "a", {"a": noise(100_000)})
         with pytest.raises(KeyboardInterrupt):
-            load_safetensors_into(path, {"a": torch.empty(100_000)}, progress=interrupt, threads=2)
+            load_into(open_weights(path), {"a": torch.empty(100_000)}, progress=interrupt, threads=2)
         assert len(reads) < 500  # of 1563
         assert threading.active_count() == before
         assert open_files(path) == 0
@@ -435,7 +435,7 @@ def open_files(path: Path) -> int:
 
 def test_nothing_stays_open(tmp_path: Path) -> None:
     path = save(tmp_path / "a", {"a": noise(10)})
-    load_safetensors_into(path, {"a": torch.empty(10)})
+    load_into(open_weights(path), {"a": torch.empty(10)})
     assert open_files(path) == 0
 
 
@@ -492,7 +492,7 @@ def on_disk(tmp_path: Path) -> Path:
 class TestPageCache:
     def test_does_not_keep_what_was_read(self, on_disk: Path) -> None:
         destinations = {f"w{n}": torch.empty(8 * MIB, dtype=torch.uint8) for n in range(8)}
-        load_safetensors_into(on_disk, destinations)
+        load_into(open_weights(on_disk), destinations)
         assert cached_bytes(on_disk) <= 256 * KIB
 
     def test_is_given_back_on_the_way_and_not_only_at_the_end(
@@ -501,8 +501,8 @@ class TestPageCache:
         monkeypatch.setattr(loading, "CHUNK", MIB)
         destinations = {f"w{n}": torch.empty(8 * MIB, dtype=torch.uint8) for n in range(8)}
         left: list[int] = []
-        load_safetensors_into(
-            on_disk,
+        load_into(
+            open_weights(on_disk),
             destinations,
             threads=2,
             progress=lambda done, total: left.append(total - done - cached_bytes(on_disk)),
@@ -512,7 +512,7 @@ class TestPageCache:
 
     def test_is_kept_for_others_when_asked(self, on_disk: Path) -> None:
         destinations = {f"w{n}": torch.empty(8 * MIB, dtype=torch.uint8) for n in range(8)}
-        load_safetensors_into(on_disk, destinations, keep_page_cache=True)
+        load_into(open_weights(on_disk), destinations, keep_page_cache=True)
         assert cached_bytes(on_disk) >= on_disk.stat().st_size
 
 

@@ -131,13 +131,6 @@ def test_prefetch_is_recorded_by_the_driver(heap: ManagedHeap) -> None:
     assert buffer.state().last_prefetch == HOST
 
 
-def test_a_driver_without_discard_is_a_reason_not_a_crash(workshop) -> None:
-    bench = workshop.bench("-DFAKE_NO_DISCARD")
-    hint = ManagedHeap(bench.uvm, 0, lambda: None).empty((HINT_PAGE,), torch.uint8).discard(stream=5)
-    assert not hint
-    assert "cuMemDiscard" in hint.reason
-
-
 def test_failures_leave_nothing_behind(heap: ManagedHeap, bench) -> None:
     bench.fake.fail("cuMemAdvise_v2", 801, nth=2)
     with pytest.raises(DriverError, match="cuMemAdvise_v2"):

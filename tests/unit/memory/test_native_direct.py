@@ -1,4 +1,4 @@
-"""Direct calls, as managed buffers make them: allocate, advise, prefetch, look back, discard, free."""
+"""Direct calls, as managed buffers make them: allocate, advise, prefetch, look back, free."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ STREAM = 0x5EED
 def test_direct_memory_is_usable_counted_and_given_back(bench):
     span = bench.uvm.allocate(5 * MIB + 3, device=0)
     ctypes.memset(span.pointer, 7, span.bytes)
-    during = bench.uvm.direct_stats()
-    assert (during.live_bytes, during.allocations, during.cap_bytes) == (5 * MIB + 3, 1, None)
-    assert bench.uvm.total_stats().live_bytes == 5 * MIB + 3
+    during = bench.uvm.total_stats()
+    assert (during.live_bytes, during.allocations) == (5 * MIB + 3, 1)
     bench.uvm.free(span)
-    assert bench.uvm.direct_stats().live_bytes == bench.uvm.total_stats().live_bytes == bench.fake.in_use == 0
+    assert bench.uvm.total_stats().live_bytes == bench.fake.in_use == 0
 
 
 def test_direct_memory_gets_no_advice_of_its_own(bench):
@@ -38,7 +37,7 @@ def test_over_the_process_cap_the_error_says_what_was_asked_and_what_is_there(be
         bench.uvm.allocate(MIB + 1, device=0)
     assert (caught.value.asked, caught.value.live, caught.value.cap) == (MIB + 1, MIB, 2 * MIB)
     assert "1.00 MiB of the cap of 2.00 MiB" in str(caught.value)
-    assert bench.uvm.direct_stats().refused_by_cap == 1
+    assert bench.uvm.total_stats().refused_by_cap == 1
 
 
 def test_out_of_memory_names_the_function_the_error_and_a_remedy(bench):
@@ -70,7 +69,7 @@ def test_freeing_twice_is_an_error_and_does_not_disturb_the_counters(bench):
     bench.uvm.free(gone)
     with pytest.raises(DriverError, match="cuMemFree_v2"):
         bench.uvm.free(gone)
-    stats = bench.uvm.direct_stats()
+    stats = bench.uvm.total_stats()
     assert (stats.live_bytes, stats.frees, stats.failed_frees) == (keep.bytes, 1, 1)
 
 
@@ -127,14 +126,13 @@ def test_a_hint_on_a_part_stays_on_that_part(bench):
     assert bench.uvm.range_state(span).preferred is None, "not the same everywhere"
 
 
-@pytest.mark.parametrize("call", ["advise", "prefetch", "discard"])
+@pytest.mark.parametrize("call", ["advise", "prefetch"])
 def test_a_range_that_runs_over_its_allocation_is_refused_by_the_driver_and_told(bench, call):
     span = bench.uvm.allocate(4 * PAGE, device=0)
     beyond = Span(span.pointer + PAGE, span.bytes, 0)
     acts = {
         "advise": lambda: bench.uvm.advise(beyond, Advice.SET_READ_MOSTLY),
         "prefetch": lambda: bench.uvm.prefetch(beyond, 0, STREAM),
-        "discard": lambda: bench.uvm.discard(beyond, STREAM),
     }
     with pytest.raises(DriverError, match="CUDA_ERROR_INVALID_VALUE") as caught:
         acts[call]()
@@ -155,8 +153,6 @@ FAILABLE = {
     "cuMemPrefetchAsync_v2": lambda uvm, span: uvm.prefetch(span, 0, STREAM),
     "cuMemRangeGetAttribute": lambda uvm, span: uvm.range_state(span),
     "cuPointerGetAttribute": lambda uvm, span: uvm.allocation_of(span.pointer, 0),
-    "cuMemDiscardBatchAsync": lambda uvm, span: uvm.discard(span, STREAM),
-    "cuMemDiscardAndPrefetchBatchAsync": lambda uvm, span: uvm.discard_and_prefetch(span, 0, STREAM),
     "cuMemGetInfo_v2": lambda uvm, span: uvm.memory_info(0),
     "cuMemFree_v2": lambda uvm, span: uvm.free(span),
 }
@@ -206,27 +202,6 @@ def test_a_driver_that_cannot_answer_whether_memory_is_managed_is_an_error_all_t
 def test_a_pointer_inside_an_allocation_leads_to_the_whole_of_it(bench):
     span = bench.uvm.allocate(3 * MIB, device=1)
     assert bench.uvm.allocation_of(span.pointer + 2 * MIB, 1) == span
-
-
-def test_discard_goes_to_the_driver_with_its_stream(bench):
-    span = bench.uvm.allocate(MIB, device=0)
-    bench.uvm.discard(span, STREAM)
-    bench.uvm.discard_and_prefetch(span, 0, STREAM)
-    assert bench.fake.journal("cuMemDiscard") == [
-        f"cuMemDiscardBatchAsync count=1 bytes={MIB} location=-2 stream={STREAM} -> 0",
-        f"cuMemDiscardAndPrefetchBatchAsync count=1 bytes={MIB} location=0 stream={STREAM} -> 0",
-    ]
-    assert bench.uvm.range_state(span).last_prefetch == 0
-
-
-@pytest.mark.parametrize("stream", [0, 1])
-def test_discarding_on_the_default_stream_says_what_to_do(bench, stream):
-    span = bench.uvm.allocate(MIB, device=0)
-    with pytest.raises(ValueError, match="a stream of its own"):
-        bench.uvm.discard(span, stream)
-    with pytest.raises(ValueError, match="a stream of its own"):
-        bench.uvm.discard_and_prefetch(span, 0, stream)
-    assert bench.fake.journal("cuMemDiscard") == []
 
 
 def test_memory_info_and_driver_version(bench):
@@ -287,21 +262,6 @@ class TestOlderDrivers:
         bench.uvm.advise(span, Advice.SET_PREFERRED_LOCATION, HOST)
         bench.uvm.prefetch(span, HOST, STREAM)
         assert bench.uvm.range_state(span) == RangeState(HOST, HOST, (), False)
-
-    def test_before_cuda_13_there_is_no_discard_and_nothing_else_is_missing(self, workshop):
-        bench = workshop.bench("-DFAKE_NO_DISCARD")
-        span = bench.uvm.allocate(MIB, device=0)
-        with pytest.raises(DriverTooOldError, match="cuMemDiscardBatchAsync"):
-            bench.uvm.discard(span, STREAM)
-        with pytest.raises(DriverTooOldError, match="cuMemDiscardAndPrefetchBatchAsync"):
-            bench.uvm.discard_and_prefetch(span, HOST, STREAM)
-        features = bench.uvm.features
-        assert (features.discard, features.discard_prefetch, features.advise, features.prefetch) == (
-            False,
-            False,
-            True,
-            True,
-        )
 
     def test_a_driver_with_only_the_bare_minimum_allocates_and_says_no_to_the_rest(self, workshop):
         bench = workshop.bench("-DFAKE_NO_OPTIONAL")

@@ -21,9 +21,9 @@ def test_loading_again_gives_the_same_process_wide_state(bench):
     span = bench.uvm.allocate(MIB, device=0)
     again = load(bench.uvm.path, str(bench.fake.path))
     assert isinstance(again, Uvm)
-    assert again.direct_stats().live_bytes == MIB
+    assert again.total_stats().live_bytes == MIB
     again.free(span)
-    assert bench.uvm.direct_stats().live_bytes == 0
+    assert bench.uvm.total_stats().live_bytes == 0
     assert len(bench.fake.journal("cuInit")) == 1
 
 
@@ -81,11 +81,11 @@ def test_a_foreign_library_is_recognised(workshop):
 def test_a_library_of_another_version_is_not_used(workshop, tmp_path):
     source = Path(__file__).parents[3] / "src/gracetune/memory/native/uvm.c"
     old = tmp_path / "uvm.c"
-    old.write_text(source.read_text().replace("GT_ABI_VERSION = 3 ", "GT_ABI_VERSION = 999 "))
+    old.write_text(source.read_text().replace("GT_ABI_VERSION = 4 ", "GT_ABI_VERSION = 999 "))
     fake = workshop.fake()
     answer = load(workshop.compile(old), str(fake.path))
     assert isinstance(answer, Unavailable)
-    assert "interface 999, this gracetune needs 3" in answer.reason
+    assert "interface 999, this gracetune needs 4" in answer.reason
     assert fake.journal() == [], "nothing of it may run"
 
 
@@ -174,8 +174,6 @@ class TestFork:
             lambda uvm, span: uvm.free(span),
             lambda uvm, span: uvm.advise(span, Advice.SET_PREFERRED_LOCATION, HOST),
             lambda uvm, span: uvm.prefetch(span, 0, 0),
-            lambda uvm, span: uvm.discard(span, 0x10),
-            lambda uvm, span: uvm.discard_and_prefetch(span, 0, 0x10),
             lambda uvm, span: uvm.range_state(span),
             lambda uvm, span: uvm.is_managed(span.pointer, 0),
             lambda uvm, span: uvm.allocation_of(span.pointer, 0),

@@ -245,7 +245,6 @@ class TestHub:
         with Telemetry([bad, good], report=told.append) as telemetry:
             for number in range(1, 6):
                 telemetry.emit(step(number))
-            assert telemetry.sinks == ("good",)
         text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
         assert told == [text]
         assert bad.got == [step(1), step(2)]
@@ -259,7 +258,6 @@ class TestHub:
         telemetry.emit(step(1))
         telemetry.emit(step(2))
         assert len(told) == 3
-        assert telemetry.sinks == ()
 
     def test_failing_to_close_is_told(self) -> None:
         told: list[str] = []

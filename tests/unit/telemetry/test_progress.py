@@ -32,7 +32,6 @@ class TestProgress:
         standing = progress.standing()
         assert standing.seconds_per_step == 1.05
         assert standing.eta_s == pytest.approx(14 * 1.05)
-        assert standing.fraction == 6 / 20
 
     def test_an_event_of_several_steps_counts_once_its_first_step_is_warm(self) -> None:
         progress = Progress()

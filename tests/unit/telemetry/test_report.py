@@ -12,13 +12,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from gracetune.telemetry import words
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Event, SampleFile, StageSwitched, StepDone, ValidationDone
+from gracetune.telemetry.events import Event, MemoryStageChanged, SampleFile, StageSwitched, StepDone, ValidationDone
 from gracetune.telemetry.report import write_report
 from gracetune.telemetry.report.loading import how_to_load
 from gracetune.telemetry.report.pictures import grid, link_to
@@ -258,6 +258,8 @@ class TestOtherRuns:
 
     @settings(max_examples=60)
     @given(st.lists(any_event, max_size=8))
+    @example([MemoryStageChanged(step=-9_007_199_254_740_995, before=0, after=0)])
+    @example([MemoryStageChanged(step=2**60, before=0, after=0)])
     def test_no_log_can_break_it(self, events: list[Event]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             page, _ = made(Path(folder), *events)

@@ -29,7 +29,7 @@ from gracetune.memory.native.records import (
     Unavailable,
 )
 
-ABI_VERSION: Final = 3
+ABI_VERSION: Final = 4
 LIBRARY: Final = Path(__file__).with_name("_uvm.so")
 BUILD_FAILURE: Final = "_uvm.build-failure.txt"
 """Beside the library's place: why the build at install time made none. Written by setup.py."""
@@ -40,7 +40,7 @@ _COUNTERS = 11
 _MIGRATION_COUNTERS = 4
 _CUPTI: Final = ("libcupti.so.13", "libcupti.so.12")
 """By their names alone: a CUDA build of torch has loaded the one that fits it."""
-_DIRECT, _TOTAL = -1, -2
+_TOTAL = -1
 _NOWHERE = -2
 _MAX_DEVICES = 64
 
@@ -96,8 +96,6 @@ _SIGNATURES: dict[str, tuple[type, tuple[type, ...]]] = {
     "gt_range_attribute": (c_int, (c_int, c_uint64, c_size_t, c_int, POINTER(c_int32), c_size_t)),
     "gt_is_managed": (c_int, (c_int, c_uint64, POINTER(c_int32))),
     "gt_pointer_range": (c_int, (c_int, c_uint64, POINTER(c_uint64), POINTER(c_uint64))),
-    "gt_discard": (c_int, (c_int, c_uint64, c_size_t, c_void_p)),
-    "gt_discard_prefetch": (c_int, (c_int, c_uint64, c_size_t, c_int, c_void_p)),
     "gt_copy_batch": (
         c_int,
         (c_int, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_size_t), c_size_t, c_void_p),
@@ -222,9 +220,6 @@ class Uvm:
     def total_stats(self) -> AccountStats:
         return self._stats(_TOTAL)
 
-    def direct_stats(self) -> AccountStats:
-        return self._stats(_DIRECT)
-
     def memory_info(self, device: int) -> tuple[int, int]:
         """Free and total bytes of a GPU, as the driver counts them."""
         free, total = c_uint64(), c_uint64()
@@ -293,15 +288,6 @@ class Uvm:
     def prefetch(self, span: Span, location: int, stream: int) -> None:
         """Enqueue the move on `stream` (a CUDA stream handle of `span.device`; 0 is the default stream)."""
         self._check(self._shim.gt_prefetch(span.device, span.pointer, span.bytes, location, stream))
-
-    def discard(self, span: Span, stream: int) -> None:
-        """The contents are of no use any more; reading them before they are written again gives anything."""
-        self._check(self._shim.gt_discard(span.device, span.pointer, span.bytes, _own_stream(stream)))
-
-    def discard_and_prefetch(self, span: Span, location: int, stream: int) -> None:
-        """Fresh pages at `location`, without moving the old contents there."""
-        own = _own_stream(stream)
-        self._check(self._shim.gt_discard_prefetch(span.device, span.pointer, span.bytes, location, own))
 
     def copy_batch(
         self, device: int, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
@@ -384,8 +370,6 @@ class Uvm:
             location_calls=has("cuMemAdvise_v2") and has("cuMemPrefetchAsync_v2"),
             range_attributes=has("cuMemRangeGetAttribute"),
             pointer_attributes=has("cuPointerGetAttribute"),
-            discard=has("cuMemDiscardBatchAsync"),
-            discard_prefetch=has("cuMemDiscardAndPrefetchBatchAsync"),
             memory_info=has("cuMemGetInfo_v2"),
         )
 
@@ -411,10 +395,3 @@ class Uvm:
 
 def _somewhere(location: int) -> int | None:
     return None if location == _NOWHERE else location
-
-
-def _own_stream(stream: int) -> int:
-    # 0 and 1 are the two handles of the legacy default stream.
-    if stream in (0, 1):
-        raise ValueError("the driver does not discard on the default stream; give a stream of its own")
-    return stream

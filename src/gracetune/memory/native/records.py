@@ -97,7 +97,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class AccountStats:
-    """Bytes and events of one account: a slot, the direct allocations, or all managed memory together.
+    """Bytes and events of one account: a slot, or all managed memory together.
 
     Each number is right by itself; read while other threads allocate, they are not one moment's picture.
     """
@@ -144,6 +144,4 @@ class Features:
     """Advise and prefetch go through the signatures of CUDA 12.2."""
     range_attributes: bool
     pointer_attributes: bool
-    discard: bool
-    discard_prefetch: bool
     memory_info: bool

@@ -23,8 +23,8 @@
 
 #define GT_API __attribute__((visibility("default")))
 
-enum { GT_ABI_VERSION = 3 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
-enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_DIRECT = -1, GT_ACCOUNT_TOTAL = -2 };
+enum { GT_ABI_VERSION = 4 }; /* raise it whenever a signature, a struct or a code below changes; binding.py checks it */
+enum { GT_SLOT_COUNT = 8, GT_ACCOUNT_TOTAL = -1 };
 enum { GT_HOST = -1 }; /* a location: this, or a device ordinal */
 
 enum {
@@ -111,11 +111,6 @@ enum { CU_ERROR_INVALID_VALUE = 1 };
     X(0, cuMemPrefetchAsync, (uint64_t pointer, size_t bytes, int device, void *stream))                               \
     X(0, cuMemRangeGetAttribute, (void *data, size_t data_size, int attribute, uint64_t pointer, size_t bytes))        \
     X(0, cuPointerGetAttribute, (void *data, int attribute, uint64_t pointer))                                         \
-    X(0, cuMemDiscardBatchAsync,                                                                                       \
-      (uint64_t *pointers, size_t *sizes, size_t count, unsigned long long flags, void *stream))                       \
-    X(0, cuMemDiscardAndPrefetchBatchAsync,                                                                            \
-      (uint64_t *pointers, size_t *sizes, size_t count, struct cu_location *locations, size_t *location_starts,        \
-       size_t location_count, unsigned long long flags, void *stream))                                                 \
     X(0, cuMemcpyAsync, (uint64_t target, uint64_t source, size_t bytes, void *stream))                                \
     X(0, cuMemcpyBatchAsync_v2,                                                                                        \
       (uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, struct cu_copy_attributes *attributes,       \
@@ -606,14 +601,14 @@ GT_API int gt_set_managed_cap(uint64_t bytes)
     return GT_OK;
 }
 
-/* `which`: a slot, GT_ACCOUNT_DIRECT or GT_ACCOUNT_TOTAL. Each number is right; together they are no snapshot. */
+/* `which`: a slot or GT_ACCOUNT_TOTAL. Each number is right; together they are no snapshot. */
 GT_API int gt_stats(int which, uint64_t *out, size_t count_wanted)
 {
     if (atomic_load_explicit(&forked, memory_order_relaxed))
         return own_error(GT_ERROR_FORKED);
     if (which < GT_ACCOUNT_TOTAL || which >= GT_SLOT_COUNT || out == NULL || count_wanted != GT_COUNTERS)
         return own_error(GT_ERROR_ARGUMENT);
-    struct account *account = which == GT_ACCOUNT_TOTAL ? &total : which == GT_ACCOUNT_DIRECT ? &direct : &slots[which];
+    struct account *account = which == GT_ACCOUNT_TOTAL ? &total : &slots[which];
     for (int i = 0; i < GT_COUNTERS; i++)
         out[i] = get(account, (enum gt_counter)i);
     return GT_OK;
@@ -714,32 +709,6 @@ GT_API int gt_pointer_range(int device, uint64_t pointer, uint64_t *start, uint6
         code = pointer_attribute(device, pointer, CU_POINTER_RANGE_SIZE, &size);
     *bytes = size;
     return code;
-}
-
-/* Tells the driver that the contents are of no use any more. The driver refuses the legacy default stream (NULL). */
-GT_API int gt_discard(int device, uint64_t pointer, size_t bytes, void *stream)
-{
-    int code = check_range(pointer, bytes, device);
-    if (code == GT_OK && driver.cuMemDiscardBatchAsync == NULL)
-        code = UNAVAILABLE(cuMemDiscardBatchAsync);
-    if (code == GT_OK)
-        code = enter(device);
-    return code == GT_OK ? leave(DRIVER(cuMemDiscardBatchAsync, &pointer, &bytes, 1, 0, stream)) : code;
-}
-
-/* The same, and gives the range fresh pages at `location` without moving the old contents. */
-GT_API int gt_discard_prefetch(int device, uint64_t pointer, size_t bytes, int location, void *stream)
-{
-    int code = check_range(pointer, bytes, location);
-    if (code == GT_OK && driver.cuMemDiscardAndPrefetchBatchAsync == NULL)
-        code = UNAVAILABLE(cuMemDiscardAndPrefetchBatchAsync);
-    if (code == GT_OK)
-        code = enter(device);
-    if (code != GT_OK)
-        return code;
-    struct cu_location where = as_location(location);
-    size_t first = 0;
-    return leave(DRIVER(cuMemDiscardAndPrefetchBatchAsync, &pointer, &bytes, 1, &where, &first, 1, 0, stream));
 }
 
 /* One call where the driver has it (CUDA 12.8) and the stream is one of ours: it refuses the legacy default stream. */

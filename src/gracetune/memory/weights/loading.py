@@ -40,7 +40,7 @@ from gracetune.memory.weights.files import (
 from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
 from gracetune.units import MIB
 
-__all__ = ["LoadReport", "Progress", "load_into", "load_safetensors_into", "open_weights", "torch_dtype"]
+__all__ = ["LoadReport", "Progress", "load_into", "open_weights", "torch_dtype"]
 
 CHUNK = 16 * MIB
 """Large enough that a read costs more than its bookkeeping, small enough that threads share one tensor."""
@@ -58,26 +58,6 @@ class LoadReport:
     """Stored with another dtype than they were given."""
     unused: tuple[str, ...]
     """In the file, and wanted by nobody."""
-
-
-def load_safetensors_into(
-    path: Path,
-    destinations: Mapping[str, Tensor],
-    *,
-    allow_unused: bool = False,
-    keep_page_cache: bool = False,
-    threads: int | None = None,
-    progress: Progress | None = None,
-) -> LoadReport:
-    """`load_into` for a `.safetensors` file or a `.safetensors.index.json`."""
-    return load_into(
-        open_weights(path),
-        destinations,
-        allow_unused=allow_unused,
-        keep_page_cache=keep_page_cache,
-        threads=threads,
-        progress=progress,
-    )
 
 
 def load_into(

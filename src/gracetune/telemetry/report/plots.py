@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -86,7 +87,9 @@ def _frame(plot: Plot, curves: Sequence[Sequence[Point]]) -> tuple[_Frame, str]:
         high = 2 * usual
     margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     x0, x1 = min(xs), max(xs)
-    return _Frame(x0, x1 if x1 > x0 else x0 + 1, low if plot.stacked else low - margin, high + margin), above
+    if x1 == x0:
+        x1 = max(x0 + 1, math.nextafter(x0, math.inf))  # beyond 2**53 adding 1 changes nothing
+    return _Frame(x0, x1, low if plot.stacked else low - margin, high + margin), above
 
 
 def _stacked(series: Sequence[Series]) -> list[tuple[tuple[Point, ...], tuple[Point, ...]]]:

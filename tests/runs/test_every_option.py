@@ -474,15 +474,18 @@ def _put(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def world(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     root = tmp_path_factory.mktemp("options")
     files = make_files(root / "files")
+    patch = pytest.MonkeyPatch()
+    patch.chdir(root)  # `output_dir` is a relative folder
     made = World(
         {"files": str(files), "root": str(root), "adapter": str(root / "adapter.safetensors")}, tiny_model, root
     )
     given = next(one.given for one in CHANGES if "adapter.init_from" in one.changed)
     probes.write_adapter(made.config("sdxl", given), root / "adapter.safetensors")
-    return made
+    yield made
+    patch.undo()
 
 
 def _named(change: Change) -> Any:

@@ -30,10 +30,10 @@ gpu_results ?= benchmarks/results
 # A test that waits for a GPU that never answers cannot be interrupted: the thread method ends the process, and the
 # results name the test.
 on_gpu := .venv/bin/python -m pytest tests/gpu -q -rfE -p no:cacheprovider --durations=10 --timeout=180 --timeout-method=thread
-test-gpu: environment ## the tests on a CUDA GPU (under 9 minutes on an H200)
+test-gpu: environment ## the tests on a CUDA GPU, in one process
 	$(on_gpu) -m 'gpu and not full' --gpu-results $(gpu_results) $(ORDER)
 
-test-gpu-long: environment ## the long ones: every adapter's form, compiled (under 9 minutes on an H200)
+test-gpu-long: environment ## the long ones: every adapter's form, compiled
 	$(on_gpu) -m 'gpu and full' --gpu-results $(gpu_results) $(ORDER)
 
 # Where .venv borrows the machine's packages, one of these tools may be on the machine's PATH instead of in .venv/bin.

@@ -10,7 +10,7 @@ reached from there.)
 
 The check reads the source and imports nothing. It follows annotations to learn whose method a call means; where it
 cannot, a method counts as used if its name is (unless the name is one of a standard type, as `write` is of a file).
-What it reports and is right nevertheless belongs into scripts/reachable.txt, with the reason.
+A symbol that it reports and that is needed nevertheless belongs in scripts/reachable.txt, with the reason.
 """
 
 from __future__ import annotations

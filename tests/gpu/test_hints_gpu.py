@@ -129,7 +129,7 @@ def test_the_way_is_measured_once_and_said(uvm: Uvm, tiny_model: TinyModel, tmp_
         return next(line for line in view.said if line.startswith("batches: "))
 
     first = way("first")
-    assert first.startswith("batches: pinned_copy, pinned copies do ")
+    assert first.startswith("batches: pinned_copy, pinned copies reach ")
     assert "measured in " in first
     assert (tmp_path / "cache" / "gracetune" / FILE).is_file()
     assert "measured before" in way("second")

@@ -85,7 +85,9 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
     ]
     assert all(one.change > 1e-6 for one in checked[2:])
     assert all(0 <= one.file_difference < 1e-4 for one in checked[:2])
-    assert "What is trained has an effect" in (tmp_path / "proven" / "out" / "report.html").read_text()
+    assert (
+        "Training has an effect, and the first saved file" in (tmp_path / "proven" / "out" / "report.html").read_text()
+    )
 
     monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
     run(plain)
@@ -146,8 +148,8 @@ def _only_in_training(self: AdaptedLinear, x: Tensor, result: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("broken", "found"),
     [
-        pytest.param(_without_gradient, "layers are as they began, and no gradient reaches them", id="no-gradient"),
-        pytest.param(_only_in_training, "the denoiser answers as it does without the adapter", id="not-connected"),
+        pytest.param(_without_gradient, "layers are unchanged, and no gradient reaches them", id="no-gradient"),
+        pytest.param(_only_in_training, "the denoiser's output is the same without it", id="not-connected"),
     ],
 )
 def test_an_adapter_without_effect_stops_the_run(

@@ -47,7 +47,7 @@ def test_two_datasets_of_one_folder_are_staged_once(
     assert view.files == {"small": 8}
     assert [line for line in view.said if "share" in line] == [
         f"datasets small, large share {folder}: it is staged once; memory_limit_gb {1.5 * size / 1e9:g}, the smallest "
-        "of them, holds for all"
+        "of them, applies to all"
     ]
     assert [line for line in view.said if re.match(r"small: 8 files, .* staged in", line)]
     assert len(copies) == 1

@@ -280,7 +280,7 @@ class _Homes:
         if waits.are_long and not any(moved) and not self._waits_said:
             self._waits_said = True
             why = _why_not_nearer([*stores.values()])
-            self._on_decision(f"batches: {waits}, with the look-ahead at its deepest; no cache can move nearer: {why}")
+            self._on_decision(f"batches: {waits}, with the deepest look-ahead; no cache can move to the GPU: {why}")
 
     def _judge_one(self, role: str, store: ResidentStore, waits: Waits) -> bool:
         slab, memory = store.managed, self._memory
@@ -313,7 +313,7 @@ class _Homes:
 def _why_not_nearer(stores: list[ResidentStore]) -> str:
     if all(one.managed is None for one in stores):
         return "none is managed memory (cache type unified_memory, memory.enable_uvm_hints: true)"
-    return "what is managed does not fit into free GPU memory, or is there already"
+    return "the managed caches do not fit into free GPU memory, or are there already"
 
 
 @dataclass

@@ -178,11 +178,11 @@ def placement_lines(
     notes = dict.fromkeys((*latents.notes, *texts.notes))
     way = choose_transport(profile, None)
     batches = way.reason if way.transport == "in_place" else "the way is measured when the run starts, then chosen"
-    state = "on" if latents.is_managed or texts.is_managed else "wanted, with nothing to hint" if hints.on else "off"
+    state = "on" if latents.is_managed or texts.is_managed else "on, with no managed cache" if hints.on else "off"
     return [f"residency hints {state}: {hints.reason}", places, *notes, f"batches: {batches}"]
 
 
-_INSIST: Final = "memory.enable_uvm_hints: true takes managed memory all the same"
+_INSIST: Final = "memory.enable_uvm_hints: true uses managed memory anyway"
 
 
 class Slab(Protocol):

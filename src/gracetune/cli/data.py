@@ -160,7 +160,7 @@ def _writing_to(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         problem = Problem("--output", f"{folder}: {error.strerror}", "a folder that can be made and written to",
-                          "choose another one with --output, or say --no-sheets")  # fmt: skip
+                          "choose another one with --output, or pass --no-sheets")  # fmt: skip
         raise ConfigError([problem]) from error
 
 

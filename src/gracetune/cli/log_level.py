@@ -16,7 +16,7 @@ class LogLevel(StrEnum):
 
 
 class _Stderr(logging.Handler):
-    """Looks stderr up for every line: a progress bar replaces it while it is drawn, and prints lines above itself."""
+    """Looks up `sys.stderr` for every line: a progress bar replaces it and prints lines above itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
         print(self.format(record), file=sys.stderr)

@@ -106,7 +106,7 @@ def find_config(path: Path) -> tuple[Path, str | None]:
     inside = Path("config") / path
     if path.exists() or path.is_absolute() or not inside.is_file():
         return path, None
-    return inside, f"--config {path}: no such file here, so {inside} is taken"
+    return inside, f"--config {path}: no such file; using {inside}"
 
 
 def _pairs(arguments: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:

@@ -4,7 +4,7 @@
     {"format": "gracetune-link-speeds", "version": 1,
      "machines": {"<GPU, driver, torch, profile>": {"seconds": .., "pinned_copy": .., ..}}}
 
-Only a memory: where it cannot be read or written, the next run measures again. It may be removed at any time.
+The file is a cache: where it cannot be read or written, the next run measures again. It may be removed at any time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _CONTENT: Final = TypeAdapter(_Content)
 
 
 def machine_key(machine: Machine, device: int) -> str:
-    """What speeds depend on: measured again when any of it changes."""
+    """Everything the speeds depend on. When any of it changes, a run measures again."""
     gpu = next((gpu for gpu in machine.gpus if gpu.index == device), None)
     software, host = machine.software, machine.host
     parts = {
@@ -51,13 +51,13 @@ def machine_key(machine: Machine, device: int) -> str:
 
 
 def recall(folder: Path, key: str, *, with_managed: bool) -> Measured | None:
-    """What was measured before; None where it was not, or not all that is asked for."""
+    """The stored measurement; None where there is none, or where it lacks managed memory that is needed."""
     found = _read(folder).get(key)
     return None if found is None or (with_managed and found.speeds.managed is None) else found
 
 
 def remember(folder: Path, key: str, measured: Measured) -> str | None:
-    """Why it could not be kept; None where it was."""
+    """Store a measurement. Returns the reason if that failed, else None."""
     content = _Content("gracetune-link-speeds", 1, {**_read(folder), key: measured})
     target, temporary = folder / FILE, folder / f"{FILE}.{os.getpid()}.tmp"
     try:

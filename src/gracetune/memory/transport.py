@@ -87,23 +87,23 @@ def choose_transport(
     slabs were asked for by name: `insisted` says how.
     """
     if profile == "cpu":
-        return TransportChoice("in_place", "no GPU: batches are read where they lie")
+        return TransportChoice("in_place", "no GPU: batches are read in place")
     if profile == "integrated":
-        return TransportChoice("in_place", "one pool: batches are read where they lie, nothing is copied to the GPU")
+        return TransportChoice("in_place", "one pool: batches are read in place, nothing is copied to the GPU")
     if insisted is not None and (speeds is None or speeds.managed is not None):
         told = "" if speeds is None or speeds.managed is None else f": {speeds.managed.gather}"
-        told += "" if speeds is None else f"; pinned copies do {speeds.pinned_copy}"
+        told += "" if speeds is None else f"; pinned copies reach {speeds.pinned_copy}"
         return TransportChoice("managed_gather", f"{insisted}{told}", speeds)
     if speeds is None:
         return TransportChoice("pinned_copy", "hidden behind the step wherever it was measured; not measured here")
     pinned = speeds.pinned_copy
     if speeds.managed is None:
-        return TransportChoice("pinned_copy", f"pinned copies do {pinned}; no managed memory was asked for", speeds)
+        return TransportChoice("pinned_copy", f"pinned copies reach {pinned}; no managed memory was asked for", speeds)
     gather = speeds.managed.gather
     told = f"{gather}, against {pinned} for pinned copies"
     if profile == "superchip" and gather.rate >= 0.85 * pinned.rate and gather.hidden >= HIDES_ENOUGH:
-        return TransportChoice("managed_gather", f"reading managed memory in place does {told}", speeds)
-    return TransportChoice("pinned_copy", f"reading managed memory in place would do {told}", speeds)
+        return TransportChoice("managed_gather", f"reading managed memory in place reaches {told}", speeds)
+    return TransportChoice("pinned_copy", f"reading managed memory in place would reach {told}", speeds)
 
 
 def mover_for(choice: TransportChoice, device: torch.device) -> Mover:

@@ -195,8 +195,8 @@ class ModelSpec:
     adjust: Callable[[nn.Module], None] | None = None
     """What `load_denoiser` and `build_denoiser` do to the library's own model, so that it computes the same faster."""
     recorded_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
-    """What of a batch `predict` is given in a step recorded as a CUDA graph, in as few shapes as it can have: each is
-    recorded by itself. None: this family has not been captured on a GPU yet, so it is not."""
+    """The tensors of a batch that `predict` gets in a step captured as a CUDA graph, in as few shapes as possible: each
+    shape is captured separately. None: this family has not been captured on a GPU yet, so CUDA graphs are not used."""
     check_sample: Callable[[SampleRequest, ModelFacts], None] = lambda request, facts: None
     """ConfigError for a request that `sample` would refuse: asked before anything is loaded. A problem's key is what
     the value is called in `validation.prompts`."""

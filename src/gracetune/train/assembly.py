@@ -69,7 +69,7 @@ def open_memory(
         if config.memory.use_uvm:
             view.warn("memory.use_uvm: not available, this run has no GPU whose memory could overflow")
         if hints.asked:
-            view.warn("memory.enable_uvm_hints: not available, this run has no GPU that hints could be about")
+            view.warn("memory.enable_uvm_hints: not available, this run has no GPU")
         return None
     allocator = next((text for name in ALLOCATOR_VARIABLES if (text := environment.get(name))), "")
     memory = UnifiedMemory.open(
@@ -124,7 +124,7 @@ def where_of(
 def _why_hints(hints: Hints, memory: UnifiedMemory | None, on_gpu: bool) -> str:
     if not hints.on or memory is not None:
         return hints.reason
-    return "unified memory is not available here" if on_gpu else "this run has no GPU that hints could be about"
+    return "unified memory is not available here" if on_gpu else "this run has no GPU"
 
 
 def transport_of(

@@ -37,15 +37,15 @@ from gracetune.train.gradients import FlatGradients
 from gracetune.units import GIB, format_bytes, format_duration
 
 PROBES: Final = 2
-"""Passes after which the GPU is asked whether it had to wait. The first pass of a shape compiles and is not counted."""
+"""Passes that are checked for being launch-bound. The first pass of a shape compiles and is not counted."""
 MOST: Final = 16
 """Captures alive at a time: each has memory of its own beside what they share."""
 ROOM: Final = 1.3
-"""Times what is kept for the backward pass: the memory a step is given, and a GiB."""
+"""A step is given this many times the memory kept for its backward pass, and one GiB."""
 STATES: Final = 4
-"""Times the gradients: what an optimizer allocates in its first step and works with in every one."""
+"""The memory of an optimizer (states and working memory), as a multiple of the gradients."""
 WORTH: Final = 20
-"""Replays that make up for the time of a capture, by a rough count."""
+"""Replays that save as much time as a capture takes, roughly."""
 _PROBE_S: Final = 1e-3
 """A GPU with less than this left to do when a whole forward pass is launched is launch-bound."""
 

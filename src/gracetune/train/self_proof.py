@@ -1,16 +1,17 @@
-"""Proof, while a run trains, that what it trains has an effect and that its files carry that effect.
+"""The self-check of a run: training has an effect, and the saved files reproduce it.
 
-An expert is judged after its first three applied steps: one sample goes through its denoiser with the adapter and
-without it, and the answers have to differ. Layers that still change nothing are named in a warning. The first file of
-each expert is read back and put in the place of the trained values: they have to be equal in the file's precision, and
-the sample goes through once more.
+An expert is checked after its first three applied steps: one sample goes through its denoiser with the adapter and
+without it, and the outputs must differ. Layers that still change nothing are named in a warning. The first file of each
+expert is read back, and its values replace the trained ones: both must be equal in the file's precision. The sample
+goes through once more.
 
-These passes have no gradients, use no compiled graph and take one sample. So no graph is made for them, they need
-little memory, and no random generator moves. Afterwards all parameters are bit for bit as they were. A run pays five of
-them for each expert (base model twice, adapter; trained, saved) and reads one file. Only a rate so low that three steps
-are lost in the model's precision adds one or two (`_FACTORS`).
+These passes have no gradients, run uncompiled and take one sample. So nothing is compiled for them, they need little
+memory, and they advance no random generator. Afterwards all parameters are restored bit for bit. The cost for each
+expert is five passes (base model twice, adapter; trained, saved) and one file to read. If the effect of three steps is
+below the model's precision, one or two passes are added (`_FACTORS`).
 
-A full fine-tune has no base model beside it: its weights must have moved, and some tensors of its file are compared.
+A full fine-tune has no base model to compare with: its weights must have changed, and some tensors of its file are
+compared.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from gracetune.train.view import View
 T = TypeVar("T")
 
 STEPS: Final = 3
-"""Applied steps of an expert before it is judged: LoRA's first one moves B alone, the second one A too."""
+"""Applied steps of an expert before its check: the first step of LoRA changes B alone, the second A too."""
 _FACTORS: Final = (1.0, 2.0**10, 2.0**20)
-"""What three steps of a warm-up change may be less than bf16 can tell apart. Then the adapter is made this much
-stronger: one that is connected to the model shows at some factor, one that is not shows at none."""
+"""The change of three warm-up steps may be below the precision of bf16. Then the adapter is amplified by these factors:
+one that is connected to the model has an effect at some factor, any other at none."""
 _NOISE: Final = 2.0
-"""Times the difference of two passes of the base model; what is not above that is no effect. That difference is 0 where
-kernels repeat their results bit for bit, as those of forward passes mostly do."""
+"""An effect is a change above this many times the difference of two passes of the base model. That difference is 0
+where kernels repeat their results bit for bit, as most kernels of forward passes do."""
 _CLOSE: Final = 2.0**-12
-"""Relative difference of a tensor read back to the trained one, rounded to the file's precision. They are equal
-bit for bit but where a format holds them in other terms, which are computed in float32."""
+"""The largest relative difference of a tensor read back from the trained one, rounded to the file's precision. They are
+equal bit for bit unless a format stores them in another form, which is computed in float32."""
 _COMPARED: Final = 16
 """Tensors of a full fine-tune that are read back."""
 _SHOWN: Final = 8
@@ -75,11 +76,11 @@ class _Expert:
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
     masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
     base: Tensor | None = None
-    """The base model's answer to the example, kept until all is known."""
+    """The base model's output for the example, kept until the check is complete."""
     noise: float = 0.0
     judged: bool = False
     effect: str = ""
-    """In words, once it is judged."""
+    """In words, once the adapter is checked."""
     file: str = ""
     """The difference its file makes, in words, once that is checked."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -87,7 +88,7 @@ class _Expert:
 
 
 class SelfProof:
-    """A callback. All ranks go through the same passes and come to the same verdict: a sharded model needs them all."""
+    """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View) -> None:
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
@@ -96,7 +97,7 @@ class SelfProof:
         self._rates: dict[ExpertName, float] = {}
         self._begins_anew = True
         self._is_over = False
-        """Everything is proven and shown, or the run is being stopped."""
+        """The check is complete and reported, or the run is being stopped."""
 
     def start(self, job: Job) -> None:
         self._experts = {name: _Expert() for name in job.trainee.trained}
@@ -164,7 +165,7 @@ class SelfProof:
         largest = dict(zip(acting, _read(job, [_largest(some) for some in acting.values()]), strict=True))
         idle = tuple(path for path, value in largest.items() if value == 0)
         if len(idle) == len(largest):
-            self._stop(job, _nothing_learnt(job, done, f"all {len(idle):,} layers are as they began"))
+            self._stop(job, _nothing_learnt(job, done, f"all {len(idle):,} layers are unchanged"))
             return None
         measured = self._with_room(job, lambda: self._measure(job, done.expert, expert))
         if measured is None:
@@ -175,17 +176,15 @@ class SelfProof:
                 job,
                 Problem(
                     _judged(done.expert),
-                    "its values have changed, and the denoiser answers as it does without the adapter",
-                    "an adapter that changes the denoiser's answer",
+                    "its values have changed, but the denoiser's output is the same without it",
+                    "an adapter that changes the denoiser's output",
                     "other layers: --set 'adapter.targets=[...]'; if these are the right ones, please report this",
                 ),
             )
             return None
         expert.effect = f"by {change:.1e}"
         if factor > 1:
-            expert.effect = (
-                f"by {change:.1e} at {factor:,.0f} times its strength (at its own by less than the precision)"
-            )
+            expert.effect = f"by {change:.1e} at {factor:,.0f} times its strength (at its own: below the precision)"
         return SelfChecked(
             step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
         )
@@ -213,7 +212,7 @@ class SelfProof:
         moved = _read(job, [(now[name] != before).double() for name, before in expert.sums.items()])
         still = [name for name, value in zip(expert.sums, moved, strict=True) if value == 0]
         if len(still) == len(now):
-            problem = _nothing_learnt(job, done, f"all {len(now):,} tensors are as they began")
+            problem = _nothing_learnt(job, done, f"all {len(now):,} tensors are unchanged")
             if self._begins_anew:
                 self._stop(job, problem)
             else:  # the last steps of a falling schedule may be too small for float32
@@ -263,7 +262,7 @@ class SelfProof:
         return len(attached.parameters() if self._is_full else attached.acting())
 
     def _read_back(self, job: Job, name: ExpertName, path: Path) -> LayerTensors:
-        """As anyone would read it. Rank 0 has the file; the others take part with their own values: where the model is
+        """As any program reads it. Rank 0 has the file; the others take part with their own values: where the model is
         shared out they get rank 0's, and where it is not their answers are not counted."""
         trainee = job.trainee
         attached = trainee.attached[name]
@@ -357,9 +356,7 @@ class SelfProof:
         for name, one in self._experts.items():
             one.base = None
             if one.steps >= STEPS and not one.judged:
-                self._warn(
-                    job, f"self-check: no {STEPS} steps{_of(name)} had a loss above 0: there was nothing to learn"
-                )
+                self._warn(job, f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
         self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
 
     def _effect_in_words(self) -> str:
@@ -384,8 +381,8 @@ class SelfProof:
         self._telemetry.emit(Warned(message=text, step=job.position.step))
 
     def _with_room(self, job: Job, check: Callable[[], T]) -> T | None:
-        """A run never ends because a check of it found no memory. With several ranks the others would wait for ever in
-        a collective, so there it does."""
+        """With one rank, a check that runs out of memory does not end the run. With several ranks it does: the others
+        would wait in a collective for ever."""
         for _ in range(2):
             try:
                 return check()
@@ -395,7 +392,7 @@ class SelfProof:
                 job.step.release()
                 torch.cuda.empty_cache()
         self._is_over = True
-        self._warn(job, "self-check: left out, no memory is free for one sample beside the run")
+        self._warn(job, "self-check: skipped, there is not enough free memory for one sample")
         return None
 
 
@@ -497,12 +494,12 @@ def _nothing_learnt(job: Job, done: WindowDone, found: str) -> Problem:
         return Problem(_judged(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
     rate = _rates(job, "initial_lr")[done.expert]
     found = f"{found} (gradient norm {norm:.1e}, optimizer.lr {rate:g})"
-    return Problem(_judged(done.expert), found, "layers that have moved", "a higher rate: --set optimizer.lr=1e-4")
+    return Problem(_judged(done.expert), found, "layers that have changed", "a higher rate: --set optimizer.lr=1e-4")
 
 
 def _wrong(path: Path, found: str) -> WrongFileError:
     hint = (
-        "everything trained is in the checkpoint, and the same command goes on from it; another format may hold it: "
+        "the checkpoint is complete, and the same command resumes from it; another format may work: "
         "--set checkpoints.format=NAME; please report this"
     )
     return WrongFileError(str(Problem("self-check", found, "what was trained", hint, str(path))))

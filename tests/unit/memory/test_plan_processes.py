@@ -152,7 +152,7 @@ class TestSharded:
         assert sized(parts, "compute copy") == sized(whole, "compute copy"), "autograd keeps every cast"
 
     def test_fp8_is_refused_as_the_run_refuses_it(self) -> None:
-        with pytest.raises(ConfigError, match="fp8 weights are not spread"):
+        with pytest.raises(ConfigError, match="fp8 weights cannot be sharded"):
             demand(model={"family": "wan", "base_precision": "fp8"}, processes=Processes(2, 2, sharded=True))
         tight = plan(demand(processes=Processes(2, 2, sharded=True), **FULL), with_gpus(small_gpu(20), 2))
         assert "model.base_precision" not in {entry.key for entry in tight.changes}

@@ -359,7 +359,7 @@ def test_a_machine_is_measured_once(heap: ManagedHeap, tmp_path: Path, monkeypat
     assert transport_of(card, tmp_path, None).transport == "pinned_copy"
     insisted = transport_of(card, tmp_path, heap, insists=True)
     assert insisted.transport == "managed_gather", "as asked, whatever is faster"
-    assert "54 GB/s, 97% hidden; pinned copies do 55 GB/s, 98% hidden" in insisted.reason
+    assert "54 GB/s, 97% hidden; pinned copies reach 55 GB/s, 98% hidden" in insisted.reason
     assert asked == [True, False, True], "another machine, and then its managed memory"
     assert transport_of(Where(machine("gb10"), 0), tmp_path, None).transport == "in_place"
     assert transport_of(Where(machine("gh200-numa"), None), tmp_path, None).transport == "in_place"
@@ -417,7 +417,7 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
     heard = Heard()
     run(without, heard)
     assert "residency hints: off, memory.enable_uvm_hints is false" in heard.said
-    assert "batches: in_place, no GPU: batches are read where they lie" in heard.said
+    assert "batches: in_place, no GPU: batches are read in place" in heard.said
     said = "texts-0: unified_memory was asked for and is not used: memory.enable_uvm_hints is false"
     assert said in heard.said
 

@@ -57,7 +57,7 @@ def sharing_notes(folders: Sequence[SharedFolder]) -> Iterator[str]:
     for one in staged:
         limit = one.dataset.in_memory.memory_limit_gb
         if len(one.ids) > 1:
-            counted = "" if limit is None else f"; memory_limit_gb {limit:g}, the smallest of them, holds for all"
+            counted = "" if limit is None else f"; memory_limit_gb {limit:g}, the smallest of them, applies to all"
             yield f"datasets {', '.join(one.ids)} share {one.dataset.path}: it is staged once{counted}"
     for position, one in enumerate(staged):
         others = [other for other in staged[:position] if _place(other.dataset) == _place(one.dataset)]

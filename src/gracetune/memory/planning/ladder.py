@@ -1,8 +1,8 @@
 """What a plan tries, in a fixed order: from the choice that costs nothing to the one that costs most. Pure.
 
-The order never depends on how much memory there is, so more memory cannot make a plan worse. What is idle leaves the
-device first, then what a step reads again (inputs of repeated blocks), and only then does a step overflow. So a larger
-batch never brings something idle back to make something busy leave, and what overflows grows with the batch.
+The order never depends on how much memory there is, so more memory cannot make a plan worse. Idle weights leave the
+device first, then tensors that a step reads again (inputs of recomputed blocks); only then does a step overflow. So a
+larger batch never brings idle weights back at the cost of tensors in use, and the overflow grows with the batch.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Ladder:
             yield replace(choice, spill=size)
 
     def pruned(self, found: Choice) -> Choice:
-        """Take back what later steps made unnecessary."""
+        """Undo the choices that later ones made unnecessary."""
         start, most = self.start, self.lay(found)
 
         def is_enough(choice: Choice) -> bool:

@@ -50,7 +50,7 @@ class Processes:
 
     @property
     def part(self) -> str:
-        """Beside a number of bytes that is one process's part of something."""
+        """A suffix for sizes that are one process's share."""
         return f"; 1/{self.count} in each process" if self.sharded else ""
 
     def share(self, size: int) -> int:
@@ -70,6 +70,6 @@ ONE_PROCESS = Processes()
 
 
 def sharded_fp8_problem() -> Problem:
-    found, expected = "fp8, with weights spread over processes (FSDP)", "replicas: fp8 weights are not spread"
+    found, expected = "fp8, with weights sharded over processes (FSDP)", "replicas: fp8 weights cannot be sharded"
     hint = "launch with config/accelerate_config_gh200.yaml, or --set model.base_precision=bf16"
     return Problem("model.base_precision", found, expected, hint)

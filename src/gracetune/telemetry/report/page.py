@@ -225,7 +225,7 @@ def _self_checks(story: Story) -> str:
             found = f"reproduces what was trained, difference {one.file_difference:.1e}"
         rows.append((f"{one.step:,}", one.expert, what, found))
     return _table(
-        "What is trained has an effect, and the first file of it has the same",
+        "Training has an effect, and the first saved file reproduces it",
         ("step", "expert", "checked", "found"),
         rows,
     )

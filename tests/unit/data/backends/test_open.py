@@ -141,7 +141,7 @@ class TestPool:
             assert (shared.dataset.in_memory.memory_limit_gb, shared.dataset.in_memory.num_workers) == (2.0, 2)
             assert [*sharing_notes(pool.folders)] == [
                 f"datasets small, large, relative, clips share {folder}: it is staged once; "
-                "memory_limit_gb 2, the smallest of them, holds for all"
+                "memory_limit_gb 2, the smallest of them, applies to all"
             ]
             small = pool.open(datasets[0])
             assert all(pool.open(dataset) is small for dataset in datasets)

@@ -174,7 +174,7 @@ def test_hints_the_driver_refuses_are_counted_and_said(
 @pytest.mark.parametrize(
     ("name", "hints", "speeds", "place", "said"),
     [
-        ("x86-h200", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "memory.enable_uvm_hints: true takes managed memory"),
+        ("x86-h200", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "memory.enable_uvm_hints: true uses managed memory"),
         ("x86-h200", ASKED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
         ("gh200-numa", FOLLOW_CACHES, COHERENT, "managed_host", "gathered over the link"),
         ("gh200-numa", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "51 GB/s, 10% hidden, against 55 GB/s, 98% hidden"),
@@ -299,7 +299,7 @@ def test_a_cache_that_is_waited_for_moves_to_the_gpu_and_back_when_memory_is_tig
             mover.waited_ms, layer.room = 20.0, 1
             some(2 * JUDGED)
             assert len(heard) == 1, "said once"
-            assert "does not fit into free GPU memory" in heard[0]
+            assert "not fit into free GPU memory" in heard[0]
             layer.room = 8 * GIB
             bench.fake.clear()
             some(JUDGED)

@@ -131,7 +131,8 @@ def stopped(config: RunConfig) -> str:
 
 
 def test_a_rate_of_0_stops_the_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}))
+    """Also one whose last step is the one that shows it."""
+    reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}, training={"max_steps": STEPS}))
     assert reason.splitlines()[:2] == ["optimizer.lr", "  found     0"]
 
 

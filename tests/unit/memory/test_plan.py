@@ -103,11 +103,12 @@ class TestPlacement:
         assert tier_of(superchip, "low-noise expert") == "host"
         assert "high-noise expert, home copy" not in {line.name for line in superchip.lines}
 
-    def test_a_superchip_without_the_unified_memory_layer_parks_pinned_copies(self) -> None:
+    @pytest.mark.parametrize("memory", [{}, {"use_uvm": True, "enable_uvm_hints": False}])
+    def test_a_superchip_without_managed_memory_for_them_parks_pinned_copies(self, memory: dict[str, bool]) -> None:
         """As the run does it: then both experts have a home in main memory."""
         disk = {"vae_cache_type": "disk", "text_cache_type": "disk"}
         plain = plan(
-            demand(cache=disk, training={"gradient_checkpointing": "full"}),
+            demand(cache=disk, training={"gradient_checkpointing": "full"}, memory=memory),
             small_gpu(60, "gh200-numa"),
         )
         assert tier_of(plain, "high-noise expert, home copy") == "host"

@@ -105,6 +105,8 @@ class Settings:
     oversubscription_ratio: float
     managed: bool
     """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
+    refuses_managed: bool = False
+    """`memory.enable_uvm_hints` is false: besides the overflow arena nothing is managed memory."""
 
 
 @dataclass(frozen=True)

@@ -138,8 +138,10 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
 
 
 def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
-    """Overflow opens the unified-memory layer, whatever else the config says."""
-    return machine.profile.value == "superchip" and (demand.settings.managed or choice.spill > 0)
+    """Overflow opens the unified-memory layer. As in `train.assembly.open_host`, hints that are refused rule it out."""
+    settings = demand.settings
+    opens = settings.managed or choice.spill > 0
+    return machine.profile.value == "superchip" and opens and not settings.refuses_managed
 
 
 def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:

@@ -135,9 +135,7 @@ def test_a_room_for_the_arena_keeps_more_than_the_hosts_reserve() -> None:
     assert Room.for_arena(machine("gh200-numa"), sharers=3) == replace(plain, reserve=plain.reserve * 5 // 4, sharers=3)
 
 
-def test_a_profiler_that_takes_cupti_over_ends_the_counting_and_not_the_run(
-    reserved: list[int], bench: Bench
-) -> None:
+def test_a_profiler_that_takes_cupti_over_ends_the_counting_and_not_the_run(reserved: list[int], bench: Bench) -> None:
     found = UnifiedMemory.open(MemoryOptions(enable_uvm_hints=True), machine("gh200-numa"))
     assert isinstance(found, UnifiedMemory)
     for asked in (lambda: found.uvm_stats().migrations, found.close):

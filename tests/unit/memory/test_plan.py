@@ -365,7 +365,8 @@ class TestVerdict:
         assert any("not needed" in note for note in found.notes)
 
     def test_several_gpus_are_a_note(self) -> None:
-        assert any("2 GPUs" in note for note in plan(demand(), machine("gb200")).notes)
+        notes = plan(demand(), machine("gb200")).notes
+        assert any("2 GPUs" in note and "gracetune estimate CONFIG --processes 2" in note for note in notes)
 
     @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "sdxl"])
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])

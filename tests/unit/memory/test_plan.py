@@ -116,6 +116,14 @@ class TestPlacement:
         assert "copied from pinned memory" in line.why
         assert plain.managed_bytes == 0
 
+    @pytest.mark.parametrize(("switch", "counted"), [(None, False), (True, True)])
+    def test_caches_asked_for_by_name_count_as_managed_behind_pcie_too(
+        self, switch: bool | None, counted: bool
+    ) -> None:
+        """Else the overflow arena would take all of the cap, and leave nothing for them."""
+        found = plan(demand(memory={"use_uvm": True, "enable_uvm_hints": switch}), machine("x86-h200"))
+        assert bool(found.managed_bytes) is counted
+
     def test_a_control_group_is_the_limit(self) -> None:
         staged = [{"id": "data", "path": "/nowhere", "type": "in_memory", "max_samples": 80_000}]
         assert plan(demand(datasets=staged), machine("x86-h200")).verdict == "fits"

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hardware.machine import Machine
 from gracetune.memory.placement import Role as PlacementRole
 from gracetune.memory.placement import place
@@ -218,7 +219,10 @@ def _busy_place(
     role: PlacementRole = "latent_cache" if need.role == "latent cache" else "text_cache"
     device = machine.gpus[0].memory_total if machine.gpus else None
     known = device if choice.text_cache_on_device else None
-    placement = place(role, machine.profile.value, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
+    profile = machine.profile.value
+    if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
+        profile = "superchip"  # as `cache.slabs.choose_residence` has it; more than the cap is refused there
+    placement = place(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
     managed = placement.place in ("managed_host", "managed_device")
     if managed and not need.managed:
         return tiers.store, f"{need.why}; page-locked main memory", False

@@ -133,7 +133,8 @@ def stopped(config: RunConfig) -> str:
 
 
 def test_a_rate_of_0_stops_the_run(tiny_model: TinyModel, tmp_path: Path) -> None:
-    reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}))
+    """Also one whose last step is the one that shows it."""
+    reason = stopped(config_for("flux", tiny_model, tmp_path, optimizer={"lr": 0.0}, training={"max_steps": STEPS}))
     assert reason.splitlines()[:2] == ["optimizer.lr", "  found     0"]
 
 
@@ -160,6 +161,17 @@ def test_an_adapter_without_effect_stops_the_run(
     assert f"self-check of the adapter after {STEPS} steps" in reason
     assert found in reason
     assert "--set 'adapter.targets=[...]'" in reason
+
+
+def test_an_answer_that_is_not_finite_is_no_proof_against_the_adapter(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp16 one sample may overflow, and such steps are skipped: that ends no run."""
+    original = TrainStep.answer
+    monkeypatch.setattr(TrainStep, "answer", lambda *given: original(*given) * torch.nan)
+    view = Heard()
+    assert run(config_for("flux", tiny_model, tmp_path, training={"max_steps": STEPS}), view).files
+    assert "the adapter changes the output by nan" in lines(view)[0]
 
 
 def test_layers_that_no_gradient_reaches_are_named(

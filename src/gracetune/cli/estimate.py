@@ -102,7 +102,10 @@ def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:
     def held(role: Role) -> int:
         return sum(need.bytes for need in demand.needs if need.role == role and need.home == "host")
 
-    return placement_lines(config, machine, latent_bytes=held("latent cache"), text_bytes=held("text cache"))
+    return placement_lines(
+        config, machine, latent_bytes=held("latent cache"), text_bytes=held("text cache"),
+        local_ranks=demand.processes.per_machine,
+    )  # fmt: skip
 
 
 def read_machine(path: Path) -> Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -13,10 +14,11 @@ from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.arena_size import ArenaSize, Room, arena_size
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.governor import Decision, Governor, Limits, OnChange
 from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.native import Unavailable, Uvm, load
+from gracetune.memory.native import Migrations, Unavailable, Uvm, load
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import ArenaUsage, CudaMemory, DeviceSensor, HostSensor, Sensors, TorchCuda
 from gracetune.memory.stats import UvmStats, merged
@@ -166,8 +168,18 @@ class UnifiedMemory:
             hints_refused=self.heap.hints.refused,
             prefetched_bytes=self._look_ahead.prefetched_bytes,
             prefetch_wait_ms=self._look_ahead.wait_ms,
-            migrations=self._uvm.migrations() if self.uncounted is None else None,
+            migrations=self._migrations(),
         )
+
+    def _migrations(self) -> Migrations | None:
+        """A profiler that takes CUPTI over ends the counting, never the run."""
+        if self.uncounted is not None:
+            return None
+        try:
+            return self._uvm.migrations()
+        except UnifiedMemoryError as error:
+            self.uncounted = str(error)
+            return None
 
     def stats(self) -> dict[str, Any]:
         """A copy of torch's statistics with `uvm.*` added."""
@@ -183,7 +195,8 @@ class UnifiedMemory:
     def close(self) -> None:
         if self.uncounted is None:
             self.uncounted = "the layer is closed"
-            self._uvm.stop_counting_migrations()
+            with suppress(UnifiedMemoryError):  # the last counts are lost; the arena is closed all the same
+                self._uvm.stop_counting_migrations()
         if self._arena is not None:
             self._arena.close()
             self._arena = None

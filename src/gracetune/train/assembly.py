@@ -140,7 +140,7 @@ def transport_of(
     if measured is None:
         try:
             measured = measure_link(where.device, heap)
-        except (UnifiedMemoryError, torch.cuda.OutOfMemoryError) as error:
+        except (UnifiedMemoryError, RuntimeError) as error:  # torch refuses page-locked memory with no type of its own
             choice = choose_transport(profile, None, insisted=insisted)
             return replace(choice, reason=f"{choice.reason}; not measured ({str(error).splitlines()[0]})")
         failed = remember(folder, key, measured) if main else None

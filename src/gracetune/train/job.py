@@ -109,9 +109,12 @@ class Job:
 
     def agreed_stop(self) -> Stop | None:
         """The same answer on every rank, for the same window."""
-        if self.position.step >= self.length.steps:
-            return Stop("finished", f"{self.position.step} steps")
         own = self.control.stop
+        if self.position.step >= self.length.steps:
+            # The last step can show that a run has failed. Any other request comes too late to matter.
+            if not self.runtime.highest(int(own is not None and own.kind == "failed")):
+                return Stop("finished", f"{self.position.step} steps")
+            return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
         code = self.runtime.highest(0 if own is None else _CODES[own.kind])
         if code == 0 or own is not None:
             return own

@@ -241,3 +241,15 @@ def test_torch_stays_out_of_it(config: Path, report: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("processes", "place"), [(1, "managed_host"), (2, "shared_host")])
+def test_hints_are_told_for_the_processes_that_are_planned(
+    processes: int, place: str, config: Path, tmp_path: Path
+) -> None:
+    """Processes of one machine share one copy of a cache, which is not managed memory: as the run does it."""
+    machine = load_recording(MACHINES / "gb200").model_dump(mode="json")
+    report = tmp_path / "gb200.json"
+    report.write_text(json.dumps({"format": 1, "checks": [], "machine": machine}))
+    _, printed = run(config, "--machine", report, "--processes", processes, "--samples", 100, "--json")
+    assert any(note.startswith(f"latents: {place};") for note in json.loads(printed)["notes"])

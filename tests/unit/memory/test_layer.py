@@ -133,3 +133,14 @@ class TestOpenMemory:
 def test_a_room_for_the_arena_keeps_more_than_the_hosts_reserve() -> None:
     plain = Room.of(machine("gh200-numa"))
     assert Room.for_arena(machine("gh200-numa"), sharers=3) == replace(plain, reserve=plain.reserve * 5 // 4, sharers=3)
+
+
+def test_a_profiler_that_takes_cupti_over_ends_the_counting_and_not_the_run(reserved: list[int], bench: Bench) -> None:
+    found = UnifiedMemory.open(MemoryOptions(enable_uvm_hints=True), machine("gh200-numa"))
+    assert isinstance(found, UnifiedMemory)
+    for asked in (lambda: found.uvm_stats().migrations, found.close):
+        assert bench.uvm.count_migrations([str(bench.fake.path)]) is None
+        found.uncounted = None
+        bench.fake.fail("cuptiActivityFlushAll", 33)
+        assert asked() is None
+        assert found.uncounted

@@ -103,17 +103,26 @@ class TestPlacement:
         assert tier_of(superchip, "low-noise expert") == "host"
         assert "high-noise expert, home copy" not in {line.name for line in superchip.lines}
 
-    def test_a_superchip_without_the_unified_memory_layer_parks_pinned_copies(self) -> None:
+    @pytest.mark.parametrize("memory", [{}, {"use_uvm": True, "enable_uvm_hints": False}])
+    def test_a_superchip_without_managed_memory_for_them_parks_pinned_copies(self, memory: dict[str, bool]) -> None:
         """As the run does it: then both experts have a home in main memory."""
         disk = {"vae_cache_type": "disk", "text_cache_type": "disk"}
         plain = plan(
-            demand(cache=disk, training={"gradient_checkpointing": "full"}),
+            demand(cache=disk, training={"gradient_checkpointing": "full"}, memory=memory),
             small_gpu(60, "gh200-numa"),
         )
         assert tier_of(plain, "high-noise expert, home copy") == "host"
         line = next(line for line in plain.lines if line.name == "low-noise expert")
         assert "copied from pinned memory" in line.why
         assert plain.managed_bytes == 0
+
+    @pytest.mark.parametrize(("switch", "counted"), [(None, False), (True, True)])
+    def test_caches_asked_for_by_name_count_as_managed_behind_pcie_too(
+        self, switch: bool | None, counted: bool
+    ) -> None:
+        """Else the overflow arena would take all of the cap, and leave nothing for them."""
+        found = plan(demand(memory={"use_uvm": True, "enable_uvm_hints": switch}), machine("x86-h200"))
+        assert bool(found.managed_bytes) is counted
 
     def test_a_control_group_is_the_limit(self) -> None:
         staged = [{"id": "data", "path": "/nowhere", "type": "in_memory", "max_samples": 80_000}]
@@ -364,7 +373,8 @@ class TestVerdict:
         assert any("not needed" in note for note in found.notes)
 
     def test_several_gpus_are_a_note(self) -> None:
-        assert any("2 GPUs" in note for note in plan(demand(), machine("gb200")).notes)
+        notes = plan(demand(), machine("gb200")).notes
+        assert any("2 GPUs" in note and "gracetune estimate CONFIG --processes 2" in note for note in notes)
 
     @pytest.mark.parametrize("family", ["wan", "qwen_image", "flux", "sdxl"])
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])

@@ -169,7 +169,8 @@ def _cache(
     name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...], managed: bool
 ) -> Iterator[Need]:
     if kind in ("memory", "unified_memory"):
-        yield Need(name, role, size, phases, why, home="host", managed=managed)
+        insisted = managed and hints_of(config).asked
+        yield Need(name, role, size, phases, why, home="host", managed=managed, insisted=insisted)
     # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
     until = "" if config.cache.persistent_cache else "; removed at the end"
     yield Need(f"{name} on disk", role, size, phases, why + until, home="disk")

@@ -36,6 +36,8 @@ class Need:
     """May wait in host memory during its idle phases (or be read again from disk, where host and device are one)."""
     managed: bool = False
     """Lies in managed memory where the machine has a coherent link; elsewhere in main memory as any other."""
+    insisted: bool = False
+    """In managed memory without a coherent link too, as far as its cap allows: `memory.enable_uvm_hints` is true."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,8 @@ class Settings:
     oversubscription_ratio: float
     managed: bool
     """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
+    refuses_managed: bool = False
+    """`memory.enable_uvm_hints` is false: besides the overflow arena nothing is managed memory."""
 
 
 @dataclass(frozen=True)

@@ -153,6 +153,7 @@ def _settings(job: _Job) -> Settings:
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
         managed=config.memory.use_uvm or hints_of(config).on,
+        refuses_managed=config.memory.enable_uvm_hints is False,
     )
 
 

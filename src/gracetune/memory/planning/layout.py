@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.hardware.machine import Machine
 from gracetune.memory.placement import Role as PlacementRole
 from gracetune.memory.placement import place
@@ -138,8 +139,10 @@ def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Ne
 
 
 def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
-    """Overflow opens the unified-memory layer, whatever else the config says."""
-    return machine.profile.value == "superchip" and (demand.settings.managed or choice.spill > 0)
+    """Overflow opens the unified-memory layer. As in `train.assembly.open_host`, hints that are refused rule it out."""
+    settings = demand.settings
+    opens = settings.managed or choice.spill > 0
+    return machine.profile.value == "superchip" and opens and not settings.refuses_managed
 
 
 def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
@@ -216,7 +219,10 @@ def _busy_place(
     role: PlacementRole = "latent_cache" if need.role == "latent cache" else "text_cache"
     device = machine.gpus[0].memory_total if machine.gpus else None
     known = device if choice.text_cache_on_device else None
-    placement = place(role, machine.profile.value, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
+    profile = machine.profile.value
+    if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
+        profile = "superchip"  # as `cache.slabs.choose_residence` has it; more than the cap is refused there
+    placement = place(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
     managed = placement.place in ("managed_host", "managed_device")
     if managed and not need.managed:
         return tiers.store, f"{need.why}; page-locked main memory", False

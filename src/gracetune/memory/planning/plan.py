@@ -254,7 +254,9 @@ def _notes(ladder: Ladder, chosen: Choice, verdict: Verdict) -> Iterator[str]:
     demand, machine = ladder.demand, ladder.machine
     processes, gpus = demand.processes, len(machine.gpus)
     if gpus > processes.per_machine:
-        yield f"{gpus} GPUs: the plan is for {processes.per_machine} of them; --processes {gpus} plans for all"
+        # `train` shows this note too, and has no such flag of its own.
+        all_of_them = f"gracetune estimate CONFIG --processes {gpus}"
+        yield f"{gpus} GPUs: the plan is for {processes.per_machine} of them; {all_of_them} plans for all"
     if processes.count > 1:
         yield (
             "batch sizes are those of one process; runs of several GPUs have never been measured, and buffers of the "

@@ -214,8 +214,12 @@ class BatchSource:
         """
         self._forget()
         fetcher = self._feed.fetcher
-        fetcher.latents = fetcher.latents if latents is None else latents
-        fetcher.texts = fetcher.texts if texts is None else texts
+        if latents is not None:
+            fetcher.latents = latents
+            self._homes.forget("latents")
+        if texts is not None:
+            fetcher.texts = texts
+            self._homes.forget("texts")
 
     def on_depth(self, report: OnDepth) -> None:
         """`report` gets every later change of how many batches are kept under way, and why."""
@@ -267,6 +271,10 @@ class _Homes:
     @property
     def must_go_back(self) -> bool:
         return bool(self._moved) and self._memory is not None and self._memory.memory_is_tight
+
+    def forget(self, role: str) -> None:
+        """Another store has this role from now on, with a home of its own."""
+        self._moved.discard(role)
 
     def judge(self, fetcher: _Fetcher, ahead: LookAhead) -> None:
         ahead.catch_up()

@@ -82,7 +82,7 @@ def choose_parking(profile: ProfileName, *, park: bool, experts: int, managed: b
     if where.place == "managed_host" and managed:
         return ParkingChoice("managed", f"managed memory: {where.reason}")
     if where.place == "managed_host":
-        return ParkingChoice("pinned_copy", "pinned copy: managed memory is not available here")
+        return ParkingChoice("pinned_copy", "pinned copy: managed memory is off or not available here")
     return ParkingChoice("pinned_copy", f"pinned copy: {where.reason}")
 
 

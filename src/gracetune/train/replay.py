@@ -23,7 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -127,9 +127,11 @@ class Gpu:
         """
         caller = torch.cuda.current_stream()
         self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            yield
-        caller.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            caller.wait_stream(self.stream)
 
     def accumulators(self, parameters: Sequence[nn.Parameter]) -> list[Any]:
         """The parameters' AccumulateGrad nodes, created on the side stream. They keep it while somebody holds them."""
@@ -202,10 +204,10 @@ class Gpu:
     def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         """As `torch.cuda.graph`, on the current stream, and restores torch's state when the capture fails."""
         invalid: RuntimeError | None = None
-        # Other threads may go on with their own work: they read ahead.
-        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             try:
+                # Other threads may go on with their own work: they read ahead.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
                 yield
             finally:
                 invalid = _end_capture(graph, pool)
@@ -230,8 +232,9 @@ def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> RuntimeError | None:
         # torch stops at CUDA's error and leaves out the rest of what `capture_end` does.
         _ABANDONED.append(graph)
         device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+        with suppress(RuntimeError):  # where `capture_begin` failed before it came to the pool
+            torch._C._cuda_endAllocateToPool(device, pool)
+            torch._C._cuda_releasePool(device, pool)
         # The generator's state stays in capture mode. A copy has the same seed and offset, and is not in it.
         generator = torch.cuda.default_generators[device]
         generator.graphsafe_set_state(generator.clone_state())
@@ -378,6 +381,7 @@ class Replay:
             shape.captured = self._gpu.capture(run, inputs, gradients, turns)
         except torch.OutOfMemoryError:
             torch.clear_autocast_cache()  # weights cast during the capture were never computed
+            self.release()  # the captures before it share the random generator's state, which may have been replaced
             self._reject(shape, "the GPU's memory was full before all of it was captured")
             return
         except CaptureError as error:

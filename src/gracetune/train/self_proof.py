@@ -392,6 +392,9 @@ class SelfProof:
                 job.step.release()
                 torch.cuda.empty_cache()
         self._is_over = True
+        job.example = None
+        for expert in self._experts.values():
+            expert.base = None
         self._warn(job, "self-check: skipped, there is not enough free memory for one sample")
         return None
 

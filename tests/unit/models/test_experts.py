@@ -96,7 +96,7 @@ def test_drawn_levels_lead_back_to_their_expert(share: Fraction) -> None:
     ("profile", "park", "experts", "managed", "way", "reason"),
     [
         ("superchip", True, 2, True, "managed", "prefetched over the coherent link"),
-        ("superchip", True, 2, False, "pinned_copy", "managed memory is not available"),
+        ("superchip", True, 2, False, "pinned_copy", "managed memory is off or not available"),
         ("superchip", False, 2, True, "resident", "both fit in the plan"),
         ("discrete", True, 2, True, "pinned_copy", "copied from pinned memory"),
         ("discrete", False, 2, True, "resident", "both fit in the plan"),

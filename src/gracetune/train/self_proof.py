@@ -351,13 +351,18 @@ class SelfProof:
         at_end = job.control.stop is not None or job.position.step >= job.length.steps
         if self._is_over or not all(one.file and (one.judged or at_end) for one in experts):
             return
-        self._is_over = True
-        job.example = None
+        self._finish(job)
         for name, one in self._experts.items():
-            one.base = None
             if one.steps >= STEPS and not one.judged:
                 self._warn(job, f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
         self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
+
+    def _finish(self, job: Job) -> None:
+        """Release what was kept for the check."""
+        self._is_over = True
+        job.example = None
+        for expert in self._experts.values():
+            expert.base = None
 
     def _effect_in_words(self) -> str:
         subject = "the weights have changed" if self._is_full else "the adapter changes the output"
@@ -391,10 +396,7 @@ class SelfProof:
                     raise
                 job.step.release()
                 torch.cuda.empty_cache()
-        self._is_over = True
-        job.example = None
-        for expert in self._experts.values():
-            expert.base = None
+        self._finish(job)
         self._warn(job, "self-check: skipped, there is not enough free memory for one sample")
         return None
 

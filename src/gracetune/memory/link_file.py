@@ -9,15 +9,13 @@ The file is a cache: where it cannot be read or written, the next run measures a
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from gracetune.durable import sync_folder
+from gracetune.durable import write_file
 from gracetune.hardware.machine import Machine
 from gracetune.memory.transport import Measured
 
@@ -59,18 +57,11 @@ def recall(folder: Path, key: str, *, with_managed: bool) -> Measured | None:
 def remember(folder: Path, key: str, measured: Measured) -> str | None:
     """Store a measurement. Returns the reason if that failed, else None."""
     content = _Content("gracetune-link-speeds", 1, {**_read(folder), key: measured})
-    target, temporary = folder / FILE, folder / f"{FILE}.{os.getpid()}.tmp"
+    target = folder / FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(_CONTENT.dump_json(content, indent=1))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-        sync_folder(folder)
+        write_file(target, _CONTENT.dump_json(content, indent=1))
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         return f"{target}: {error.strerror}"
     return None
 

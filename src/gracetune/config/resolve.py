@@ -15,6 +15,7 @@ from gracetune.config import aitoolkit, native, simpletuner
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
+from gracetune.config.families import FAMILIES
 from gracetune.config.limits import beyond_limits
 from gracetune.config.peer_samples import settle_samples
 from gracetune.config.plain import DEEPEST, NotPlainError, plain
@@ -237,8 +238,9 @@ _MISSED = ("nothing", "nothing (null)", "neither steps nor epochs")
 
 # Stand-ins for required values that are missing, so that the rules between the others can still be checked.
 _DATASET = {"id": "unknown", "path": "unknown"}
-_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", **_DATASET,
-                              "prompt": "unknown", "model": {"family": "wan"}, "datasets": [_DATASET]}  # fmt: skip
+_STAND_INS: dict[str, Any] = {"family": FAMILIES[0], "name": "unknown", "output_dir": "unknown", **_DATASET,
+                              "prompt": "unknown", "model": {"family": FAMILIES[0]},
+                              "datasets": [_DATASET]}  # fmt: skip
 
 
 def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:

@@ -19,53 +19,17 @@ from gracetune.config.aitoolkit.keys import (
 )
 from gracetune.config.aitoolkit.quantised import read_base, read_text_encoder
 from gracetune.config.draft import Said
-from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.families import find_flavour, flavours, names_of, readable_names
+from gracetune.config.family_names import Arch, FamilyNames, Flavour
 from gracetune.config.spelling import misspelt
 
-
-@dataclass(frozen=True)
-class Arch:
-    """One of ai-toolkit's model classes that we train."""
-
-    family: str
-    flavours: tuple[str, ...]
-    """The weights it may be given; the only one is known without looking at `name_or_path`."""
-    starts_from_image: str = "never"
-    """Whether clips are learnt from their first frame: `never`, `always`, or `do_i2v` where the dataset says."""
-    references: str | None = None
-    """How control images reach the model: cut like the target (`reference_strict`) or in their own shape."""
-
-
-ARCHS = {
-    "wan21": Arch("wan", ("t2v-1.3b-2.1", "t2v-14b-2.1")),
-    "wan21_i2v": Arch("wan", ("i2v-14b-480p-2.1", "i2v-14b-720p-2.1"), "always"),
-    "wan22_14b": Arch("wan", ("t2v-14b-2.2",)),
-    "wan22_14b_i2v": Arch("wan", ("i2v-14b-2.2",), "always"),
-    "wan22_5b": Arch("wan", ("ti2v-5b-2.2",), "do_i2v"),
-    "qwen_image": Arch("qwen_image", ("t2i", "t2i-2512")),
-    "qwen_image_edit": Arch("qwen_image", ("edit",), references="reference_strict"),
-    "qwen_image_edit_plus": Arch("qwen_image", ("edit-2509", "edit-2511"), references="reference_loose"),
-    "flux": Arch("flux", ("dev", "krea", "schnell")),
-    "flux_kontext": Arch("flux", ("kontext",), references="reference_strict"),
-    "sdxl": Arch("sdxl", ("base-1.0",)),
-}
-
-# What the tag behind the colon says about the weights. Upstream drops it; the published names agree with it.
-TAGS = {
-    "wan21:1b": "t2v-1.3b-2.1",
-    "wan21:14b": "t2v-14b-2.1",
-    "wan21_i2v:14b480p": "i2v-14b-480p-2.1",
-    "wan21_i2v:14b": "i2v-14b-720p-2.1",
-    "qwen_image:2512": "t2i-2512",
-    "qwen_image_edit_plus:2509": "edit-2509",
-    "qwen_image_edit_plus:2511": "edit-2511",
-}
-
-# The legacy switches in upstream's order of asking; those of models we do not train lead to a refusal.
-SWITCHES = {
-    "is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_pixart": "pixart", "is_pixart_sigma": "pixart_sigma",
-    "is_auraflow": "auraflow", "is_flux": "flux", "is_lumina2": "lumina2", "is_vega": "vega", "is_ssd": "ssd",
-}  # fmt: skip
+SWITCHES = (
+    "is_v2", "is_v3", "is_xl", "is_pixart", "is_pixart_sigma", "is_auraflow", "is_flux", "is_lumina2", "is_vega",
+    "is_ssd",
+)  # fmt: skip
+"""What files had before `arch`, in upstream's order of asking. Some mean an arch of a family of ours."""
+_OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
+"""Of the others, those whose arch is not called like the switch."""
 
 OTHER_ARCHS = (
     "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
@@ -133,6 +97,7 @@ MODEL_KWARGS: Table = {
 class Target:
     """What the rest of the job needs to know about the model it trains."""
 
+    names: FamilyNames
     arch: Arch
     flavour: Flavour | None
     match_target_res: bool
@@ -146,7 +111,7 @@ class Target:
 
     @property
     def transformer(self) -> bool:
-        return self.arch.family != "sdxl"
+        return not self.names.aitoolkit.unet
 
     @property
     def dual_expert(self) -> bool:
@@ -155,7 +120,17 @@ class Target:
 
 # Stands in for an arch we do not train, so that the other keys' problems are still found. Never built: the arch's own
 # problem stays.
-_UNKNOWN_ARCH = Arch("flux", (), references="reference_loose")
+_STAND_IN = "flux"
+_UNKNOWN_ARCH = Arch((), references="reference_loose")
+
+
+def archs() -> dict[str, tuple[FamilyNames, Arch]]:
+    """Every arch of a family of ours, and of the installed packages that can be read."""
+    known: dict[str, tuple[FamilyNames, Arch]] = {}
+    for names in readable_names():
+        for name, arch in names.aitoolkit.archs.items():
+            known.setdefault(name, (names, arch))
+    return known
 
 
 def read_model(reading: Reading, value: Any, prefix: str, *, dtype: Any, adapter: bool) -> Target:
@@ -163,65 +138,74 @@ def read_model(reading: Reading, value: Any, prefix: str, *, dtype: Any, adapter
     block = block_of(reading, value, prefix)
     check(reading, block, MODEL)
     put_rows(reading, block, MODEL)
-    arch, name = _arch(reading, block)
-    flavour = _weights(reading, block, arch, name)
-    reading.put(("model", "family"), arch.family, block.key("arch"))
+    names, arch, name = _arch(reading, block)
+    flavour = _weights(reading, block, names, arch, name)
+    reading.put(("model", "family"), names.family, block.key("arch"))
     _precisions(reading, block, dtype)
     quantised = read_base(reading, block, adapter=adapter)
-    # upstream's Wan quantises both alike
-    read_text_encoder(reading, block, "qtype" if arch.family == "wan" else "qtype_te")
+    read_text_encoder(reading, block, names.aitoolkit.text_encoder_qtype)
     _extras(reading, block)
     _compile(reading, block)
     _layers(reading, block, adapter)
     if block.flag(reading, "is_v_pred", False):
         reading.put(("objective", "prediction"), "v_prediction", block.key("is_v_pred"))
-    return replace(_kwargs(reading, block, arch, flavour), quantised=quantised)
+    target = Target(names, arch, flavour, match_target_res=False, quantised=quantised)
+    return _kwargs(reading, block, target)
 
 
-def _arch(reading: Reading, block: Block) -> tuple[Arch, str]:
+def _arch(reading: Reading, block: Block) -> tuple[FamilyNames, Arch, str]:
+    known = archs()
     name, key = block.get("arch"), block.key("arch")
     found = name
     if name is None:
         switch = next((switch for switch in SWITCHES if block.flag(reading, switch, False)), None)
-        name, key = (SWITCHES[switch], block.key(switch)) if switch else (None, key)
+        name, key = (_arch_of(switch, known), block.key(switch)) if switch else (None, key)
         found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
     plain = name.partition(":")[0] if isinstance(name, str) else None
-    if plain in ARCHS:
-        return ARCHS[plain], str(name)
+    if plain in known:
+        return *known[plain], str(name)
     other = "train it with ai-toolkit, or choose one of these models"
-    hint = other if plain in OTHER_ARCHS else misspelt(plain, ARCHS, other, write="arch: {}")
-    reading.draft.problem(key, found, f"one of {', '.join(ARCHS)}", hint)
-    return _UNKNOWN_ARCH, ""
+    hint = other if plain in OTHER_ARCHS else misspelt(plain, known, other, write="arch: {}")
+    reading.draft.problem(key, found, f"one of {', '.join(known)}", hint)
+    return names_of(_STAND_IN), _UNKNOWN_ARCH, ""
 
 
-def _weights(reading: Reading, block: Block, arch: Arch, name: str) -> Flavour | None:
+def _arch_of(switch: str, known: dict[str, tuple[FamilyNames, Arch]]) -> str:
+    ours = next((name for name, (_, arch) in known.items() if arch.switch == switch), None)
+    return ours or _OTHER_SWITCHES.get(switch) or switch.removeprefix("is_")
+
+
+def _weights(reading: Reading, block: Block, names: FamilyNames, arch: Arch, name: str) -> Flavour | None:
     """The flavour, from the weights' published name, the arch's tag, or an arch that has only one."""
     path, key = block.get("name_or_path"), block.key("name_or_path")
-    guess = TAGS.get(name) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
+    guess = arch.tags.get(name.partition(":")[2]) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
     if path is None:
-        known = find_flavour(arch.family, guess or "") or next(iter(flavours(arch.family)))
+        known = find_flavour(names.family, guess or "") or names.flavours[0]
         reading.draft.problem(key, None, "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
         return None
     reading.put(("model", "path"), path, key)
-    published = _published(arch.family, path)
-    if _mistaken(reading, key, path, (arch, name), published):
+    published = _published(names.family, path)
+    if _mistaken(reading, key, path, (names, arch, name), published):
         return None
-    flavour = published or (find_flavour(arch.family, guess) if guess else None)
+    flavour = published or (find_flavour(names.family, guess) if guess else None)
     if flavour is not None:
         reading.put(("model", "flavour"), flavour.name, key if published else block.key("arch"))
     return flavour
 
 
-def _mistaken(reading: Reading, key: str, path: Any, wanted: tuple[Arch, str], published: Flavour | None) -> bool:
+def _mistaken(
+    reading: Reading, key: str, path: Any, wanted: tuple[FamilyNames, Arch, str], published: Flavour | None
+) -> bool:
     """Report weights that cannot be what the arch needs; whether they are those of another arch."""
-    arch, name = wanted
+    names, arch, name = wanted
     if isinstance(path, str) and path.startswith(("http://", "https://")):
         reading.draft.problem(key, path, "a hub id, a folder or a file", "download the file and name it here")
-    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
-        reading.draft.problem(key, path, "FLUX.1 weights: Flex is another model", "choose another model")
+    for mark, expected in arch.other_models.items():
+        if isinstance(path, str) and mark in path.lower():
+            reading.draft.problem(key, path, expected, "choose another model")
     if not arch.flavours or published is None or published.name in arch.flavours:
         return False
-    named = " or ".join(known.weights for known in flavours(arch.family) if known.name in arch.flavours)
+    named = " or ".join(known.weights for known in names.flavours if known.name in arch.flavours)
     reading.draft.problem(key, path, f"weights of {name}, such as {named}", "change arch or the weights")
     return True
 
@@ -265,17 +249,17 @@ def _layers(reading: Reading, block: Block, adapter: bool) -> None:
             reading.draft.refuse(block.key(name), block.get(name), "nothing: a full fine-tune trains every layer")
 
 
-def _kwargs(reading: Reading, block: Block, arch: Arch, flavour: Flavour | None) -> Target:
+def _kwargs(reading: Reading, block: Block, target: Target) -> Target:
     kwargs = block_of(reading, block.get("model_kwargs"), block.key("model_kwargs"))
     check(reading, kwargs, MODEL_KWARGS)
     put_rows(reading, kwargs, MODEL_KWARGS)
-    target = Target(arch, flavour, kwargs.flag(reading, "match_target_res", False))
+    target = replace(target, match_target_res=kwargs.flag(reading, "match_target_res", False))
     if target.dual_expert:
         _experts(reading, kwargs)
     else:
         given = [name for name in ("train_high_noise", "train_low_noise") if kwargs.get(name) is not None]
         reading.harmless += [kwargs.key(name) for name in given]
-    if arch.references is None and kwargs.get("match_target_res") is not None:
+    if target.arch.references is None and kwargs.get("match_target_res") is not None:
         reading.harmless.append(kwargs.key("match_target_res"))
     return target
 

@@ -120,9 +120,9 @@ def _scheduler(reading: Reading, block: Block, target: Target) -> bool:
     name, key = block.get("noise_scheduler"), block.key("noise_scheduler")
     if target.transformer:
         if name is None:
-            reading.draft.note(f"{key} is not set: {target.arch.family} is trained with flow matching all the same")
+            reading.draft.note(f"{key} is not set: {target.names.family} is trained with flow matching all the same")
         elif name != "flowmatch":
-            reading.draft.problem(key, name, f"flowmatch: {target.arch.family} knows no other", "write `flowmatch`")
+            reading.draft.problem(key, name, f"flowmatch: {target.names.family} knows no other", "write `flowmatch`")
         return True
     if name == "flowmatch":
         reading.put(("objective", "prediction"), "flow", key)
@@ -249,10 +249,10 @@ def _speed(reading: Reading, block: Block, target: Target) -> None:
     elif backend is not None:
         reading.harmless.append(block.key("attention_backend"))
     if block.flag(reading, "bypass_guidance_embedding", False):
-        # The web interface writes it for every model; only Flux has such an embedding.
-        key = block.key("bypass_guidance_embedding")
-        if target.arch.family == "flux":
-            reading.draft.refuse(key, True, "false: Flux is trained with its guidance embedding")
+        # The web interface writes it for every model; few have such an embedding.
+        key, why = block.key("bypass_guidance_embedding"), target.names.aitoolkit.guidance_embedding
+        if why:
+            reading.draft.refuse(key, True, why)
         else:
             reading.harmless.append(key)
 

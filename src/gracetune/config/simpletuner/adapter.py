@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gracetune.config.draft import Draft
+from gracetune.config.families import names_of
+from gracetune.config.family_names import LoraTargets
 from gracetune.config.simpletuner.values import (
     PEER,
     Converter,
@@ -18,24 +20,6 @@ from gracetune.config.simpletuner.values import (
 )
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
-
-_ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-_CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
-_CONTEXT_FEED_FORWARD = ("ff_context.net.0.proj", "ff_context.net.2")
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", *_CONTEXT_FEED_FORWARD, "proj_mlp", "proj_out")
-
-_FLUX_TARGETS: dict[str, tuple[str, ...]] = {
-    "mmdit": _ATTENTION,
-    "all": (*_ATTENTION, *_CONTEXT),
-    "context": _CONTEXT,
-    "context+ffs": (*_CONTEXT, *_CONTEXT_FEED_FORWARD),
-    "all+ffs": (*_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
-    "all+ffs+embedder": ("x_embedder", *_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
-    "ai-toolkit": (*_ATTENTION, *_CONTEXT, *_FEED_FORWARD, "norm.linear", "norm1.linear", "norm1_context.linear"),
-    "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
-    "nano": ("single_transformer_blocks.7.proj_out",),
-}
-_TARGETS = {"wan": _ATTENTION, "qwen_image": _ATTENTION, "sdxl": _ATTENTION}
 
 
 def read_adapter(options: Options, draft: Draft, family: str) -> None:
@@ -75,20 +59,19 @@ def _lora(options: Options, draft: Draft, family: str) -> None:
 def _lora_targets(options: Options, draft: Draft, family: str) -> None:
     if "peft_lora_target_modules" in options:
         _named_targets(options, draft)
-    elif family == "flux":
-        _flux_targets(options, draft)
-    elif family in _TARGETS:
-        draft.default(("adapter", "targets"), list(_TARGETS[family]), PEER)
-
-
-def _flux_targets(options: Options, draft: Draft) -> None:
-    name = options.get("flux_lora_target")
-    if name is None:
-        draft.default(("adapter", "targets"), list(_FLUX_TARGETS["all"]), PEER, "flux_lora_target")
-    elif isinstance(name, str) and name in _FLUX_TARGETS:
-        draft.put(("adapter", "targets"), list(_FLUX_TARGETS[name]), options.origin("flux_lora_target"))
     else:
-        options.refuse(draft, "flux_lora_target", f"one of {', '.join(_FLUX_TARGETS)}", "choose one of them")
+        _family_targets(options, draft, names_of(family).simpletuner.targets)
+
+
+def _family_targets(options: Options, draft: Draft, targets: LoraTargets) -> None:
+    name = options.get(targets.option) if targets.option else None
+    if name is None:
+        if targets.default:
+            draft.default(("adapter", "targets"), list(targets.default), PEER, targets.option)
+    elif isinstance(name, str) and name in targets.groups:
+        draft.put(("adapter", "targets"), list(targets.groups[name]), options.origin(targets.option))
+    else:
+        options.refuse(draft, targets.option, f"one of {', '.join(targets.groups)}", "choose one of them")
 
 
 def _named_targets(options: Options, draft: Draft) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gracetune.config.draft import Draft, Path
-from gracetune.config.families import find_flavour
+from gracetune.config.families import find_flavour, names_of
 from gracetune.config.simpletuner import dataset_keys as keys
 from gracetune.config.simpletuner.gh200 import known_block, put_in_memory
 from gracetune.config.simpletuner.model import is_image_to_video
@@ -25,8 +25,6 @@ from gracetune.config.spelling import misspelt
 
 _CAPTION_DROPOUT = 0.1
 _TRAINED = ("image", "video", "audio")
-_SECONDS = 5
-_WAN_FPS = 15
 
 
 @dataclass
@@ -237,23 +235,26 @@ class DatasetReader:
         block = known_block(entry, self.draft, "video", tuple(keys.VIDEO_ROWS))
         if block is not None:
             self._rows(block, path, keys.VIDEO_ROWS)
-        if is_image_to_video(self.draft):
+        if is_image_to_video(self.draft, self.family):
             self.draft.put((*path, "image_to_video"), True, self.options.origin("model_flavour"))
-        if self.family == "wan" and self.draft.get((*path, "bucket_strategy")) != "resolution_frames":
+        clips = names_of(self.family).simpletuner.clips
+        if clips is not None and self.draft.get((*path, "bucket_strategy")) != "resolution_frames":
             rate = as_number(self.options.get("framerate"))
-            frames = int(rate * _SECONDS) if is_number(rate) and 0 < rate < 1000 else _WAN_FPS * _SECONDS
-            self.draft.default((*path, "num_frames"), _eight_and_one(frames), PEER, entry.key("video.num_frames"))
+            frames = int((rate if is_number(rate) and 0 < rate < 1000 else clips.fps) * clips.seconds)
+            self.draft.default((*path, "num_frames"), clips.fitting(frames), PEER, entry.key("video.num_frames"))
         self._fit_frames(entry, path)
 
     def _fit_frames(self, entry: Options, path: Path) -> None:
-        """Wan takes 8k+1 frames in SimpleTuner; another number is rounded down there, and so here."""
+        """Another number of frames than the family takes in SimpleTuner is rounded down there, and so here."""
+        clips = names_of(self.family).simpletuner.clips
         for field in ("num_frames", "min_frames"):
             frames = self.draft.get((*path, field))
             origin = self.draft.origin((*path, field))
-            if self.family == "wan" and isinstance(frames, int) and frames > 1 and frames % 8 != 1 and origin:
-                fitting = _eight_and_one(frames)
+            if clips is not None and isinstance(frames, int) and clips.fitting(frames) < frames and origin:
+                fitting = clips.fitting(frames)
                 self.draft.put((*path, field), fitting, origin)
-                self.draft.note(f"{origin.key}: {frames} frames become {fitting} (8k+1), as in SimpleTuner")
+                rule = f"{clips.step}k+1"
+                self.draft.note(f"{origin.key}: {frames} frames become {fitting} ({rule}), as in SimpleTuner")
         if self.draft.get((*path, "num_frames")) is not None:
             frames = self.draft.get((*path, "num_frames"))
             self.draft.default((*path, "min_frames"), frames, PEER, entry.key("video.min_frames"))
@@ -294,7 +295,3 @@ def _only_folder(value: Any) -> Any:
 def _first_extension(value: Any) -> Any:
     names = as_list(value)
     return names[0].lstrip(".") if isinstance(names, list) and names and isinstance(names[0], str) else value
-
-
-def _eight_and_one(frames: int) -> int:
-    return max(1, (frames - 1) // 8 * 8 + 1)

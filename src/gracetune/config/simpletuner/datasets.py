@@ -7,6 +7,7 @@ from typing import Any
 
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
+from gracetune.config.families import flavours
 from gracetune.config.simpletuner.dataset import DatasetReader
 from gracetune.config.simpletuner.dataset_keys import HARMLESS, IN_MEMORY_KEYS
 from gracetune.config.simpletuner.dataset_keys import KNOWN as ENTRY_KEYS
@@ -38,7 +39,8 @@ def read_datasets(options: Options, draft: Draft, family: str, environment: Envi
     if not reader.count:
         if len(draft.problems) == before:
             _ask_for_datasets(options, draft)
-        stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if family == "stable_audio" else "image"}
+        sounds = any(flavour.makes == "audio" for flavour in flavours(family))
+        stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if sounds else "image"}
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
         draft.unread.add(("datasets", 0))
     return reader

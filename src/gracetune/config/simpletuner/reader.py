@@ -13,6 +13,7 @@ from gracetune.config import native
 from gracetune.config.base import file_name
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
+from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.simpletuner.adapter import read_adapter
 from gracetune.config.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.simpletuner.dataset import DatasetReader
@@ -82,8 +83,10 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 def _nothing_more_to_say(draft: Draft) -> None:
     """A model we do not train is one problem, not fifty: everything else is taken for granted."""
-    stand_in = {"name": "unread", "output_dir": "unread", "model": {"family": "wan"}, "training": {"max_steps": 1},
-                "datasets": [{"id": "unread", "path": "unread", "dataset_type": "video"}]}  # fmt: skip
+    family = FAMILIES[0]
+    dataset = {"id": "unread", "path": "unread", "dataset_type": flavours(family)[0].makes}
+    stand_in = {"name": "unread", "output_dir": "unread", "model": {"family": family}, "training": {"max_steps": 1},
+                "datasets": [dataset]}  # fmt: skip
     draft.put_tree((), stand_in, OUR_DEFAULT)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.draft import OUR_DEFAULT, Draft, Path
+from gracetune.config.families import names_of
 from gracetune.config.simpletuner.model import stage_shift
 from gracetune.config.simpletuner.values import (
     PEER,
@@ -191,14 +192,15 @@ _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v_prediction", "flow_matc
 
 def _noise(options: Options, draft: Draft, family: str) -> None:
     """Offset noise acts on epsilon and v models only, and only behind its switch."""
-    if family == "sdxl" and options.switch(draft, "offset_noise"):
+    ddpm = names_of(family).objective == "ddpm"
+    if ddpm and options.switch(draft, "offset_noise"):
         options.take("offset_noise")
         options.put(draft, "noise_offset", ("objective", "noise_offset"), as_number)
         options.put(draft, "noise_offset_probability", ("objective", "noise_offset_probability"), as_number)
         draft.default(("objective", "noise_offset"), 0.1, PEER, "noise_offset")
         draft.default(("objective", "noise_offset_probability"), 0.25, PEER, "noise_offset_probability")
     prediction = options.get("prediction_type")
-    if family != "sdxl" or prediction is None:
+    if not ddpm or prediction is None:
         return
     if isinstance(prediction, str) and prediction in _PREDICTIONS:
         options.put(draft, "prediction_type", ("objective", "prediction"), choice(_PREDICTIONS))
@@ -207,11 +209,11 @@ def _noise(options: Options, draft: Draft, family: str) -> None:
 
 
 def is_flow(draft: Draft, family: str) -> bool:
-    return family in ("wan", "qwen_image", "flux") or draft.get(("objective", "prediction")) == "flow"
+    return names_of(family).objective == "flow" or draft.get(("objective", "prediction")) == "flow"
 
 
 def _timesteps(options: Options, draft: Draft, family: str) -> None:
-    if not family or family == "stable_audio":
+    if not family or names_of(family).objective == "cosine":
         return
     if not is_flow(draft, family):
         draft.default(("objective", "timesteps"), "uniform", PEER)
@@ -222,12 +224,12 @@ def _timesteps(options: Options, draft: Draft, family: str) -> None:
     options.put(draft, "flow_sigmoid_scale", ("objective", "sigmoid_scale"), as_number)
     options.put(draft, "flow_beta_schedule_alpha", ("objective", "beta_alpha"), as_number)
     options.put(draft, "flow_beta_schedule_beta", ("objective", "beta_beta"), as_number)
-    _shift(options, draft)
+    _shift(options, draft, family)
 
 
-def _shift(options: Options, draft: Draft) -> None:
+def _shift(options: Options, draft: Draft, family: str) -> None:
     path = ("objective", "flow_shift")
-    forced = stage_shift(options, draft)
+    forced = stage_shift(options, draft, family)
     if forced is not None:
         draft.put(path, forced, options.origin("model_flavour"))
     elif options.switch(draft, "flow_schedule_auto_shift"):
@@ -235,7 +237,7 @@ def _shift(options: Options, draft: Draft) -> None:
     elif "flow_schedule_shift" in options:
         # 0 leaves the noise levels as they were drawn, which is what a shift of 1 does
         options.put(draft, "flow_schedule_shift", path, lambda value: not_zero(value) or 1.0)
-    elif draft.get(("model", "flavour")) != "t2v-14b-2.2":  # SimpleTuner has no such flavour, and so no default for it
+    elif draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
         draft.default(path, 3.0, PEER, "flow_schedule_shift")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 Modality = Literal["image", "video", "audio"]
 Objective = Literal["flow", "ddpm", "cosine"]
@@ -29,17 +29,6 @@ class Flavour:
 
 
 # -- SimpleTuner -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class RefusedOption:
-    """An option of SimpleTuner that acts on this family and is not supported here."""
-
-    name: str
-    default: Any
-    why: str
-    same_as: str = ""
-    """It says nothing new where it only repeats this option."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +96,8 @@ class SimpleTunerNames:
     text_encoder_option: str = ""
     """The option for a text encoder from elsewhere."""
     clips: ClipLength | None = None
-    refused: tuple[RefusedOption, ...] = ()
+    own_options: tuple[str, ...] = ()
+    """Options that act on this family and not on every other, and are not supported here: its key table says why."""
 
 
 # -- ai-toolkit --------------------------------------------------------------------------------------------------------

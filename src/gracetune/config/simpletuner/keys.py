@@ -164,8 +164,8 @@ INERT = names("""
 class Refusal:
     default: Any
     why: str
-    families: tuple[str, ...] = ()
-    """Where it acts; empty means in every family."""
+    of_families: bool = False
+    """It acts in the families that name it (`SimpleTunerNames.own_options`), not in every one."""
     switch: str = ""
     """The option that has to be on for this one to act."""
     same_as: str = ""
@@ -188,14 +188,14 @@ REFUSED: dict[str, Refusal] = {
     "distillation_method": Refusal(None, "distillation is not implemented"),
     "crepa_enabled": Refusal(False, _REGULARISER),
     "irepa_enabled": Refusal(False, _REGULARISER),
-    "urepa_enabled": Refusal(False, _REGULARISER, ("sdxl",)),
+    "urepa_enabled": Refusal(False, _REGULARISER, of_families=True),
     "layersync_enabled": Refusal(False, _REGULARISER),
     "nextlat_enabled": Refusal(False, _REGULARISER),
     "internal_guidance_enabled": Refusal(False, _REGULARISER),
     "twinflow_enabled": Refusal(False, "TwinFlow is not implemented"),
     "xm_enabled": Refusal(False, "candidate selection (XM) is not implemented"),
     "mixflow_enabled": Refusal(False, "MixFlow sampling is not implemented"),
-    "diff2flow_enabled": Refusal(False, "the diffusion-to-flow bridge is not implemented", ("sdxl",)),
+    "diff2flow_enabled": Refusal(False, "the diffusion-to-flow bridge is not implemented", of_families=True),
     "scheduled_sampling_max_step_offset": Refusal(0, "scheduled sampling is not implemented"),
     "assistant_lora_path": Refusal(
         None, "training under an assistant adapter is not implemented", unless="disable_assistant_lora"
@@ -217,26 +217,26 @@ REFUSED: dict[str, Refusal] = {
     "ema_warmup_steps": Refusal(0, "the average starts with the first step", switch="use_ema"),
     "input_perturbation_steps": Refusal(0, "the perturbation does not fade out", switch="input_perturbation"),
     "soft_min_snr_sigma_data": Refusal(None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
-    "snr_weight": Refusal(1.0, "the loss is not scaled", ("sdxl",)),
+    "snr_weight": Refusal(1.0, "the loss is not scaled", of_families=True),
     "flow_custom_timesteps": Refusal(None, "a fixed list of timesteps is not implemented"),
     "flow_cubic_schedule_weights": Refusal(None, "a spline over timesteps is not implemented"),
-    "flux_fast_schedule": Refusal(False, "the few-step schedule is not implemented", ("flux",)),
-    "flux_guidance_mode": Refusal("constant", "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    "flux_guidance_value": Refusal(1.0, "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    "flux_attention_masked_training": Refusal(False, "attention masking is not implemented for Flux", ("flux",)),
-    "t5_padding": Refusal("unmodified", "text embeddings are padded as the model was trained", ("flux", "wan")),
-    "wan_force_2_1_time_embedding": Refusal(False, "each Wan release keeps its own time embedding", ("wan",)),
-    "rescale_betas_zero_snr": Refusal(False, "zero-terminal-SNR schedules are not implemented", ("sdxl",)),
-    "refiner_training": Refusal(False, "the refiner is not supported", ("sdxl",)),
-    "sdxl_refiner_uses_full_range": Refusal(False, "the refiner is not supported", ("sdxl",)),
-    "timestep_bias_strategy": Refusal(None, "this bias over timesteps is not implemented", ("sdxl",)),
+    "flux_fast_schedule": Refusal(False, "the few-step schedule is not implemented", of_families=True),
+    "flux_guidance_mode": Refusal("constant", "the guidance embedding is trained at a constant 1.0", of_families=True),
+    "flux_guidance_value": Refusal(1.0, "the guidance embedding is trained at a constant 1.0", of_families=True),
+    "flux_attention_masked_training": Refusal(False, "attention masking is not implemented for Flux", of_families=True),
+    "t5_padding": Refusal("unmodified", "text embeddings are padded as the model was trained", of_families=True),
+    "wan_force_2_1_time_embedding": Refusal(False, "each Wan release keeps its own time embedding", of_families=True),
+    "rescale_betas_zero_snr": Refusal(False, "zero-terminal-SNR schedules are not implemented", of_families=True),
+    "refiner_training": Refusal(False, "the refiner is not supported", of_families=True),
+    "sdxl_refiner_uses_full_range": Refusal(False, "the refiner is not supported", of_families=True),
+    "timestep_bias_strategy": Refusal(None, "this bias over timesteps is not implemented", of_families=True),
     "max_upscale_threshold": Refusal(None, "filter by minimum_image_size instead"),
     "enable_nsfw_check": Refusal(False, "images are not classified; take them out of the folder yourself"),
     "max_grounding_entities": Refusal(0, "grounding is not implemented"),
     "pretrained_transformer_model_name_or_path": Refusal(None, _WEIGHTS, same_as=_BASE),
     "pretrained_transformer_subfolder": Refusal("transformer", _WEIGHTS),
-    "pretrained_unet_model_name_or_path": Refusal(None, _WEIGHTS, ("sdxl",), same_as=_BASE),
-    "pretrained_unet_subfolder": Refusal("unet", _WEIGHTS, ("sdxl",)),
+    "pretrained_unet_model_name_or_path": Refusal(None, _WEIGHTS, of_families=True, same_as=_BASE),
+    "pretrained_unet_subfolder": Refusal("unet", _WEIGHTS, of_families=True),
 }
 
 GATED: dict[str, frozenset[str]] = {

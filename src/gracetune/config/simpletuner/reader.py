@@ -13,7 +13,7 @@ from gracetune.config import native
 from gracetune.config.base import file_name
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
-from gracetune.config.families import FAMILIES, flavours
+from gracetune.config.families import FAMILIES, flavours, names_of
 from gracetune.config.simpletuner.adapter import read_adapter
 from gracetune.config.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.simpletuner.dataset import DatasetReader
@@ -118,18 +118,18 @@ def _refusals(options: Options, draft: Draft, family: str) -> None:
 
 def _acts(options: Options, name: str, refusal: Refusal, family: str) -> bool:
     value = options.get(name)
-    if refusal.families and not family:
+    if refusal.of_families and not family:
         return False  # a family that has to be mended first
     if is_off(value, refusal.default) or (refusal.same_as and value == options.get(refusal.same_as)):
         return False
     if refusal.switch and is_off(options.get(refusal.switch), 0):
         return False
-    return not _is_inert(options, refusal, family)
+    return not _is_inert(options, name, refusal, family)
 
 
-def _is_inert(options: Options, refusal: Refusal, family: str) -> bool:
+def _is_inert(options: Options, name: str, refusal: Refusal, family: str) -> bool:
     """Whether SimpleTuner itself would do nothing with it in a config like this one."""
-    if refusal.families and family not in refusal.families:
+    if refusal.of_families and name not in names_of(family).simpletuner.own_options:
         return True
     if refusal.unless and options.is_on(refusal.unless):
         return True
@@ -142,7 +142,7 @@ def _notes(options: Options, draft: Draft, family: str, datasets: DatasetReader)
     behind_refused = {name for switch, gated in GATED.items() if options.key(switch) in refused for name in gated}
     without_effect = [name for name in active if name in INERT or name in GATED_NAMES - behind_refused]
     without_effect += [name for name in active if name in REFUSED and not _at_default(options, name)
-                       and _is_inert(options, REFUSED[name], family)]  # fmt: skip
+                       and _is_inert(options, name, REFUSED[name], family)]  # fmt: skip
     heard = options.used | set(INHERITED) | (set() if datasets.count else PASSED_ON)
     without_effect += [name for name in active if name in (READ | PASSED_ON) - heard]
     lists = {

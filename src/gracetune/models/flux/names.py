@@ -9,7 +9,6 @@ from gracetune.config.family_names import (
     Flavour,
     LoraTargets,
     RefusedFlavour,
-    RefusedOption,
     SimpleTunerNames,
 )
 
@@ -17,7 +16,6 @@ _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 _CONTEXT_FEED_FORWARD = ("ff_context.net.0.proj", "ff_context.net.2")
 _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", *_CONTEXT_FEED_FORWARD, "proj_mlp", "proj_out")
-_GUIDANCE = "the guidance embedding is trained at a constant 1.0"
 
 _SIMPLETUNER = SimpleTunerNames(
     default_flavour="krea",
@@ -47,12 +45,12 @@ _SIMPLETUNER = SimpleTunerNames(
             "nano": ("single_transformer_blocks.7.proj_out",),
         },
     ),
-    refused=(
-        RefusedOption("flux_fast_schedule", False, "the few-step schedule is not implemented"),
-        RefusedOption("flux_guidance_mode", "constant", _GUIDANCE),
-        RefusedOption("flux_guidance_value", 1.0, _GUIDANCE),
-        RefusedOption("flux_attention_masked_training", False, "attention masking is not implemented for Flux"),
-        RefusedOption("t5_padding", "unmodified", "text embeddings are padded as the model was trained"),
+    own_options=(
+        "flux_fast_schedule",
+        "flux_guidance_mode",
+        "flux_guidance_value",
+        "flux_attention_masked_training",
+        "t5_padding",
     ),
 )
 

@@ -9,7 +9,6 @@ from gracetune.config.family_names import (
     FamilyNames,
     Flavour,
     LoraTargets,
-    RefusedOption,
     SimpleTunerNames,
 )
 
@@ -34,9 +33,9 @@ _SIMPLETUNER = SimpleTunerNames(
     without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour, and so no default for it
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     clips=ClipLength(fps=15, seconds=5, step=8),
-    refused=(
-        RefusedOption("t5_padding", "unmodified", "text embeddings are padded as the model was trained"),
-        RefusedOption("wan_force_2_1_time_embedding", False, "each Wan release keeps its own time embedding"),
+    own_options=(
+        "t5_padding",
+        "wan_force_2_1_time_embedding",
     ),
 )
 

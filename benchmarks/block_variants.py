@@ -35,11 +35,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gracetune.adapters.attach import attach
 from gracetune.adapters.fast.modules import LokrLinear, LoraLinear
 from gracetune.adapters.fast.products import as_given
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of, write_result
 from gracetune.cli.console import out
 from gracetune.config.run_config import Adapter
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.models.fp8 import Fp8Linear
 from gracetune.models.registry import spec_of
 from gracetune.models.wan.load import with_fewer_passes

@@ -26,13 +26,14 @@ import torch
 from torch import nn
 
 from gracetune.cache.batches import Live
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of, write_result
 from gracetune.cli.console import out
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine, probe
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats

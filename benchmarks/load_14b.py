@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from gracetune.cli.bench import print_rows, result_of
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe

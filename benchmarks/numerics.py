@@ -22,14 +22,15 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of, write_result
 from gracetune.cli.console import out
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.train.bench.clock import free
 from gracetune.train.bench.job import PRESETS, AdapterKind, StepJob, config_of
 from gracetune.train.bench.numerics import gradient_check

@@ -42,11 +42,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of, write_result
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.models.tiny import build
 from gracetune.telemetry.events import CheckpointWritten, MemorySampled, RunEnded, RunStarted, StepDone, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log

@@ -20,7 +20,7 @@ from torch._inductor.utils import run_and_get_code
 
 from gracetune.adapters.fast.products import kronecker
 from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.memory.planning.ladder import FP8_CAPABILITY
+from gracetune.memory.planning.footprint import FP8_CAPABILITY
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
 from gracetune.models.fp8 import by_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks

@@ -36,7 +36,7 @@ from gracetune.data.media.probe import ImageFacts
 from gracetune.data.refs import BatchRef, Bucket
 from gracetune.data.scan import MediaFile
 from gracetune.hardware.machine import Machine
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.units import MIB
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from gracetune.cli.bench import git_commit
+from gracetune.cli.bench_results import git_commit
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.quiet import libraries_quiet

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from gracetune import __version__
-from gracetune.cli.bench import AsJson, Output, command_line, git_commit, result_of, write_result
+from gracetune.cli.bench import AsJson, Output
+from gracetune.cli.bench_results import command_line, git_commit, result_of, write_result
 from gracetune.cli.console import out, print_json
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe

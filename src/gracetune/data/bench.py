@@ -24,7 +24,7 @@ from gracetune.data.backends import GH200InMemoryBackend, attach_backend, from_j
 from gracetune.data.backends.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.units import MIB, format_bytes
 
 FILES: Final = 64

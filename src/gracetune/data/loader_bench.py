@@ -21,7 +21,7 @@ from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.data.refs import BatchRef
 from gracetune.hardware.machine import Machine
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 
 PICTURES: Final = 32
 SIDE: Final = 512

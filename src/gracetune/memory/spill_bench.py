@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
+from gracetune.memory.bench_row import Row
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.native import Unavailable
-from gracetune.memory.trial import Row, small_gpu, tidy, timed_ms
+from gracetune.memory.trial import small_gpu, tidy, timed_ms
 from gracetune.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:

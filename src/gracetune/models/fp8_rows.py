@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from gracetune.models.fp8 import E4M3, MOST, SMALLEST
+from gracetune.models.e4m3 import E4M3, MOST, SMALLEST
 
 _WARPS: Final = 8
 _WIDE: Final = 16384

@@ -30,7 +30,7 @@ from torch import nn
 
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.memory.weights.loading import CHUNK, MAX_THREADS, open_weights
 from gracetune.models.loading import load_component
 from gracetune.models.source import ModelSource

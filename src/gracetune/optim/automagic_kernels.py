@@ -9,22 +9,36 @@ written at all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from gracetune.optim.automagic_stack import NO_SIGN
-
-if TYPE_CHECKING:
-    from gracetune.optim.automagic_cuda import CudaStack, _Shape
-    from gracetune.optim.automagic_stack import Rule
-
 _TILE = 4096
 _FLAT = 2048
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes kernels are told; `matrices` counts those of all parameters with a gradient."""
+
+    tensors: int
+    lead: int
+    rows: int
+    columns: int
+    aligned: bool
+    """Every matrix begins where a GPU can read 16 bytes at once."""
+
+    @classmethod
+    def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> Shape:
+        return cls(tensors, shape[:-2].numel(), shape[-2], shape[-1], aligned)
+
+    @property
+    def matrices(self) -> int:
+        return self.tensors * self.lead
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -158,32 +172,32 @@ def _power(size: int, most: int) -> int:
 
 
 def average_rows(
-    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
-) -> None:
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    *, beta2: float, eps: float,
+) -> None:  # fmt: skip
     wide = _power(shape.columns, 256)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.rows, high)
     _rows_kernel[(shape.matrices * blocks,)](
-        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2,
-        rule.eps,
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
         dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
     )  # fmt: skip
 
 
 def average_columns(
-    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: _Shape, dtype: torch.dtype, rule: Rule
-) -> None:
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    *, beta2: float, eps: float,
+) -> None:  # fmt: skip
     wide = _power(shape.columns, 128)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.columns, wide)
     _columns_kernel[(shape.matrices * blocks,)](
-        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, rule.beta2, 1.0 - rule.beta2,
-        rule.eps,
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
         dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
     )  # fmt: skip
 
 
-def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: _Shape, dtype: torch.dtype) -> Tensor:
+def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
     """[tensors, pieces]: what is left is a short sum for each tensor."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
@@ -203,17 +217,26 @@ def move(
     by_col: Tensor,
     damping: Tensor,
     bad: Tensor,
-    stack: CudaStack,
-    shape: _Shape,
+    rates: Tensor,
+    signs: Tensor,
+    shape: Shape,
     dtype: torch.dtype,
-    rule: Rule,
+    *,
+    unit: float,
+    bump: int,
+    lowest: int,
+    highest: int,
+    bias: int,
+    min_lr: float,
+    max_lr: float,
+    weight_decay: float,
+    no_sign: int,
 ) -> None:
+    """`rates` are stored as `RateGrid` describes; `no_sign` stands in `signs` where there was no update yet."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
-    grid = rule.grid
     _move_kernel[(shape.matrices * blocks,)](
-        places, gradients, slots, by_row, by_col, damping, bad, stack.rates, stack.signs,
-        shape.lead, shape.rows, shape.columns, blocks, grid.unit, grid.bump, grid.lowest, grid.highest, grid.bias,
-        grid.limits.min_lr, grid.limits.max_lr, rule.weight_decay,
-        dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=NO_SIGN, flat=flat,
+        places, gradients, slots, by_row, by_col, damping, bad, rates, signs,
+        shape.lead, shape.rows, shape.columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, weight_decay,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=no_sign, flat=flat,
     )  # fmt: skip

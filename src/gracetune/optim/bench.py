@@ -13,7 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Final
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 
 if TYPE_CHECKING:
     import torch

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cli.bench import print_rows, result_of
+from gracetune.cli.bench import print_rows
+from gracetune.cli.bench_results import result_of
 from gracetune.cli.console import out
 from gracetune.cli.main import main
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.train.bench.row import ROW_KEYS
 
 ROWS = [

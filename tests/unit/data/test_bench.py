@@ -7,7 +7,7 @@ import pytest
 
 from gracetune.data import bench, loader_bench
 from gracetune.errors import MachineError
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from unit.data.backends.helpers import fill, held, this_machine
 
 MIB = 1 << 20

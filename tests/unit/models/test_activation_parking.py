@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracetune.memory.planning.activations import STAYING
+from gracetune.memory.planning.footprint import STAYING
 from gracetune.models.activation_parking import ActivationParking, HostClock
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource

@@ -10,7 +10,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from gracetune.errors import MachineError
-from gracetune.memory.trial import Row
+from gracetune.memory.bench_row import Row
 from gracetune.models.load_bench import Size, _Peak, measure, own_pages, write_weights
 from gracetune.units import MIB
 

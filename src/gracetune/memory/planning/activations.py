@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Literal
 
 from gracetune.memory.planning.adapter_paths import Computation, computation, reference
-from gracetune.memory.planning.footprint import Block, Footprint, Kept, Stream, Tokens
+from gracetune.memory.planning.footprint import STAYING, Block, Footprint, Kept, Stream, Tokens
 from gracetune.memory.planning.trainable import Selection, Target
 
 Policy = Literal["off", "half", "quarter", "tenth", "full"]
@@ -31,8 +31,6 @@ PARTS: Mapping[Policy, Fraction] = {
 BUDGETS: Mapping[Policy, Fraction] = {**PARTS, "half": Fraction(9, 20)}
 """The compiler's activation_memory_budget for that. Told a half it keeps 57 % of a Wan block on an H200, and repeats no
 product; told 0.45 it keeps 42 %: it chooses among few, large tensors. Other families have not been asked."""
-STAYING = 2
-"""Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,10 @@ Stream = Literal["image", "text", "joint", "vision"]
 """Which tokens a tensor has a row for: latents, caption, both in one sequence, or an image encoder's output."""
 Tokens = Mapping[Stream, int]
 NeededBy = Literal["graph", "weights", "block", "full"]
+STAYING = 2
+"""Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
+FP8_CAPABILITY = (9, 0)
+"""From Hopper on: products with a scale for each row of both operands."""
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,9 @@ from gracetune.hardware.machine import Machine
 from gracetune.memory.arena_size import Room, arena_size
 from gracetune.memory.planning.activations import Policy
 from gracetune.memory.planning.demand import Demand
+from gracetune.memory.planning.footprint import FP8_CAPABILITY
 from gracetune.memory.planning.layout import Choice, Layout, lay
 from gracetune.memory.planning.tiers import Tiers
-
-FP8_CAPABILITY = (9, 0)
-"""From Hopper on: products with a scale for each row of both operands."""
 
 
 @dataclass(frozen=True)

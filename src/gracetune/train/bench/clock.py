@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import GracetuneError
-from gracetune.memory.planning.ladder import FP8_CAPABILITY
+from gracetune.memory.planning.footprint import FP8_CAPABILITY
 from gracetune.train.bench.flops import Gemm
 from gracetune.train.bench.job import WARM_UP
 

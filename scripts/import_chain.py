@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -52,9 +52,13 @@ def longest_chain(imports: Imports) -> list[frozenset[str]]:
     @cache
     def chain(start: frozenset[str]) -> tuple[frozenset[str], ...]:
         following = {cycles[imported] for module in start for imported in imports[module]} - {start}
-        return (start, *max((chain(one) for one in sorted(following, key=sorted)), key=len, default=()))
+        return (start, *longest(following))
 
-    return list(max((chain(one) for one in sorted(set(cycles.values()), key=sorted)), key=len, default=()))
+    def longest(starts: Iterable[frozenset[str]]) -> tuple[frozenset[str], ...]:
+        chains: list[tuple[frozenset[str], ...]] = [chain(one) for one in sorted(starts, key=sorted)]
+        return max(chains, key=len, default=())
+
+    return list(longest(set(cycles.values())))
 
 
 def _cycles(imports: Imports) -> dict[str, frozenset[str]]:

@@ -14,42 +14,42 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from gracetune.cli.bench_results import result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
 from gracetune.cli.console import out, print_json
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.memory.bench_row import Row
 
 
 # Imported when they run: no other command should wait for numpy and the decoders.
 def _cache(machine: Machine) -> list[Row]:
-    from gracetune.cache import bench
+    from gracetune.bench import cache as bench
 
     return bench.run(machine)
 
 
 def _data(machine: Machine) -> list[Row]:
-    from gracetune.data import bench
+    from gracetune.bench import data as bench
 
     return bench.run(machine)
 
 
 def _loading(machine: Machine) -> list[Row]:
-    from gracetune.models import load_bench
+    from gracetune.bench import loading as load_bench
 
     return load_bench.run(machine)
 
 
 def _memory(machine: Machine) -> list[Row]:
-    from gracetune.memory import bench
+    from gracetune.bench import memory as bench
 
     return bench.run(machine)
 
 
 def _optim(machine: Machine) -> list[Row]:
-    from gracetune.optim import bench
+    from gracetune.bench import optim as bench
 
     return bench.run(machine)
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.planning.footprint import FP8_CAPABILITY
-from gracetune.models.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.kernels.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
 SIDE: Final = 16
@@ -102,7 +102,7 @@ def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     values; ours reads a row once.
     """
     if kernels.pay(x):
-        from gracetune.models.fp8_rows import rounded_rows  # only a GPU has triton
+        from gracetune.kernels.fp8_rows import rounded_rows  # only a GPU has triton
 
         wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)
         return wide

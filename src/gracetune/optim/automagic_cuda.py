@@ -50,7 +50,7 @@ def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    from gracetune.optim import automagic_kernels
+    from gracetune.kernels import automagic as automagic_kernels
 
     return automagic_kernels
 

@@ -1,6 +1,6 @@
 """How the adapter on one linear layer is computed, why so, and what that keeps for the backward pass. Pure.
 
-Decided once, here, so that what runs (`adapters.fast`) and what is planned (`activations`) are the same thing:
+Decided once, here, so that what runs (`adapters.fast`) and what is planned (`planning.activations`) are the same thing:
 
     low rank            up (down x): LoRA, LoCon; DoRA with the length of each row on top
     kronecker           (W1 (x) W2) x as one product with each factor, on an input seen as a matrix

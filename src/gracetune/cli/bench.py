@@ -25,33 +25,33 @@ from gracetune.hardware import Machine, probe
 
 # Imported when they run: no other command should wait for numpy and the decoders.
 def _cache(machine: Machine) -> list[Row]:
-    from gracetune.bench import cache as bench
+    from gracetune.bench import cache
 
-    return bench.run(machine)
+    return cache.run(machine)
 
 
 def _data(machine: Machine) -> list[Row]:
-    from gracetune.bench import data as bench
+    from gracetune.bench import data
 
-    return bench.run(machine)
+    return data.run(machine)
 
 
 def _loading(machine: Machine) -> list[Row]:
-    from gracetune.bench import loading as load_bench
+    from gracetune.bench import loading
 
-    return load_bench.run(machine)
+    return loading.run(machine)
 
 
 def _memory(machine: Machine) -> list[Row]:
-    from gracetune.bench import memory as bench
+    from gracetune.bench import memory
 
-    return bench.run(machine)
+    return memory.run(machine)
 
 
 def _optim(machine: Machine) -> list[Row]:
-    from gracetune.bench import optim as bench
+    from gracetune.bench import optim
 
-    return bench.run(machine)
+    return optim.run(machine)
 
 
 BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {

@@ -1,4 +1,8 @@
-"""Where our own kernels run: in compiled graphs on GPUs."""
+"""Triton kernels, and when they are used: in compiled graphs on GPUs.
+
+Only a GPU's torch brings triton, so the modules here that need it are imported where they are called. `fused_products`
+and `e4m3` need none.
+"""
 
 from __future__ import annotations
 

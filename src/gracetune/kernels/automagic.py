@@ -1,4 +1,4 @@
-"""The kernels of `automagic_cuda`. Importing this needs Triton.
+"""The kernels of `optim.automagic_cuda`. Importing this needs Triton.
 
 M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
 says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted

@@ -1,4 +1,4 @@
-"""Rows rounded to e4m3 on a GPU: `fp8.by_rows` in one pass, which reads what it rounds once.
+"""Rows rounded to e4m3 on a GPU: `models.fp8.by_rows` in one pass, which reads what it rounds once.
 
 A row's scale is known only after all of it was read; a program that holds the whole row in registers, tile by tile,
 need not read it again. It takes the largest of the numbers' bits without their sign: those order as the numbers do, and

@@ -1,8 +1,8 @@
 """What a model family declares about itself so that its memory can be planned without loading it.
 
 Plain data, filled by `models/<family>/footprint.py`. Sizes are given for one sample and grow with its tokens, so one
-declaration covers every resolution, clip length and batch. How the numbers become bytes: `activations.py`,
-`trainable.py`, `estimate.py`; the formulas are written out in docs/estimate.md.
+declaration covers every resolution, clip length and batch. How the numbers become bytes:
+`planning.activations`, `adapters.trainable`, `planning.estimate`; the formulas are written out in docs/estimate.md.
 """
 
 from __future__ import annotations

@@ -50,9 +50,9 @@ def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    from gracetune.kernels import automagic as automagic_kernels
+    from gracetune.kernels import automagic
 
-    return automagic_kernels
+    return automagic
 
 
 @dataclass(eq=False)

@@ -3,8 +3,8 @@
 First principles: `Block.kept` lists the tensors autograd saves in one block, counted on the real model classes (tests
 do it again on the meta device). What an adapter adds depends on how it is computed:
 
-- `plain`: our own layers (`adapter_paths`). The input of a trained matrix is kept once, however many matrices read it,
-  and beside it little more than the rank's width; kinds without such a form are as below.
+- `plain`: our own layers (`adapters.computation`). The input of a trained matrix is kept once, however many matrices
+  read it, and beside it little more than the rank's width; kinds without such a form are as below.
 - `library`, lora and dora: peft casts the input of every matrix to the adapter's fp32 and autocast casts it back, so
   each matrix keeps a copy of its own. Compiled, copies of the same tensor fold into one.
 - `library`, everything else: LyCORIS rebuilds the whole weight; each rebuilt matrix is kept for the input's gradient.

@@ -1,7 +1,7 @@
 """From a config and a footprint to a `Demand`: every line of memory a run will ask for. Pure; see docs/estimate.md.
 
 Trained tensors are fp32 (autocast computes with copies in the run's precision), so a parameter costs 4 bytes, its
-gradient 4, and the optimizer what `trainable.optimizer_state` says.
+gradient 4, and the optimizer what `adapters.trainable.optimizer_state` says.
 """
 
 from __future__ import annotations

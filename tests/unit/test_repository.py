@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,7 @@ class TestLayers:
         package.mkdir(parents=True)
         for file in ("__init__.py", "durable.py", "errors.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
-        for folder in "telemetry config hardware kernels models planning train baselines bench cli".split():
+        for folder in re.findall(r"\w+", "telemetry config hardware kernels models planning train baselines bench cli"):
             (package / folder).mkdir()
             (package / folder / "__init__.py").write_text("")
         return tmp_path

@@ -22,7 +22,7 @@ from pathlib import Path
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "COLUMNS": "120", "NO_COLOR": "1", "HF_HUB_OFFLINE": "1"}
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from runs import black_box  # noqa: E402
+from runs import black_box
 
 
 def main() -> int:

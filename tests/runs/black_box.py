@@ -59,7 +59,7 @@ VARYING: Mapping[str, str] = {
 OF_THIS_CPU = re.compile(r"/(sha256|sshs_model_hash|sshs_legacy_hash|modelspec\.hash_sha256|encoder/weights)$")
 
 
-# -- commands -----------------------------------------------------------------------------------------------------------
+# -- commands ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def changed_arguments(words: list[str]) -> Iterator[None]:
         sys.argv = before
 
 
-# -- configuration files ------------------------------------------------------------------------------------------------
+# -- configuration files ----------------------------------------------------------------------------------------------
 
 
 class Shown:
@@ -213,7 +213,9 @@ def examples(work: Work) -> Group:
     found["config check --no-paths"] = work.run("config", "check", *files, "--no-paths", "--json")
     elsewhere = ("--set", "datasets[0].path=nowhere/at/all")
     found["config check"] = work.run("config", "check", "config/examples/minimal.json", "--json")
-    found["config check, no such folder"] = work.run("config", "check", "config/examples/minimal.json", *elsewhere, "--json")
+    found["config check, no such folder"] = work.run(
+        "config", "check", "config/examples/minimal.json", *elsewhere, "--json"
+    )
     name = "examples/gh200_in_memory.json"
     found["--set"] = shown.of(name, "--set", "training.max_steps=7", "--set", "adapter.kind=dora")
     found["variables of the GH200 guide"] = shown.of(
@@ -326,10 +328,13 @@ def _in_short(found: Group) -> list[str]:
     if "changed" in found:
         return [f"{path}: {json.dumps(value, ensure_ascii=False)}" for path, value in found["changed"].items()]
     problems = found["json"]["problems"]
-    return ["refused", *(" | ".join(f"{one[part]}" for part in ("key", "found", "expected", "hint")) for one in problems)]
+    return [
+        "refused",
+        *(" | ".join(f"{one[part]}" for part in ("key", "found", "expected", "hint")) for one in problems),
+    ]
 
 
-# -- commands that need no model ----------------------------------------------------------------------------------------
+# -- commands that need no model --------------------------------------------------------------------------------------
 
 
 def machines(work: Work) -> Group:
@@ -383,13 +388,17 @@ def tools(work: Work) -> Group:
     found["baseline compare"] = work.run("baseline", "compare", "before", "after", "--json")
     found["baseline compare, as text"] = work.run("baseline", "compare", "before", "after")
     found["data show"] = work.run("data", "show", "config/examples/minimal.json", "--no-sheets", "--json")
-    found["data show, sheets"] = work.run("data", "show", "config/examples/minimal.json", "--output", "sheets", "--json")
+    found["data show, sheets"] = work.run(
+        "data", "show", "config/examples/minimal.json", "--output", "sheets", "--json"
+    )
     found["bench, a name nobody knows"] = work.run("bench", "wan15b", "--json")
     found["train, no such file"] = work.run("train", "missing.yaml", "--json")
     small = "config/examples/minimal.json"
     found["train, no such folder"] = work.run("train", small, "--set", "datasets[0].path=nowhere/at/all", "--json")
     found["train, --resume without a value"] = work.run("train", small, "--resume", "", "--json")
-    found["train.py, flags it does not know"] = work.run("--max_train_step", "10", "--log-level", "loud", script="train.py")
+    found["train.py, flags it does not know"] = work.run(
+        "--max_train_step", "10", "--log-level", "loud", script="train.py"
+    )
     wrong = {"gracetune": 1, "name": "x", "trainin": {}, "model": {"family": "wann"}, "adapter": {"rank": "many"}}
     found["config check, mistakes"] = work.run("config", "check", work.file("wrong.json", wrong), "--json")
     found["config check, no JSON"] = work.run("config", "check", work.file("torn.json", '{"name": '), "--json")
@@ -424,7 +433,7 @@ def schemas(work: Work) -> Group:
     }
 
 
-# -- runs on tiny models ------------------------------------------------------------------------------------------------
+# -- runs on tiny models ----------------------------------------------------------------------------------------------
 
 KINDS = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta", "full_finetune")
 FORMATS = ("comfyui", "diffusers", "kohya", "lycoris")
@@ -595,8 +604,8 @@ def more_adapters(work: Work) -> Group:
         for file in files:
             found[f"{family} {file.stem}"] = converted(work, file, f"{family}-{file.stem}")
     merged = work.run(
-        "adapter", "convert", "runs/lokr-full-rank/tiny.safetensors", "--merge-into", "models/sdxl", "--output", "merged",
-        "--json",
+        "adapter", "convert", "runs/lokr-full-rank/tiny.safetensors", "--merge-into", "models/sdxl", "--output",
+        "merged", "--json",
     )  # fmt: skip
     found["merged"] = {"printed": merged, **_written(work, "merged")}
     return found
@@ -648,7 +657,7 @@ def _file_name(path: Path) -> str:
     return re.sub(r"(events\.out\.tfevents)\..*", r"\1.<time>", name)
 
 
-# -- a run that an earlier commit began ---------------------------------------------------------------------------------
+# -- a run that an earlier commit began -------------------------------------------------------------------------------
 
 STEPS_BEFORE, STEPS_AFTER = 4, 8
 RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -681,7 +690,7 @@ RUNS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 NOT_KEPT = ("gracetune-fingerprints.json", "report.html", "report.json", "tensorboard", "*.lock")
-"""Of a run that is committed: a memory of files by their place on a disk, pages made anew, logs named after the host."""
+"""Of a run that is committed: what is known of files by their place on a disk, reports, logs named after the host."""
 
 
 def begin_run(work: Work, name: str) -> None:
@@ -748,7 +757,7 @@ def resumed(work: Work) -> Group:
     return {name: resume_run(work, name) for name in RUNS}
 
 
-# -- snapshots ----------------------------------------------------------------------------------------------------------
+# -- snapshots --------------------------------------------------------------------------------------------------------
 
 EVERYDAY: tuple[Callable[[Work], Group], ...] = (
     examples, aitoolkit, simpletuner, machines, tools, schemas, adapters, commands, resumed,

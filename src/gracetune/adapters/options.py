@@ -8,20 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.adapters.state import Algorithm
+from gracetune.adapters.algorithms.registry import algorithms
 from gracetune.adapters.targets import Modules, class_names, options_for
 from gracetune.config.run_config import Adapter
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
-_ALGORITHMS: Mapping[str, Algorithm] = {
-    "lora": "lora",
-    "locon": "locon",
-    "loha": "loha",
-    "lokr": "lokr",
-    "full": "full_delta",
-    "ia3": "ia3",
-    "diag-oft": "diag_oft",
+_ALGORITHMS: Mapping[str, str] = {
+    record.lycoris_name: record.name for record in algorithms() if record.lycoris_name is not None
 }
 _FIELDS: Mapping[str, str] = {
     "dim": "rank",
@@ -39,7 +33,7 @@ OPTIONS = ("algo", *_FIELDS)
 
 @dataclass(frozen=True)
 class LayerOptions:
-    algorithm: Algorithm
+    algorithm: str
     rank: int
     alpha: float
     dropout: float = 0.0

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gracetune import kernels
+from gracetune.adapters.algorithms.computation import Computation
 from gracetune.adapters.delta import EPSILON
 from gracetune.adapters.fast.onto import goes_to_rank, is_thin, mixed_and_product, products
 from gracetune.kernels import pays_in_halves as pays_in_halves
-from gracetune.memory.planning.adapter_paths import Computation
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

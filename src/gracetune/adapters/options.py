@@ -8,15 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.adapters.algorithms.registry import algorithms
 from gracetune.adapters.targets import Modules, class_names, options_for
+from gracetune.config.adapter_kinds import by_lycoris_name
 from gracetune.config.run_config import Adapter
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
-_ALGORITHMS: Mapping[str, str] = {
-    record.lycoris_name: record.name for record in algorithms() if record.lycoris_name is not None
-}
+_ALGORITHMS = by_lycoris_name()
 _FIELDS: Mapping[str, str] = {
     "dim": "rank",
     "linear_dim": "rank",

@@ -24,8 +24,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from gracetune.adapters import full
-from gracetune.adapters.algorithms.computation import LIBRARY, Computation
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
 from gracetune.adapters.layer import AttachedLayer, local, seeded
@@ -34,9 +34,9 @@ from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
+from gracetune.adapters.trainable import unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
-from gracetune.memory.planning.trainable import unused_conv_options
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""

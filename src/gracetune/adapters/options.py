@@ -15,7 +15,7 @@ from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
 _ALGORITHMS = by_lycoris_name()
-_FIELDS: Mapping[str, str] = {
+FIELDS: Mapping[str, str] = {
     "dim": "rank",
     "linear_dim": "rank",
     "alpha": "alpha",
@@ -25,8 +25,14 @@ _FIELDS: Mapping[str, str] = {
     "decompose_both": "decompose_both",
     "dropout": "dropout",
 }
-OPTIONS = ("algo", *_FIELDS)
+"""LyCORIS' names of a layer's options, and ours."""
+OPTIONS = ("algo", *FIELDS)
 """What one entry of `by_module` may say."""
+
+
+def kind_of(algo: Any) -> str | None:
+    """The algorithm that LyCORIS calls so."""
+    return _ALGORITHMS.get(algo.strip().lower()) if isinstance(algo, str) else None
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Resolver:
         """`spatial`: a convolution that looks at more than one pixel, which `conv_rank` and `conv_alpha` are for."""
         entry = options_for(self.modules[path], self.by_class, self.present)
         adapter = self.adapter if entry is None else self.by_class[entry]
-        own = () if entry is None else tuple(_FIELDS.get(name, name) for name in self.adapter.by_module[entry])
+        own = () if entry is None else tuple(FIELDS.get(name, name) for name in self.adapter.by_module[entry])
         rank, alpha = adapter.rank, adapter.alpha
         if spatial and "rank" not in own:
             rank = adapter.conv_rank or rank
@@ -91,10 +97,10 @@ def _with(adapter: Adapter, module: str, options: Mapping[str, Any], problems: l
     key = f"adapter.by_module.{module}"
     changes: dict[str, Any] = {}
     for name, value in options.items():
-        if name in _FIELDS:
-            changes[_FIELDS[name]] = value
-        elif name == "algo" and isinstance(value, str) and value.strip().lower() in _ALGORITHMS:
-            changes["kind"] = _ALGORITHMS[value.strip().lower()]
+        if name in FIELDS:
+            changes[FIELDS[name]] = value
+        elif name == "algo" and (kind := kind_of(value)) is not None:
+            changes["kind"] = kind
         elif name == "algo":
             hint = misspelt(value, _ALGORITHMS, "choose one of them")
             problems.append(Problem(f"{key}.algo", str(value), f"one of {', '.join(_ALGORITHMS)}", hint))
@@ -104,7 +110,7 @@ def _with(adapter: Adapter, module: str, options: Mapping[str, Any], problems: l
     try:
         return Adapter(**{**adapter.model_dump(), **changes})
     except ValidationError as error:
-        written = {_FIELDS.get(name, name): name for name in options}
+        written = {FIELDS.get(name, name): name for name in options}
         problems += [
             Problem(f"{key}.{written.get(str(fault['loc'][0]), '')}", str(fault["input"]), fault["msg"], "correct it")
             for fault in error.errors()

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gracetune.adapters.algorithms.computation import LIBRARY, Computation
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import Dimensions, FirstValues, Options, WeightShape
+from gracetune.adapters.computation import LIBRARY, Computation
 
 if TYPE_CHECKING:
     from torch import nn

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from gracetune.adapters.algorithms.computation import LIBRARY, Computation
 from gracetune.adapters.algorithms.matrices import shaped
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
+from gracetune.adapters.computation import LIBRARY, Computation
 
 if TYPE_CHECKING:
     import torch

@@ -19,9 +19,9 @@ from gracetune.adapters.algorithms.assembly import (
     scaled,
     sides,
 )
-from gracetune.adapters.algorithms.computation import Computation
 from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped, tucker
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:

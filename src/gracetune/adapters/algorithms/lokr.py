@@ -21,7 +21,6 @@ from gracetune.adapters.algorithms.assembly import (
     one_rank,
     scaled,
 )
-from gracetune.adapters.algorithms.computation import Computation
 from gracetune.adapters.algorithms.matrices import core_size, factorization, shaped, tucker
 from gracetune.adapters.algorithms.record import (
     Algorithm,
@@ -32,6 +31,7 @@ from gracetune.adapters.algorithms.record import (
     Tensors,
     WeightShape,
 )
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_core, is_by_input, scaled, sides
-from gracetune.adapters.algorithms.computation import LIBRARY, Computation
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import FirstValues, Options, Tensors
+from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from gracetune.adapters.algorithms.computation import Computation
 from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, Options, SingularVectors, Tensors, WeightShape
+from gracetune.adapters.computation import Computation
 
 if TYPE_CHECKING:
     import torch

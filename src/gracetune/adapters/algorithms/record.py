@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, listed
-from gracetune.adapters.algorithms.computation import LIBRARY, Computation
+from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:

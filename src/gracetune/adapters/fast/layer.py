@@ -6,8 +6,8 @@ from typing import cast
 
 from torch import nn
 
-from gracetune.adapters.algorithms.computation import Computation
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.layer import AttachedLayer, registered
 from gracetune.adapters.options import LayerOptions
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gracetune.adapters.algorithms.computation import Computation
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import registered
 from gracetune.models.common.sharing import SharesInput

@@ -9,7 +9,7 @@ have a `dora_scale` on any of its algorithms, so its formula is in `adapters.del
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES, LowRank
 from gracetune.adapters.algorithms.record import Dimensions, FirstValues, Options, WeightShape
@@ -45,7 +45,7 @@ class Dora(LowRank):
         from gracetune.adapters.fast.modules import row_lengths
         from gracetune.adapters.peft_lora import first_pair
 
-        return {**first_pair(layer, options.rank), "dora_scale": row_lengths(layer)}, options.rank
+        return {**first_pair(layer, options.rank), "dora_scale": row_lengths(cast("nn.Linear", layer))}, options.rank
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
         if options.dropout > 0:

@@ -20,10 +20,11 @@ from gracetune import gh200
 from gracetune.cache.slabs import CacheRole, ManagedSlab, MemorySlab, Residence, Slab, choose_residence
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hardware.machine import Machine
-from gracetune.memory.errors import UnifiedMemoryError, WeightFileError
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.sensors import HostSensor
 from gracetune.memory.weights.files import open_weights
+from gracetune.storage.errors import WeightFileError
 from gracetune.units import format_bytes
 
 ALIGNMENT: Final = 512

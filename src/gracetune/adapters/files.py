@@ -24,8 +24,8 @@ from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
 from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import open_weights
+from gracetune.storage.errors import WeightFileError
 
 SUFFIX = ".safetensors"
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

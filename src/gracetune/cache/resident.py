@@ -47,12 +47,11 @@ from gracetune.cache.slabs import (
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
-from gracetune.data.backends.errors import StagingError
-from gracetune.data.backends.handle import SegmentHandle, StagedHandle, own_start
 from gracetune.data.backends.numa import choose_nodes
 from gracetune.data.backends.share import LocalRanks, Offer, fetch
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
+from gracetune.hostmem.errors import StagingError
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.placement import TEXT_ON_DEVICE_SHARE
 from gracetune.memory.sensors import HostSensor
@@ -316,13 +315,7 @@ def _publish(store: ResidentStore, offer: Offer) -> None:
         with io.FileIO(os.memfd_create("gracetune-cache-index", os.MFD_CLOEXEC), "r+") as index:
             _write(index, pack_index(contents, store.report))
             files = (slab.file, index)
-            handle = StagedHandle(
-                pid=os.getpid(),
-                started=own_start(),
-                root=store.report.name,
-                segments=tuple(_segment(file, name) for file, name in zip(files, ("entries", "index"), strict=True)),
-            )
-            offer.publish(handle, [file.fileno() for file in files])
+            offer.publish({"cache": store.report.name}, [file.fileno() for file in files])
     except BaseException:
         store.close()
         raise
@@ -332,11 +325,6 @@ def _write(file: io.FileIO, raw: bytes) -> None:
     view = memoryview(raw)
     while view:
         view = view[file.write(view) or 0 :]
-
-
-def _segment(file: io.FileIO, name: str) -> SegmentHandle:
-    found = os.fstat(file.fileno())
-    return SegmentHandle(descriptor=file.fileno(), inode=found.st_ino, size=found.st_size, identity=name)
 
 
 def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:

@@ -21,8 +21,8 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.durable import write_file
-from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.files import FileIdentity, TensorEntry, read_fully, unreadable
+from gracetune.storage.errors import WeightFileError
 from gracetune.units import MIB
 
 VERSION: Final = 2

@@ -13,13 +13,13 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.compression import CODECS, Compression
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
-from gracetune.data.backends.in_memory import InMemoryBackend, attach
+from gracetune.data.backends.in_memory import InMemoryBackend, attach, fetch_staged
 from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.backends.progress import OnProgress, unwatched
 from gracetune.data.backends.selection import MEDIA, Selection, select, selection_for
-from gracetune.data.backends.share import LocalRanks, fetch
+from gracetune.data.backends.share import LocalRanks
 from gracetune.data.backends.stager import Stager, limit_for, open_for, threads_for
 from gracetune.data.backends.staging import StagingOptions
 from gracetune.data.backends.url import UrlBackend
@@ -59,7 +59,7 @@ def open_backend(
     if dataset.type == "url":
         return UrlBackend(dataset.path)
     if ranks is not None and ranks.rank > 0:
-        handle, files = fetch(ranks, dataset.id)
+        handle, files = fetch_staged(ranks, dataset.id)
         return attach(handle, files)
 
     def make() -> Stager:

@@ -11,12 +11,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import cramjam
+from pydantic import BaseModel, ConfigDict
 
 from gracetune.data.backends.arena import CHECKSUM_AT, DATA_AT, HEADER, MAGIC, RECORD, SEALS, VERSION, Entry, checksum
 from gracetune.data.backends.compression import BY_NUMBER, RAW
-from gracetune.data.backends.errors import StagingError
-from gracetune.data.backends.handle import SegmentHandle
-from gracetune.data.errors import UnreadableMediaError
+from gracetune.hostmem.errors import StagingError
+
+
+class SegmentHandle(BaseModel):
+    """One sealed piece of staged memory, as a descriptor of the process that holds it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    descriptor: int
+    inode: int
+    size: int
+    identity: str
 
 
 class Segment:
@@ -93,15 +103,8 @@ class Segment:
         return bytes(self._view[self._names + start : self._names + start + length])
 
     def read(self, entry: Entry) -> memoryview:
-        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise.
-
-        Of a file that could not be read when it was staged, what its source raised then.
-        """
-        if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
-            raise StagingError(f"{entry.path} lies outside of the staged data")
-        stored = self._view[entry.offset : entry.offset + entry.stored]
-        if entry.unreadable:
-            raise UnreadableMediaError(entry.path, str(stored, "utf-8"))
+        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise."""
+        stored = self._stored(entry)
         if entry.codec == RAW:
             return stored
         try:
@@ -110,6 +113,15 @@ class Segment:
             raise StagingError(
                 f"{entry.path} is damaged in memory\n  try  restart the run: it stages afresh"
             ) from error
+
+    def reason(self, entry: Entry) -> str:
+        """Why a file could not be read when it was staged; only where the entry is `unreadable`."""
+        return str(self._stored(entry), "utf-8")
+
+    def _stored(self, entry: Entry) -> memoryview:
+        if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
+            raise StagingError(f"{entry.path} lies outside of the staged data")
+        return self._view[entry.offset : entry.offset + entry.stored]
 
     def close(self) -> None:
         self._file.close()

@@ -19,13 +19,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
-from gracetune.data.backends.errors import StagingError
-from gracetune.data.backends.handle import StagedHandle, from_json, to_json
+from gracetune.hostmem.errors import StagingError
 
 MOST_SEGMENTS: Final = 200  # the kernel passes at most 253 descriptors at a time
 _LARGEST_MESSAGE: Final = 64 << 20
@@ -79,12 +78,12 @@ class Offer:
         self._thread = threading.Thread(target=self._serve, name="gracetune-share", daemon=True)
         self._thread.start()
 
-    def publish(self, handle: StagedHandle, descriptors: Sequence[int]) -> None:
-        """The descriptors may be closed as soon as this returns."""
+    def publish(self, handle: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        """The handle is plain JSON. The descriptors may be closed as soon as this returns."""
         if len(descriptors) > MOST_SEGMENTS:
             raise StagingError(f"{len(descriptors)} segments are too many to hand over\n  try  restart the run")
         self._descriptors = [os.dup(descriptor) for descriptor in descriptors]
-        self._answer({"handle": json.loads(to_json(handle))})
+        self._answer({"handle": dict(handle)})
 
     def refuse(self, reason: str, *, linger: float = _LINGER_SECONDS) -> None:
         """Tell every rank, those that come within a while too, and end: the name is free again."""
@@ -141,7 +140,7 @@ class Offer:
         self._thread.join()
 
 
-def fetch(ranks: LocalRanks, dataset: str) -> tuple[StagedHandle, list[io.FileIO]]:
+def fetch(ranks: LocalRanks, dataset: str) -> tuple[dict[str, Any], list[io.FileIO]]:
     """The other ranks' side: wait for rank 0, then its handle and descriptors of our own. Raises what rank 0 said."""
     with _connect(ranks, dataset) as peer:
         if _user_of(peer) != os.geteuid():
@@ -180,7 +179,7 @@ def _receive(peer: socket.socket) -> tuple[bytes, list[io.FileIO]]:
     return message, files
 
 
-def _understood(message: bytes, ranks: LocalRanks) -> StagedHandle:
+def _understood(message: bytes, ranks: LocalRanks) -> dict[str, Any]:
     if not message:
         raise StagingError(f"rank 0 ended before local rank {ranks.rank} had its data\n  try  look at its messages")
     try:
@@ -189,9 +188,7 @@ def _understood(message: bytes, ranks: LocalRanks) -> StagedHandle:
         raise StagingError("rank 0 broke off in the middle of its answer") from error
     if "error" in content:
         raise StagingError(f"rank 0 could not stage the dataset: {content['error']}")
-    handle = from_json(json.dumps(content["handle"]))
-    if not isinstance(handle, StagedHandle):
-        raise StagingError(f"rank 0 sent a handle of kind {handle.kind}, expected in_memory")
+    handle: dict[str, Any] = content["handle"]
     return handle
 
 

@@ -81,7 +81,7 @@ def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemo
         backend = make().open()
     backend.keep(offer)
     try:
-        offer.publish(backend.handle(), backend.descriptors())
+        offer.publish(backend.handle().model_dump(mode="json"), backend.descriptors())
     except BaseException:
         backend.close()
         raise

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.errors import Problem
-from gracetune.memory.errors import WeightFileError
+from gracetune.storage.errors import WeightFileError
 from gracetune.units import format_bytes
 
 MAX_HEADER = 100_000_000

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights.destinations import TORCH_DTYPES, find_problems, torch_dtype
 from gracetune.memory.weights.files import (
     FileIdentity,
@@ -38,6 +37,7 @@ from gracetune.memory.weights.files import (
     unreadable,
 )
 from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
+from gracetune.storage.errors import WeightFileError
 from gracetune.units import MIB
 
 __all__ = ["LoadReport", "Progress", "load_into", "open_weights", "torch_dtype"]

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.data.backends.arena import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry
-from gracetune.data.backends.errors import StagingError
 from gracetune.data.backends.numa import NodeChoice
 from gracetune.data.backends.segment import Segment
+from gracetune.hostmem.errors import StagingError
 from unit.data.backends.helpers import held
 
 ANYWHERE = NodeChoice((), "anywhere")

@@ -91,10 +91,8 @@ def _rewrite(file: Path) -> None:
         package, _, module = old.rpartition(".")
         target, _, renamed = new.rpartition(".")
         pattern = rf"^([ \t]*)from gracetune\.{re.escape(package)} import {module}$"
-        as_before = "" if module == renamed else f" as {module}"
-        changed = re.sub(
-            pattern, rf"\1from gracetune.{target} import {renamed}{as_before}", changed, flags=re.MULTILINE
-        )
+        imported = renamed if module == renamed else f"{renamed} as {module}"
+        changed = re.sub(pattern, rf"\1from gracetune.{target} import {imported}", changed, flags=re.MULTILINE)
     for old, new in TESTS.items():
         changed = changed.replace(old, new).replace(old.removeprefix("tests/"), new.removeprefix("tests/"))
     if changed != text:

@@ -17,7 +17,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.environment import Environment, memory_settings
-from gracetune.data.backends import GH200InMemoryBackend
+from gracetune.data.backends.open import GH200InMemoryBackend
 from gracetune.hardware import probe
 from gracetune.hardware.allocation import CAREFUL_CAP
 from gracetune.memory.arena_size import Room

@@ -20,7 +20,8 @@ from typing import IO, Final
 import xxhash
 
 from gracetune.data.backend import Backend
-from gracetune.data.backends import GH200InMemoryBackend, attach_backend, from_json, to_json
+from gracetune.data.backends.handle import from_json, to_json
+from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend
 from gracetune.data.backends.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine

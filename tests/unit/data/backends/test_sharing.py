@@ -24,7 +24,8 @@ from unit.data.backends.helpers import MIB, Child, contents, fill, held, staged,
 
 READER = """
 import sys
-from gracetune.data.backends import attach_backend, from_json
+from gracetune.data.backends.handle import from_json
+from gracetune.data.backends.open import attach_backend
 from gracetune.errors import GracetuneError
 import xxhash
 try:
@@ -44,7 +45,8 @@ while True:
 STAGER = """
 import sys
 from pathlib import Path
-from gracetune.data.backends import GH200InMemoryBackend, to_json
+from gracetune.data.backends.handle import to_json
+from gracetune.data.backends.open import GH200InMemoryBackend
 backend = GH200InMemoryBackend(sys.argv[1])
 print(to_json(backend.handle()), flush=True)
 sys.stdin.readline()
@@ -52,7 +54,8 @@ sys.stdin.readline()
 RANK = """
 import sys
 from gracetune.config.dataset_config import Dataset, InMemory
-from gracetune.data.backends import LocalRanks, open_backend
+from gracetune.data.backends.open import open_backend
+from gracetune.data.backends.share import LocalRanks
 from gracetune.errors import GracetuneError
 import xxhash
 folder, rank, count, key, patience, limit = sys.argv[1:]

@@ -23,8 +23,8 @@ from gracetune.hardware.machine import Machine
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.sensors import HostSensor
-from gracetune.memory.weights.files import open_weights
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import open_weights
 from gracetune.units import format_bytes
 
 ALIGNMENT: Final = 512

@@ -14,12 +14,12 @@ from gracetune.adapters.verify import Shapes, shapes_of
 from gracetune.config.families import Family
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.files import open_weights
 from gracetune.models.layout import weight_file
 from gracetune.models.published import build_published
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import Expert
+from gracetune.storage.safetensors_headers import open_weights
 
 Weight = Callable[[str], Tensor]
 

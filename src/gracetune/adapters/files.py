@@ -1,8 +1,8 @@
 """An adapter's safetensors file: read whole or refused, written whole or not at all, never over another.
 
 Written by us and not by the safetensors library, whose header comes out in another order each time: the same adapter
-must give the same bytes. The format is described in `memory.weights.files`; ours has its entries sorted, the widest
-numbers first so that every tensor is aligned, and its header filled with spaces to a multiple of 8 bytes.
+must give the same bytes. The format is described in `storage.safetensors_headers`; ours has its entries sorted, the
+widest numbers first so that every tensor is aligned, and its header filled with spaces to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.files import open_weights
+from gracetune.storage.atomic import sync_folder
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import open_weights
 
 SUFFIX = ".safetensors"
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from gracetune.adapters.delta import apply, bias_delta
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.destinations import torch_dtype
-from gracetune.memory.weights.files import TensorEntry, Weights, open_weights, read_fully, shortened
+from gracetune.storage.atomic import sync_folder
+from gracetune.storage.safetensors_headers import TensorEntry, Weights, open_weights, read_fully, shortened
 from gracetune.units import GIB
 
 STEM = "diffusion_pytorch_model"

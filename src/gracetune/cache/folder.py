@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 
 from gracetune.cache.errors import ForeignFolderError, ReadOnlyCacheError, unreadable, unwritable
-from gracetune.cache.locks import is_temporary, write_file
 from gracetune.errors import Problem
+from gracetune.storage.locks import is_temporary, write_file
 
 FORMAT = "gracetune-cache"
 VERSION = 1

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from gracetune.cache.keys import Origin
 from gracetune.cache.writer import Writer
 from gracetune.data.refs import SampleRef
-from gracetune.memory.weights.files import Weights, open_weights
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import Weights, open_weights
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry

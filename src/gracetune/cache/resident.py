@@ -47,11 +47,11 @@ from gracetune.cache.slabs import (
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
-from gracetune.data.backends.numa import choose_nodes
-from gracetune.data.backends.share import LocalRanks, Offer, fetch
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.numa import choose_nodes
+from gracetune.hostmem.sharing import LocalRanks, Offer, fetch
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.placement import TEXT_ON_DEVICE_SHARE
 from gracetune.memory.sensors import HostSensor

@@ -32,8 +32,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from gracetune.cache.keys import Key, Origin
-from gracetune.cache.locks import write_file
-from gracetune.memory.weights.files import MAX_HEADER, read_fully
+from gracetune.storage.locks import write_file
+from gracetune.storage.safetensors_headers import MAX_HEADER, read_fully
 from gracetune.units import MIB
 
 if TYPE_CHECKING:

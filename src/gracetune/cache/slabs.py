@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 from gracetune.cache.errors import CacheError
 from gracetune.config.run_config import RunConfig
-from gracetune.data.backends.numa import NodeChoice, bind
-from gracetune.data.backends.share import LocalRanks
 from gracetune.errors import Problem
 from gracetune.hardware.machine import Machine, ProfileName
-from gracetune.memory.hint import Hint
+from gracetune.hostmem.hint import Hint
+from gracetune.hostmem.numa import NodeChoice, bind
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.placement import FOLLOW_CACHES, Hints, Place, hints_of, place
 from gracetune.memory.transport import TransportChoice, choose_transport

@@ -43,7 +43,6 @@ from gracetune.cache.errors import (
 )
 from gracetune.cache.folder import prepare, require
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import lock, sweep
 from gracetune.cache.manifest import Catalogue, Place
 from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches
 from gracetune.cache.shards import (
@@ -58,6 +57,7 @@ from gracetune.cache.shards import (
 )
 from gracetune.cache.writer import Flush, Writer
 from gracetune.errors import Problem
+from gracetune.storage.locks import lock, sweep
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:

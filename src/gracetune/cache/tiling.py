@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.locks import write_file
+from gracetune.storage.locks import write_file
 
 FILE = "gracetune-tiling.json"
 _FORMAT, _VERSION = "gracetune-tiling", 1

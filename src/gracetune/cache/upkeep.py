@@ -15,12 +15,12 @@ from pathlib import Path
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
 from gracetune.cache.folder import FORMAT_FILE
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import is_temporary, lock, temporary_name
 from gracetune.cache.manifest import Place
 from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard
 from gracetune.cache.store import DamagedShard, DiskStore
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import sync_folder
+from gracetune.storage.locks import is_temporary, lock, temporary_name
 from gracetune.units import MIB
 
 _SKELETON = (FORMAT_FILE, "index.safetensors", "shards", "upkeep.lock", "users.lock", "work.lock")

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.cache.locks import lock
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
 from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import sync_folder
+from gracetune.storage.locks import lock
 
 LOCK_FILE = ".gracetune.lock"
 _TEMPORARY = re.compile(r"\.gracetune-[0-9a-f]{32}\.tmp")

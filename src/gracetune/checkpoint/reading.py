@@ -11,7 +11,6 @@ from typing import Any
 from safetensors.torch import load_file
 
 from gracetune.checkpoint.errors import CheckpointError, MissingPieceError, OtherRunError, listed, unreadable
-from gracetune.checkpoint.files import difference
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
@@ -23,6 +22,7 @@ from gracetune.checkpoint.manifest import (
 )
 from gracetune.checkpoint.pieces import Piece, Saved
 from gracetune.errors import Problem
+from gracetune.storage.checksums import difference
 
 
 @dataclass(frozen=True)

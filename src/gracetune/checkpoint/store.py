@@ -13,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
-from gracetune.checkpoint.files import Fact, write_new
 from gracetune.checkpoint.folder import (
     checkpoints,
     manifest_if_ours,
@@ -45,8 +44,9 @@ from gracetune.checkpoint.pieces import (
 )
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import sync_folder
+from gracetune.storage.checksums import Fact, write_new
 from gracetune.units import MIB
 
 _MARGIN = MIB

@@ -22,7 +22,7 @@ import xxhash
 from gracetune.data.backend import Backend
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend
-from gracetune.data.backends.stager import threads_for
+from gracetune.data.staging.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
 from gracetune.memory.trial import Row

@@ -14,7 +14,6 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import plain_backend
-from gracetune.data.backends.selection import reasons
 from gracetune.data.captions import CaptionBook, KohyaFolder, open_captions
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
@@ -26,6 +25,7 @@ from gracetune.data.media.probe import AudioFacts
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
 from gracetune.data.scan import MediaFile, Scan, ScanMemory, scan
+from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted
 from gracetune.errors import ConfigError, Problem
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gracetune.config.run_config import Objective
-from gracetune.data.draws import draw, uniform
+from gracetune.seeded_random import draw, uniform
 
 
 @dataclass(frozen=True, eq=False)

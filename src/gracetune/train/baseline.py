@@ -24,13 +24,13 @@ from typing import Any
 import torch
 import xxhash
 
-from gracetune.cache.locks import lock
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.run_config import RunConfig, Schedule, Validation
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.storage.atomic import sync_folder
+from gracetune.storage.locks import lock
 from gracetune.telemetry.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
 from gracetune.telemetry.baseline_text import report
 from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDone

@@ -14,11 +14,11 @@ from gracetune.cache.batches import Batch, Entries, Keys
 from gracetune.cache.collate import collate
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import caption_ref
-from gracetune.data.draws import draw
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName
+from gracetune.seeded_random import draw
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop

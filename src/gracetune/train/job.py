@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.data.draws import draw
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
@@ -24,6 +23,7 @@ from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.schedules import move_to
 from gracetune.optim.skipping import step_unless
+from gracetune.seeded_random import draw
 from gracetune.train.control import Control, Stop
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.position import Length, Position

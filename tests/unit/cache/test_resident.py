@@ -20,8 +20,8 @@ from gracetune.cache.slabs import CacheType, MemorySlab, Where, choose_residence
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
 from gracetune.cache.writer import Flush
-from gracetune.data.backends.share import LocalRanks
 from gracetune.hardware.machine import ProfileName
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.units import MIB
 from unit.cache.made_caches import LATENT, TEXT, numbers, this_machine
 from unit.data.folders import made_up
@@ -269,7 +269,7 @@ from gracetune.cache.resident import load_resident
 from gracetune.cache.slabs import Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
-from gracetune.data.backends.share import LocalRanks
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hardware import probe
 
 folder, rank, key = sys.argv[1], int(sys.argv[2]), sys.argv[3]

@@ -21,8 +21,8 @@ from pydantic import ValidationError
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.open import OpenedBackend, open_backend
-from gracetune.data.backends.share import LocalRanks
 from gracetune.errors import ConfigError, Problem
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune_simpletuner import telling
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.backends.segment import SegmentHandle
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment import SegmentHandle
 
 
 class _Message(BaseModel):

@@ -14,17 +14,17 @@ from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Protocol
 
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.arena import Entry
 from gracetune.data.backends.handle import StagedHandle, from_json, own_start, process_start
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked
-from gracetune.data.backends.report import StagingReport
-from gracetune.data.backends.segment import Segment, SegmentHandle
-from gracetune.data.backends.share import LocalRanks, fetch
 from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
+from gracetune.data.staging.report import StagingReport
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment import Segment, SegmentHandle
+from gracetune.hostmem.segment_writer import Entry
+from gracetune.hostmem.sharing import LocalRanks, fetch
 
 
 class Closable(Protocol):

@@ -10,21 +10,21 @@ from typing import Protocol, cast
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
-from gracetune.data.backends.compression import CODECS, Compression
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
 from gracetune.data.backends.in_memory import InMemoryBackend, attach, fetch_staged
 from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
-from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.selection import MEDIA, Selection, select, selection_for
-from gracetune.data.backends.share import LocalRanks
-from gracetune.data.backends.stager import Stager, limit_for, open_for, threads_for
-from gracetune.data.backends.staging import StagingOptions
 from gracetune.data.backends.url import UrlBackend
+from gracetune.data.staging.copying import StagingOptions
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.selection import MEDIA, Selection, select, selection_for
+from gracetune.data.staging.stager import Stager, limit_for, open_for, threads_for
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
+from gracetune.hostmem.compression import CODECS, Compression
+from gracetune.hostmem.sharing import LocalRanks
 
 
 class OpenedBackend(Backend, Protocol):

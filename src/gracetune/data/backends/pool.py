@@ -15,10 +15,10 @@ from types import TracebackType
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.open import OpenedBackend, open_backend
-from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.selection import Selection, selection_for
-from gracetune.data.backends.share import LocalRanks
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.selection import Selection, selection_for
 from gracetune.hardware import Machine
+from gracetune.hostmem.sharing import LocalRanks
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.weights.files import TensorEntry, Weights, shortened
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import TensorEntry, Weights, shortened
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gracetune.data.draws import draw as number
 from gracetune.models.loading import Draw, load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, read_json
 from gracetune.models.spec import Expert, ModelFacts, ModelSpec, Placement
 from gracetune.models.tiny import build
+from gracetune.seeded_random import draw as number
 from gracetune.train.bench.job import Preset, Scale
 
 _UNIFORM = math.sqrt(3)

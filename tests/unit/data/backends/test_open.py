@@ -15,11 +15,11 @@ from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend, stager_for
 from gracetune.data.backends.pool import BackendPool, sharing_notes
-from gracetune.data.backends.rehearsal import Rehearsal
-from gracetune.data.backends.selection import MEDIA, select, selection_for
-from gracetune.data.backends.stager import threads_for
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
+from gracetune.data.staging.rehearsal import Rehearsal
+from gracetune.data.staging.selection import MEDIA, select, selection_for
+from gracetune.data.staging.stager import threads_for
 from gracetune.errors import ConfigError
 from gracetune.memory.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, put, this_machine
@@ -251,7 +251,9 @@ class TestNameOfTheGuides:
 
 
 def test_importing_leaves_heavy_libraries_alone() -> None:
-    code = "import sys, gracetune.data.backends.open; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
+    code = (
+        "import sys, gracetune.data.backends.open; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

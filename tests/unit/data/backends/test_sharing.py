@@ -18,8 +18,8 @@ from gracetune.data.backends.errors import MemoryLimitError, StorageError
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import fetch_staged
 from gracetune.data.backends.open import attach_backend, open_backend
-from gracetune.data.backends.share import LocalRanks, Offer
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.sharing import LocalRanks, Offer
 from unit.data.backends.helpers import MIB, Child, contents, fill, held, staged, this_machine
 
 READER = """
@@ -55,7 +55,7 @@ RANK = """
 import sys
 from gracetune.config.dataset_config import Dataset, InMemory
 from gracetune.data.backends.open import open_backend
-from gracetune.data.backends.share import LocalRanks
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.errors import GracetuneError
 import xxhash
 folder, rank, count, key, patience, limit = sys.argv[1:]
@@ -210,7 +210,7 @@ class TestRanks:
 
     def test_rank_zero_killed_while_staging_is_noticed_at_once(self, key: str) -> None:
         code = (
-            "import sys, time\nfrom gracetune.data.backends.share import LocalRanks, Offer\n"
+            "import sys, time\nfrom gracetune.hostmem.sharing import LocalRanks, Offer\n"
             "offer = Offer(LocalRanks(0, 2, sys.argv[1]), 'pets')\nprint('offered', flush=True)\ntime.sleep(60)"
         )
         with Child(code, key) as zero:

@@ -11,10 +11,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.data.backends.arena import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry
-from gracetune.data.backends.numa import NodeChoice
-from gracetune.data.backends.segment import Segment
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.numa import NodeChoice
+from gracetune.hostmem.segment import Segment
+from gracetune.hostmem.segment_writer import ALIGNMENT, DATA_AT, RECORD, ArenaWriter, Entry
 from unit.data.backends.helpers import held
 
 ANYWHERE = NodeChoice((), "anywhere")

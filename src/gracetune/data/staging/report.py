@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gracetune.data.backends.estimate import Estimate
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.backends.selection import reasons
+from gracetune.data.staging.estimate import Estimate
+from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted
-from gracetune.memory.hint import Hint
+from gracetune.hostmem.hint import Hint
 from gracetune.units import format_bytes, format_duration
 
 

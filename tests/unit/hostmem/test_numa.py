@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.data.backends import numa
-from gracetune.data.backends.arena import ArenaWriter, Entry
-from gracetune.data.backends.numa import NodeChoice, bind, choose_nodes
-from gracetune.data.backends.segment import Segment
+from gracetune.hostmem import numa
+from gracetune.hostmem.numa import NodeChoice, bind, choose_nodes
+from gracetune.hostmem.segment import Segment
+from gracetune.hostmem.segment_writer import ArenaWriter, Entry
 from unit.hardware.machines import NAMES, load
 
 GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}

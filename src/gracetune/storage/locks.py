@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from gracetune.durable import sync_folder
+from gracetune.storage.atomic import sync_folder
 
 Grip = Literal["held", "busy", "unsupported"]
 

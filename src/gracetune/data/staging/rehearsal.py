@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
-from gracetune.data.backends.estimate import Estimate
 from gracetune.data.backends.open import plain_backend, stager_for
 from gracetune.data.backends.pool import SharedFolder, find_folder, shared_folders, sharing_notes
+from gracetune.data.staging.estimate import Estimate
 from gracetune.hardware import Machine, probe
 
 

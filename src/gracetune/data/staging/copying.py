@@ -26,17 +26,17 @@ from typing import Final, cast
 import xxhash
 
 from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.arena import UNREADABLE, ArenaWriter, Entry, capacity_for
-from gracetune.data.backends.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks
-from gracetune.data.backends.estimate import Estimate, estimate_stored
-from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.listing import LeftOut, Listing
-from gracetune.data.backends.numa import NodeChoice
-from gracetune.data.backends.progress import OnProgress, StagingProgress, unwatched
-from gracetune.data.backends.report import StagingReport
-from gracetune.data.backends.segment import Segment
 from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaError
-from gracetune.memory.hint import together
+from gracetune.data.staging.estimate import Estimate, estimate_stored
+from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.progress import OnProgress, StagingProgress, unwatched
+from gracetune.data.staging.report import StagingReport
+from gracetune.hostmem.compression import CHUNK, CHUNK_OVERHEAD, RAW, Codec, Compression, codec_for, shrinks
+from gracetune.hostmem.hint import together
+from gracetune.hostmem.numa import NodeChoice
+from gracetune.hostmem.segment import Segment
+from gracetune.hostmem.segment_writer import UNREADABLE, ArenaWriter, Entry, capacity_for
 from gracetune.units import MIB
 
 MOST_THREADS: Final = 72

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from gracetune.data.backend import Backend, FileStat
-from gracetune.data.backends.compression import CHUNK, Codec, shrinks
 from gracetune.data.backends.paths import suffix_of
 from gracetune.data.errors import DataError
 from gracetune.data.words import counted
+from gracetune.hostmem.compression import CHUNK, Codec, shrinks
 
 SAMPLES_PER_KIND: Final = 4
 KINDS: Final = 16

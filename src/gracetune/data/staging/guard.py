@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from gracetune.data.backends.errors import MemoryLimitError, told
-from gracetune.data.backends.estimate import Estimate, decimal
+from gracetune.data.staging.estimate import Estimate, decimal
 from gracetune.units import MIB, format_bytes
 
 ASK_EVERY: Final = 128 * MIB

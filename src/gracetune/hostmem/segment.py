@@ -13,9 +13,19 @@ from contextlib import suppress
 import cramjam
 from pydantic import BaseModel, ConfigDict
 
-from gracetune.data.backends.arena import CHECKSUM_AT, DATA_AT, HEADER, MAGIC, RECORD, SEALS, VERSION, Entry, checksum
-from gracetune.data.backends.compression import BY_NUMBER, RAW
+from gracetune.hostmem.compression import BY_NUMBER, RAW
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment_writer import (
+    CHECKSUM_AT,
+    DATA_AT,
+    HEADER,
+    MAGIC,
+    RECORD,
+    SEALS,
+    VERSION,
+    Entry,
+    checksum,
+)
 
 
 class SegmentHandle(BaseModel):

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gracetune.data.backend import Backend
-from gracetune.data.backends.compression import codec_for
-from gracetune.data.backends.estimate import Estimate, estimate_stored
-from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
-from gracetune.data.backends.numa import choose_nodes
-from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.report import StagingReport
-from gracetune.data.backends.segment import Segment
-from gracetune.data.backends.selection import Selection
-from gracetune.data.backends.share import LocalRanks, Offer
-from gracetune.data.backends.staging import StagingOptions, default_threads, stage
+from gracetune.data.staging.copying import StagingOptions, default_threads, stage
+from gracetune.data.staging.estimate import Estimate, estimate_stored
+from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.report import StagingReport
+from gracetune.data.staging.selection import Selection
 from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_reserve
+from gracetune.hostmem.compression import codec_for
+from gracetune.hostmem.numa import choose_nodes
+from gracetune.hostmem.segment import Segment
+from gracetune.hostmem.sharing import LocalRanks, Offer
 from gracetune.memory.sensors import HostSensor
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.durable import sync_folder, write_file
+from gracetune.storage.atomic import sync_folder, write_file
 
 
 def test_a_folder_is_synced(tmp_path: Path) -> None:

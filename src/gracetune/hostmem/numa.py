@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gracetune.hardware.machine import Machine
-from gracetune.memory.hint import Hint, not_applied
+from gracetune.hostmem.hint import Hint, not_applied
 
 # glibc has no wrapper for these; the numbers are the kernel's, per architecture.
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}

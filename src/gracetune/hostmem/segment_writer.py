@@ -32,8 +32,8 @@ from typing import Final
 
 import xxhash
 
-from gracetune.data.backends.numa import NodeChoice, bind
 from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.numa import NodeChoice, bind
 from gracetune.units import MIB, format_bytes
 
 MAGIC: Final = b"GTARENA\0"

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.data.draws import below, draw, shuffled, uniform
+from gracetune.seeded_random import below, draw, shuffled, uniform
 
 PARTS = st.lists(st.one_of(st.integers(), st.text()), max_size=4)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.config.dataset_config import InMemory
-from gracetune.data.backends.compression import BY_NUMBER, CHUNK, CODECS, Codec, Compression, shrinks
+from gracetune.hostmem.compression import BY_NUMBER, CHUNK, CODECS, Codec, Compression, shrinks
 
 
 def packed(codec: Codec, data: bytes) -> bytes:

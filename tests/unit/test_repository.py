@@ -74,9 +74,9 @@ class TestLayers:
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         package = tmp_path / "src" / "gracetune"
         package.mkdir(parents=True)
-        for file in ("__init__.py", "durable.py", "errors.py", "kernels.py", "units.py"):
+        for file in ("__init__.py", "errors.py", "kernels.py", "seeded_random.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
-        for folder in ("telemetry", "config", "hardware", "train", "cli"):
+        for folder in ("storage", "telemetry", "config", "hardware", "train", "cli"):
             (package / folder).mkdir()
             (package / folder / "__init__.py").write_text("")
         return tmp_path
@@ -94,6 +94,7 @@ class TestLayers:
     def test_imports_from_above_are_kept(self, checkout: Path) -> None:
         self.add(checkout, "cli/__init__.py", "import gracetune.train, gracetune.hardware, gracetune.errors")
         self.add(checkout, "train/__init__.py", "import accelerate, gracetune.config")
+        self.add(checkout, "telemetry/__init__.py", "import gracetune.storage")
         done = self.lint(checkout)
         assert done.returncode == 0, done.stdout
 

@@ -26,6 +26,7 @@ MODULES = {
     "data.backends.compression": "hostmem.compression",
     "data.backends.numa": "hostmem.numa",
     "data.backends.share": "hostmem.sharing",
+    "cache.slabs": "cache.residence",
     "memory.hint": "hostmem.hint",
     "memory.pages": "hostmem.pages",
     "data.backends.estimate": "data.staging.estimate",
@@ -38,6 +39,20 @@ MODULES = {
     "data.backends.staging": "data.staging.copying",
 }
 """Below gracetune: old name -> new name."""
+
+NAMES = {
+    "memory.errors": {"WeightFileError": "storage.errors"},
+    "data.backends.errors": {"StagingError": "hostmem.errors"},
+    "data.backends.handle": {"SegmentHandle": "hostmem.segment"},
+    "memory.sensors": {"HostReading": "hostmem.sensors", "HostSensor": "hostmem.sensors"},
+    "cache.slabs": {
+        "MemorySlab": "hostmem.slab",
+        "Slab": "hostmem.slab",
+        "view_for_gpu": "hostmem.slab",
+        "ManagedSlab": "memory.managed_slab",
+    },
+}
+"""Module -> names that left it -> where each is now."""
 
 TESTS = {
     "tests/unit/test_durable.py": "tests/unit/storage/test_atomic.py",
@@ -83,6 +98,10 @@ def _path(module: str) -> str:
 def _rewrite(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     changed = text
+    for module, moved in NAMES.items():
+        changed = _import_from_new_homes(changed, module, moved)
+        for name, home in moved.items():
+            changed = re.sub(rf"\bgracetune\.{re.escape(module)}\.{name}\b", f"gracetune.{home}.{name}", changed)
     for old, new in MODULES.items():
         changed = re.sub(rf"\bgracetune\.{re.escape(old)}\b(?!\.py)", f"gracetune.{new}", changed)
         changed = re.sub(rf"`{re.escape(old)}`" if "." in old else r"(?!)", f"`{new}`", changed)
@@ -97,6 +116,21 @@ def _rewrite(file: Path) -> None:
         changed = changed.replace(old, new).replace(old.removeprefix("tests/"), new.removeprefix("tests/"))
     if changed != text:
         file.write_text(changed, encoding="utf-8")
+
+
+def _import_from_new_homes(text: str, module: str, moved: dict[str, str]) -> str:
+    def split(found: re.Match[str]) -> str:
+        names = [name.strip() for name in found[2].strip("()").split(",") if name.strip()]
+        if not moved.keys() & {name.split()[0] for name in names}:
+            return found[0]
+        homes: dict[str, list[str]] = {}
+        for name in names:
+            homes.setdefault(moved.get(name.split()[0], module), []).append(name)
+        lines = (f"{found[1]}from gracetune.{home} import {', '.join(inside)}\n" for home, inside in homes.items())
+        return "".join(lines)
+
+    pattern = rf"^([ \t]*)from gracetune\.{re.escape(module)} import (\([^)#]*\)|[^\n(#]*)\n"
+    return re.sub(pattern, split, text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

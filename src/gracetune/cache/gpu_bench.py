@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.bench import KEYS
+from gracetune.cache.residence import CacheRole, Residence, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheRole, Residence, Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.data.index import DataIndex

@@ -14,9 +14,9 @@ from gracetune.cache.errors import MissingEntryError
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
+from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import load_resident
 from gracetune.cache.session import Built, Caches, Encoders, build, needs
-from gracetune.cache.slabs import CacheRole, CacheType, Where
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits

@@ -20,8 +20,8 @@ from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.compression import codec_for
 from gracetune.hostmem.numa import choose_nodes
 from gracetune.hostmem.segment import Segment
+from gracetune.hostmem.sensors import HostSensor
 from gracetune.hostmem.sharing import LocalRanks, Offer
-from gracetune.memory.sensors import HostSensor
 
 
 @dataclass(frozen=True)

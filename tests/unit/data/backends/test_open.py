@@ -21,7 +21,7 @@ from gracetune.data.staging.rehearsal import Rehearsal
 from gracetune.data.staging.selection import MEDIA, select, selection_for
 from gracetune.data.staging.stager import threads_for
 from gracetune.errors import ConfigError
-from gracetune.memory.sensors import HostSensor
+from gracetune.hostmem.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, put, this_machine
 from unit.hardware.machines import load
 

@@ -41,6 +41,11 @@ MODULES = {
 """Below gracetune: old name -> new name."""
 
 NAMES = {
+    **dict.fromkeys(
+        ["cache.locks", "storage.locks"],
+        dict.fromkeys(["is_temporary", "sweep", "temporary_name", "unfinished", "write_file"], "storage.atomic"),
+    ),
+    "memory.weights.destinations": {"TORCH_DTYPES": "storage.safetensors_files"},
     "memory.errors": {"WeightFileError": "storage.errors"},
     "data.backends.errors": {"StagingError": "hostmem.errors"},
     "data.backends.handle": {"SegmentHandle": "hostmem.segment"},

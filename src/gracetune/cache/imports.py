@@ -324,9 +324,9 @@ def _take(
 
 
 def _tensors(file: Path, names: Mapping[str, str]) -> Entry:
-    from safetensors.torch import load_file
+    from gracetune.storage.safetensors_files import read_tensors
 
-    return {names[name]: tensor for name, tensor in load_file(file).items()}
+    return {names[name]: tensor for name, tensor in read_tensors(file).items()}
 
 
 def _unlike(found: Entry, model: Entry, close: float) -> str | None:

@@ -246,7 +246,7 @@ class Views:
 
     def __init__(self, slab: Tensor, contents: Contents, small: tuple[Tensor, SmallTensors] | None = None) -> None:
         """`small`: tensors that are read from a slab of their own, and where they lie in it."""
-        from gracetune.memory.weights.destinations import TORCH_DTYPES
+        from gracetune.storage.safetensors_files import TORCH_DTYPES
 
         dtypes = {one.dtype for layout in contents.layouts for one in layout.tensors}
 

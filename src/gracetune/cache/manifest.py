@@ -27,7 +27,7 @@ from gracetune.cache.shards import (
     pack_header,
     read_header,
 )
-from gracetune.storage.locks import write_file
+from gracetune.storage.atomic import write_file
 from gracetune.storage.safetensors_headers import read_fully
 
 INDEX_FORMAT = "gracetune-cache-index 1"

@@ -44,7 +44,8 @@ from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex
 from gracetune.memory.reclaim import trim_heap
-from gracetune.storage.locks import is_at, is_temporary
+from gracetune.storage.atomic import is_temporary
+from gracetune.storage.locks import is_at
 
 _OPENINGS = 8
 MANY_SHARDS = 64

@@ -26,6 +26,7 @@ from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.memory.trial import Row
+from gracetune.storage.atomic import write_file
 
 RESULT_FORMAT: Final = 1
 
@@ -143,9 +144,7 @@ def command_line() -> str:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 def git_commit() -> str | None:

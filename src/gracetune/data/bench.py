@@ -26,6 +26,7 @@ from gracetune.data.staging.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
 from gracetune.memory.trial import Row
+from gracetune.storage.atomic import write_file
 from gracetune.units import MIB, format_bytes
 
 FILES: Final = 64
@@ -51,10 +52,7 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
     folder.mkdir()
     for number in range(FILES):
         for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated picture")):
-            with (folder / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(folder / name, data)
 
 
 def _compressible(number: int) -> bytes:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
+from gracetune.storage.atomic import write_new
 from gracetune.units import MIB
 
 _CHUNK = 16 * MIB
@@ -23,30 +23,21 @@ class Fact:
     """xxh3-128 of all its bytes, in hexadecimal."""
 
 
-def write_new(path: Path, parts: Iterable[memoryview]) -> Fact:
+def write_checksummed(path: Path, parts: Iterable[memoryview]) -> Fact:
     """A file that was not there before; on the disk when this returns. An OSError names the file."""
     digest, size = xxhash.xxh3_128(), 0
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try:
-            for part in parts:
-                for begin in range(0, len(part), _CHUNK):
-                    chunk = part[begin : begin + _CHUNK]
-                    digest.update(chunk)
-                    _write_all(descriptor, chunk)
-                    size += len(chunk)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        error.filename = str(path)  # `write` knows only a number
-        raise
+
+    def counted() -> Iterator[memoryview]:
+        nonlocal size
+        for part in parts:
+            for begin in range(0, len(part), _CHUNK):
+                chunk = part[begin : begin + _CHUNK]
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+
+    write_new(path, counted())
     return Fact(size, digest.hexdigest())
-
-
-def _write_all(descriptor: int, chunk: memoryview) -> None:
-    while len(chunk):
-        chunk = chunk[os.write(descriptor, chunk) :]
 
 
 def difference(path: Path, expected: Fact) -> str | None:

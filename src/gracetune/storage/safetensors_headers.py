@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,24 @@ class Weights:
     @property
     def size(self) -> int:
         return sum(entry.size for entry in self.entries.values())
+
+
+def describe(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
+    """A tensor's line in a header; `begin` and `end` count from the header's end."""
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+
+
+def pack_header(
+    tensors: Mapping[str, Any], metadata: Mapping[str, str], *, alignment: int = 8, ascii_only: bool = False
+) -> bytes:
+    """The first bytes of a file: the header's length and the header, up to a multiple of `alignment`.
+
+    The order of `tensors` is the order of the data.
+    """
+    content = {_METADATA: dict(metadata), **tensors} if metadata else dict(tensors)
+    text = json.dumps(content, ensure_ascii=ascii_only, separators=(",", ":"), allow_nan=False).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
 
 
 def open_weights(path: Path) -> Weights:

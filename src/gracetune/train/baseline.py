@@ -29,7 +29,7 @@ from gracetune.config.run_config import RunConfig, Schedule, Validation
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.memory.layer import UnifiedMemory
-from gracetune.storage.atomic import sync_folder
+from gracetune.storage.atomic import publish_folder, write_new
 from gracetune.storage.locks import lock
 from gracetune.telemetry.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
 from gracetune.telemetry.baseline_text import report
@@ -102,12 +102,10 @@ def capture(
         seen = _Seen(_events(measured), result.dry.once_ms / 1000, peak, probed, said, tuple(view.warnings))
         baseline = _baseline(measured, asked, machine, environment, seen)
         shutil.rmtree(folder / "run")
-        _write(folder / FILE, baseline.to_json())
-        _write(folder / REPORT, report(baseline))
+        write_new(folder / FILE, [baseline.to_json().encode()])
+        write_new(folder / REPORT, [report(baseline).encode()])
         final = _named(asked.output, config.name, baseline.date)
-        sync_folder(folder)
-        folder.rename(final)
-        sync_folder(asked.output)
+        publish_folder(folder, final)
     return Captured(final, baseline)
 
 
@@ -333,10 +331,3 @@ def _named(output: Path, name: str, date: str) -> Path:
     while (output / (stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return output / (stem if number == 1 else f"{stem}-{number}")
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

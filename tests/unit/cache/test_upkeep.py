@@ -21,7 +21,8 @@ from gracetune.cache.upkeep import (
     sweep_removed,
 )
 from gracetune.cache.writer import Flush
-from gracetune.storage.locks import is_at, lock, temporary_name
+from gracetune.storage.atomic import temporary_name
+from gracetune.storage.locks import is_at, lock
 from unit.cache.made_caches import places_of
 from unit.cache.processes import Child
 from unit.cache.samples import entry, is_entry, key, origin

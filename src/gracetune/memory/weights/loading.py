@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.weights.destinations import TORCH_DTYPES, find_problems, torch_dtype
+from gracetune.memory.weights.destinations import find_problems, torch_dtype
 from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import (
     FileIdentity,
     TensorEntry,

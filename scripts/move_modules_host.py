@@ -46,6 +46,7 @@ NAMES = {
         dict.fromkeys(["is_temporary", "sweep", "temporary_name", "unfinished", "write_file"], "storage.atomic"),
     ),
     "memory.weights.destinations": {"TORCH_DTYPES": "storage.safetensors_files"},
+    "adapters.layer": {"seeded": "seeded_random"},
     "memory.errors": {"WeightFileError": "storage.errors"},
     "data.backends.errors": {"StagingError": "hostmem.errors"},
     "data.backends.handle": {"SegmentHandle": "hostmem.segment"},

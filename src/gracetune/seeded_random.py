@@ -1,13 +1,23 @@
-"""Chance without a generator: every draw is a pure function of the seed and of what it is for.
+"""Random values as functions of a seed and of what they are for: no generator is shared, so nothing depends on order.
 
-So a draw does not depend on which rank, worker or Python version makes it, nor on the draws before it.
+A value does not depend on which rank, worker or Python version asks for it, nor on the values asked for before. Numbers
+are bits of a hash; tensors come from a generator that is seeded for one tensor and then forgotten. A CPU and a GPU give
+different tensors for one seed; two machines of one kind give the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+if TYPE_CHECKING:
+    import torch
 
 Part = str | int
 
@@ -52,3 +62,51 @@ def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArr
         keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         keys ^= keys >> np.uint64(31)
     return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+# -- tensors: torch is imported when one is asked for -----------------------------------------------------------------
+
+
+def torch_seed(seed: int, *parts: Part) -> int:
+    """For a generator of torch's, which takes 63 bits."""
+    return draw(seed, *parts) >> 1
+
+
+def normals(
+    shape: Sequence[int], seed: int, purpose: str, indices: Sequence[int], device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Standard normal values, float32 [len(indices), *shape]: each row is a function of (seed, purpose, its index)."""
+    import torch
+
+    rows = torch.empty((len(indices), *shape), dtype=torch.float32, device=device)
+    generator = torch.Generator(device)
+    for row, index in zip(rows, indices, strict=True):
+        generator.manual_seed(draw(seed, purpose, index))
+        row.normal_(generator=generator)
+    return rows
+
+
+def normals_for_content(digest: str, shape: Sequence[int]) -> torch.Tensor:
+    """Standard normal values on the CPU that depend on a content's digest alone."""
+    import torch
+
+    seed = hashlib.sha256(digest.encode()).digest()[:8]
+    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
+    return torch.randn(tuple(shape), generator=generator)
+
+
+@contextmanager
+def seeded(seed: int, *names: str) -> Iterator[None]:
+    """Random values inside depend on the seed and the names alone; the CPU's generator is left as it was.
+
+    For libraries that take their initial weights from the CPU's global generator; those of GPUs are not touched.
+    """
+    import torch
+
+    digest = hashlib.sha256("\0".join((str(seed), *names)).encode()).digest()
+    before = torch.get_rng_state()
+    try:
+        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        yield
+    finally:
+        torch.set_rng_state(before)

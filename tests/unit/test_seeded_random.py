@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.seeded_random import below, draw, shuffled, uniform
+from gracetune.seeded_random import below, draw, normals, normals_for_content, seeded, shuffled, torch_seed, uniform
 
 PARTS = st.lists(st.one_of(st.integers(), st.text()), max_size=4)
 
@@ -15,6 +16,14 @@ def test_draws_are_the_same_in_every_release() -> None:
     assert below(1000, 42, "left", "abc", 0) == 938
     assert uniform(42, "dataset", 0, 7) == 0.723536272907642
     assert shuffled(8, 42, "order").tolist() == [3, 1, 7, 5, 6, 2, 0, 4]
+    assert torch_seed(42, "window", 3, 0) == 1060890397131007585
+    assert normals((2,), 42, "noise", [5, 9]).tolist() == [
+        [-1.2349393367767334, 1.3906108140945435],
+        [0.16221244633197784, 0.16041848063468933],
+    ]
+    assert normals_for_content("abc", (2,)).tolist() == [0.41787341237068176, 1.6691155433654785]
+    with seeded(42, "layer"):
+        assert torch.rand(2).tolist() == [0.8983460664749146, 0.5860961079597473]
 
 
 def test_what_a_draw_is_for_is_never_confused() -> None:

@@ -27,7 +27,7 @@ from gracetune.adapters import full, lycoris, peft_lora
 from gracetune.adapters.delta import ZERO_AT_FIRST
 from gracetune.adapters.fast.layer import FastLayer, choice
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
-from gracetune.adapters.layer import AttachedLayer, local, seeded
+from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.loading import fitted
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
@@ -36,6 +36,7 @@ from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.planning.adapter_paths import Computation, reference
 from gracetune.memory.planning.trainable import unused_conv_options
+from gracetune.seeded_random import seeded
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""

@@ -22,7 +22,7 @@ from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, read_json
 from gracetune.models.spec import Expert, ModelFacts, ModelSpec, Placement
 from gracetune.models.tiny import build
-from gracetune.seeded_random import draw as number
+from gracetune.seeded_random import torch_seed
 from gracetune.train.bench.job import Preset, Scale
 
 _UNIFORM = math.sqrt(3)
@@ -92,7 +92,7 @@ def drawing(seed: int) -> Draw:
             done.add(id(tensor))
             owner, _, own = name.rpartition(".")
             mean, spread = _first_values(model.get_submodule(owner), own, tensor)
-            generator = torch.Generator(tensor.device).manual_seed(number(seed, "weights", name) >> 1)
+            generator = torch.Generator(tensor.device).manual_seed(torch_seed(seed, "weights", name))
             tensor.normal_(mean, spread, generator=generator)
 
     return draw

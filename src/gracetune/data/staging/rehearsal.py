@@ -6,9 +6,10 @@ from collections.abc import Iterable
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
-from gracetune.data.backends.open import plain_backend, stager_for
+from gracetune.data.backends.open import open_unstaged
 from gracetune.data.backends.pool import SharedFolder, find_folder, shared_folders, sharing_notes
 from gracetune.data.staging.estimate import Estimate
+from gracetune.data.staging.opening import stager_for
 from gracetune.hardware import Machine, probe
 
 
@@ -29,7 +30,7 @@ class Rehearsal:
         folder = find_folder(self._folders, dataset)
         if dataset.type == "in_memory" and folder.dataset.id not in self.estimates:
             self.estimates[folder.dataset.id] = self._estimate(folder)
-        return plain_backend(dataset.path)
+        return open_unstaged(dataset)
 
     def _estimate(self, folder: SharedFolder) -> Estimate:
         self._machine = self._machine or probe()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gracetune.data.backend import Backend
+from gracetune.data.backends.handle import to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.listing import Listing, survey
 from gracetune.data.staging.copying import StagingOptions, default_threads, stage
@@ -81,7 +83,7 @@ def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemo
         backend = make().open()
     backend.keep(offer)
     try:
-        offer.publish(backend.handle().model_dump(mode="json"), backend.descriptors())
+        offer.publish(json.loads(to_json(backend.handle())), backend.descriptors())
     except BaseException:
         backend.close()
         raise

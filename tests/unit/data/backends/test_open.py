@@ -13,10 +13,11 @@ from gracetune.data.backends.errors import MemoryLimitError, StorageError
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend, stager_for
+from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
+from gracetune.data.staging.opening import stager_for
 from gracetune.data.staging.rehearsal import Rehearsal
 from gracetune.data.staging.selection import MEDIA, select, selection_for
 from gracetune.data.staging.stager import threads_for

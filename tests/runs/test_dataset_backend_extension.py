@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,9 +85,24 @@ def installed(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(packages)))}
 
 
-def gracetune(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gracetune", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+COMMANDS = """
+import json, sys
+from gracetune.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    try:
+        main(arguments)
+    except SystemExit as done:
+        print("\\0", done.code or 0, "\\0")
+"""
+
+
+def gracetune(environment: dict[str, str], *commands: tuple[str, ...]) -> list[tuple[int, dict[str, Any]]]:
+    """Commands typed one after the other, in one process to save the start: the exit code and the JSON of each."""
+    command = [sys.executable, "-c", COMMANDS, json.dumps([[*one, "--json"] for one in commands])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    parts = done.stdout.split("\0")
+    assert len(parts) == 2 * len(commands) + 1, done.stderr
+    return [(int(code), json.loads(text)) for text, code in zip(parts[0::2], parts[1::2], strict=False)]
 
 
 def job(tiny_model: TinyModel, root: Path, **dataset: object) -> Path:
@@ -106,15 +122,15 @@ def test_a_run_trains_on_what_an_installed_backend_reads(
 ) -> None:
     options = {"count": 3, "caption": "one colour"}
     file = job(tiny_model, tmp_path, type="made_up", made_up=options)
-    shown = gracetune(installed, "data", "show", str(file), "--json")
-    assert shown.returncode == 0, shown.stderr
-    assert json.loads(shown.stdout)["datasets"][0]["samples"] == 3
-    done = gracetune(installed, "train", str(file), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["step"] == 2
+    own = tmp_path / "out" / "config.yaml"
+    (shown, data), (done, result), (_, again) = gracetune(
+        installed, ("data", "show", str(file)), ("train", str(file)), ("config", "show", str(own))
+    )
+    assert (shown, data["datasets"][0]["samples"]) == (0, 3)
+    assert (done, result["step"], result["outcome"]) == (0, 2, "finished")
+    assert Path(result["files"][0]).is_file()
     # The run's own copy of its config, from which it can be started again, has the options too.
-    again = gracetune(installed, "config", "show", str(tmp_path / "out" / "config.yaml"), "--json")
-    assert json.loads(again.stdout)["config"]["datasets"][0]["made_up"] == options
+    assert again["config"]["datasets"][0]["made_up"] == options
 
 
 def test_the_backends_own_model_checks_its_options_and_a_broken_package_stops_only_its_users(
@@ -131,12 +147,9 @@ def test_the_backends_own_model_checks_its_options_and_a_broken_package_stops_on
     for name, dataset in cases.items():
         (tmp_path / name).mkdir()
         files.append(job(tiny_model, tmp_path / name, **dataset))
-    done = gracetune(installed, "config", "check", *map(str, files), "--json")
-    assert done.returncode == 1, done.stderr
-    found = {
-        Path(one["path"]).parent.name: [problem["key"] for problem in one["problems"]]
-        for one in json.loads(done.stdout)["files"]
-    }
+    ((code, checked),) = gracetune(installed, ("config", "check", *map(str, files)))
+    assert code == 1
+    found = {Path(one["path"]).parent.name: [problem["key"] for problem in one["problems"]] for one in checked["files"]}
     assert found == {
         "options": ["datasets[0].made_up.count", "datasets[0].made_up.colour"],
         "elsewhere": ["datasets[0].made_up"],

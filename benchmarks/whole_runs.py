@@ -43,11 +43,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
 from gracetune.models.tiny import build
 from gracetune.telemetry.events import CheckpointWritten, MemorySampled, RunEnded, RunStarted, StepDone, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
@@ -64,7 +65,7 @@ SHOWN: Final = ("CUDA graph", "overflow arena", "entries,", "experts:", "memory 
 """Words of the lines a run prints about what it decided; a result keeps these lines."""
 SECOND_HALF: Final = "-- second half of the steps: from here on nothing may synchronize --"
 ROOM: Final = 1.35
-"""Times what small batches need: so large a GPU is left for the overflow scenario, as in `memory/spill_bench.py`."""
+"""Times what small batches need: so large a GPU is left for the overflow scenario, as in `bench/overflow.py`."""
 
 # -- what a scenario has to show --------------------------------------------------------------------------------------
 
@@ -469,8 +470,13 @@ def caches(runs: Runs) -> tuple[Ended, Ended]:
     dataset = {"id": "images", "path": str(images), "resolution": float(side)}
     shared: dict[str, Any] = {
         "model": {"family": "wan", "flavour": "t2v-1.3b-2.1", "path": str(model)},
-        "training": {"max_steps": steps, "batch_size": 2, "compile": "off" if runs.smoke else "on"},
-    }
+        # Compiled for any shape, `math` makes kernels for the CPU too, which takes a minute and a half. `flash` is
+        # repeatable with torch's deterministic algorithms.
+        "training": {
+            "max_steps": steps, "batch_size": 2,
+            **({"compile": "off"} if runs.smoke else {"compile": "on", "attention": "flash"}),
+        },
+    }  # fmt: skip
     plain = runs.config("caches-plain", datasets=[dataset], **shared)
     ours = runs.config(
         "caches", **shared,

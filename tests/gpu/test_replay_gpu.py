@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.adapters.attach import attach
+from gracetune.bench.step.job import PRESETS, StepJob, config_of
+from gracetune.bench.step.random_data import random_batch
+from gracetune.bench.step.random_model import make_model
+from gracetune.bench.step.trainer import decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.hardware import probe
 from gracetune.models.spec import Placement
-from gracetune.train.bench.job import PRESETS, StepJob, config_of
-from gracetune.train.bench.random_data import random_batch
-from gracetune.train.bench.random_model import make_model
-from gracetune.train.bench.trainer import decide, trainer
 from gracetune.train.blocks import prepare_blocks
 from gracetune.train.gradients import Clip, FlatGradients
 from gracetune.train.replay import CapturedPass, Gpu, Replay
@@ -93,7 +93,8 @@ def test_a_captured_run_is_the_same_run(
     assert float((also_moved - moved).norm() / moved.norm()) < 0.05
 
 
-@pytest.mark.parametrize("bench", compiled("wan14b", "sdxl", "flux", "qwen"))
+@pytest.mark.full  # compiles for any shape: up to two minutes each
+@pytest.mark.parametrize("bench", ["wan14b", "sdxl", "flux", "qwen"])
 def test_compiled_blocks_of_two_shapes_take_turns(bench: str, tmp_path: Path) -> None:
     """As a run with buckets has them: graphs for any shape, embeddings in a part of a larger buffer."""
     device = torch.device("cuda", 0)

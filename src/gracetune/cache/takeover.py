@@ -14,7 +14,7 @@ from gracetune.cache.encoder import KnowsMore, LatentEncoder, Prompt, TextEncode
 from gracetune.cache.imports import ImportReport, LatentWish, TextWish, import_latents, import_text
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem, by_folder
-from gracetune.config.aitoolkit.model import ARCHS
+from gracetune.config.dialects.aitoolkit.model import ARCHS
 from gracetune.config.run_config import Model
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex

@@ -11,9 +11,9 @@ from pathlib import Path
 from gracetune.cli.console import Session, start
 from gracetune.cli.log_level import LogLevel
 from gracetune.cli.train import TrainRequest, run_training
+from gracetune.config.dialects.simpletuner.keys import ALIASES
+from gracetune.config.dialects.simpletuner.training import ROWS
 from gracetune.config.draft import dotted
-from gracetune.config.simpletuner.keys import ALIASES
-from gracetune.config.simpletuner.training import ROWS
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.config import aitoolkit, native, simpletuner
+from gracetune.config import native
+from gracetune.config.dialects import aitoolkit, simpletuner
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from gracetune.adapters.attach import describe
 from gracetune.adapters.targets import ModuleInfo, Modules, names, select
+from gracetune.config.dialects.simpletuner.adapter import _FLUX_TARGETS
 from gracetune.config.run_config import Adapter
-from gracetune.config.simpletuner.adapter import _FLUX_TARGETS
 from gracetune.errors import ConfigError
 from gracetune.memory.planning import trainable
 from gracetune.models.registry import FOOTPRINTS

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.aitoolkit.keys import Known, Put
-from gracetune.config.simpletuner import keys
+from gracetune.config.dialects.aitoolkit.keys import Known, Put
+from gracetune.config.dialects.simpletuner import keys
 from gracetune.errors import ConfigError
 from runs.option_probes import adapter, digest
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, SDXL, WAN, dataset, job

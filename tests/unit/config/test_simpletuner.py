@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gracetune.config import Environment, load, simpletuner
+from gracetune.config import Environment, load
+from gracetune.config.dialects import simpletuner
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import DATASETS, EMPTY, GOOD, IMAGES, problems, resolve, write

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.dataset_config import Dataset
-from gracetune.config.simpletuner import dataset_keys as keys
+from gracetune.config.dialects.simpletuner import dataset_keys as keys
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import DATASETS, problems, resolve
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.simpletuner import keys
-from gracetune.config.simpletuner.env import ENV_NAMES
-from gracetune.config.simpletuner.optimizer import MATCHES, OTHERS
+from gracetune.config.dialects.simpletuner import keys
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.dialects.simpletuner.optimizer import MATCHES, OTHERS
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import LYCORIS, problems, resolve, write
 

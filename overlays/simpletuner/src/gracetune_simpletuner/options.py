@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from gracetune.config.alloc_conf import OPTION_NAMES
 from gracetune.config.base import Section
+from gracetune.config.dialects.simpletuner.gh200 import read_gh200
+from gracetune.config.dialects.simpletuner.values import Options
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.run_config import BatchRamp, Cache
-from gracetune.config.simpletuner.gh200 import read_gh200
-from gracetune.config.simpletuner.values import Options
 from gracetune.errors import ConfigError, Problem
 
 BLOCKS = ("cache_config", "gh200_optimizations")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.simpletuner.values import names
+from gracetune.config.dialects.simpletuner.values import names
 
 ALIASES = {
     "validation_steps": "validation_step_interval",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import (
+from gracetune.config.dialects.aitoolkit.keys import (
     Block,
     Known,
     Put,
@@ -17,7 +17,7 @@ from gracetune.config.aitoolkit.keys import (
     put_rows,
     refused_unless,
 )
-from gracetune.config.aitoolkit.model import Target
+from gracetune.config.dialects.aitoolkit.model import Target
 from gracetune.config.spelling import misspelt
 
 KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "loha", "dora": "dora"}

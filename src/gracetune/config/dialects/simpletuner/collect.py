@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import split_alloc_conf
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
+from gracetune.config.dialects.simpletuner.keys import ALIASES, KNOWN
+from gracetune.config.dialects.simpletuner.values import Options, Placeholders
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
-from gracetune.config.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
-from gracetune.config.simpletuner.keys import ALIASES, KNOWN
-from gracetune.config.simpletuner.values import Options, Placeholders
 from gracetune.config.spelling import misspelt, nearest
 from gracetune.config.syntax import Document, parse_env
 from gracetune.errors import ConfigError, Problem

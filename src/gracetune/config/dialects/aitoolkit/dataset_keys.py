@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.config.aitoolkit.keys import Known, Put, Refused, Table, number, refused_unless
+from gracetune.config.dialects.aitoolkit.keys import Known, Put, Refused, Table, number, refused_unless
 
 _BY_HAND = (
     "folder_path", "dataset_path", "resolution", "caption_ext", "caption_type", "default_caption", "trigger_word",

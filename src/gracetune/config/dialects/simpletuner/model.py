@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from gracetune.config.dialects.simpletuner.values import PEER, Options, as_flag, choice, names
 from gracetune.config.draft import Draft
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours
-from gracetune.config.simpletuner.values import PEER, Options, as_flag, choice, names
 from gracetune.config.spelling import misspelt
 
 _FLAVOURS: dict[str, dict[str, str]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import Block, Reading, block_of, number, real
+from gracetune.config.dialects.aitoolkit.keys import Block, Reading, block_of, number, real
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
 

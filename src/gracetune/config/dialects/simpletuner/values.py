@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path as FilePath
 from typing import Any
 
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES
 from gracetune.config.draft import Draft, Origin, Path
 from gracetune.config.environment import Environment
 from gracetune.config.plain import plain
-from gracetune.config.simpletuner.env import ENV_NAMES
 from gracetune.config.syntax import Document, read_document
 from gracetune.errors import ConfigError
 

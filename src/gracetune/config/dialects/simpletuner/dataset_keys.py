@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.draft import Path
-from gracetune.config.simpletuner.values import (
+from gracetune.config.dialects.simpletuner.values import (
     Converter,
     as_flag,
     as_given,
@@ -15,6 +14,7 @@ from gracetune.config.simpletuner.values import (
     names,
     not_zero,
 )
+from gracetune.config.draft import Path
 
 
 def _or_nothing(value: Any) -> Any:

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import OPTION_NAMES
+from gracetune.config.dialects.simpletuner.dataset_keys import IN_MEMORY_KEYS
+from gracetune.config.dialects.simpletuner.values import Converter, Options, as_flag, as_list, as_number, is_number
 from gracetune.config.draft import Draft, Path
-from gracetune.config.simpletuner.dataset_keys import IN_MEMORY_KEYS
-from gracetune.config.simpletuner.values import Converter, Options, as_flag, as_list, as_number, is_number
 from gracetune.config.spelling import misspelt
 
 GUIDE = "GH200 guide"

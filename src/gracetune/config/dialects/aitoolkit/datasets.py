@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.aitoolkit.dataset_keys import DATASET
-from gracetune.config.aitoolkit.dataset_parts import Cut, Entry, put_controls, put_dataset
-from gracetune.config.aitoolkit.keys import PEER, Block, Reading, block_of, check, number, whole
-from gracetune.config.aitoolkit.model import Target
-from gracetune.config.aitoolkit.train import Training
+from gracetune.config.dialects.aitoolkit.dataset_keys import DATASET
+from gracetune.config.dialects.aitoolkit.dataset_parts import Cut, Entry, put_controls, put_dataset
+from gracetune.config.dialects.aitoolkit.keys import PEER, Block, Reading, block_of, check, number, whole
+from gracetune.config.dialects.aitoolkit.model import Target
+from gracetune.config.dialects.aitoolkit.train import Training
 from gracetune.config.spelling import misspelt
 
 UPSTREAM_RESOLUTION = 512

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import Block, Reading
+from gracetune.config.dialects.aitoolkit.keys import Block, Reading
 from gracetune.config.draft import Said, describe
 
 _BASES = "false, or a float8 qtype: base weights are held in the training dtype or in fp8"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.config.aitoolkit.keys import Known, Put, Row, Table, number, precision, refused_unless
+from gracetune.config.dialects.aitoolkit.keys import Known, Put, Row, Table, number, precision, refused_unless
 
 _BY_HAND = (
     "steps", "optimizer", "optimizer_params", "lr", "lr_scheduler", "lr_scheduler_params", "noise_scheduler",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import (
+from gracetune.config.dialects.aitoolkit.keys import (
     Block,
     Known,
     Put,

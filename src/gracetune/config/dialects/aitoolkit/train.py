@@ -7,10 +7,20 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import Block, Reading, block_of, check, number, precision, put_rows, real, whole
-from gracetune.config.aitoolkit.model import Target
-from gracetune.config.aitoolkit.optimizer import read_optimizer, read_schedule
-from gracetune.config.aitoolkit.train_keys import EMA, LOGGING, SAVE, TRAIN
+from gracetune.config.dialects.aitoolkit.keys import (
+    Block,
+    Reading,
+    block_of,
+    check,
+    number,
+    precision,
+    put_rows,
+    real,
+    whole,
+)
+from gracetune.config.dialects.aitoolkit.model import Target
+from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
+from gracetune.config.dialects.aitoolkit.train_keys import EMA, LOGGING, SAVE, TRAIN
 from gracetune.config.draft import Said
 from gracetune.config.spelling import misspelt
 

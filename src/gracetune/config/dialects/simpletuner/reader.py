@@ -11,16 +11,14 @@ from typing import Any
 
 from gracetune.config import native
 from gracetune.config.base import file_name
-from gracetune.config.draft import OUR_DEFAULT, Draft
-from gracetune.config.environment import Environment
-from gracetune.config.simpletuner.adapter import read_adapter
-from gracetune.config.simpletuner.collect import bare, collect, unwrapped
-from gracetune.config.simpletuner.dataset import DatasetReader
-from gracetune.config.simpletuner.dataset_keys import INHERITED
-from gracetune.config.simpletuner.datasets import read_datasets
-from gracetune.config.simpletuner.env import ENV_NAMES
-from gracetune.config.simpletuner.gh200 import read_gh200
-from gracetune.config.simpletuner.keys import (
+from gracetune.config.dialects.simpletuner.adapter import read_adapter
+from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
+from gracetune.config.dialects.simpletuner.dataset import DatasetReader
+from gracetune.config.dialects.simpletuner.dataset_keys import INHERITED
+from gracetune.config.dialects.simpletuner.datasets import read_datasets
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.dialects.simpletuner.gh200 import read_gh200
+from gracetune.config.dialects.simpletuner.keys import (
     GATED,
     GATED_NAMES,
     HARMLESS,
@@ -33,11 +31,13 @@ from gracetune.config.simpletuner.keys import (
     SAMPLES_ONLY,
     Refusal,
 )
-from gracetune.config.simpletuner.model import lacks_flavour, read_family, read_model
-from gracetune.config.simpletuner.optimizer import read_optimizer
-from gracetune.config.simpletuner.training import read_training
-from gracetune.config.simpletuner.validation import read_validation
-from gracetune.config.simpletuner.values import Options, as_text, is_off
+from gracetune.config.dialects.simpletuner.model import lacks_flavour, read_family, read_model
+from gracetune.config.dialects.simpletuner.optimizer import read_optimizer
+from gracetune.config.dialects.simpletuner.training import read_training
+from gracetune.config.dialects.simpletuner.validation import read_validation
+from gracetune.config.dialects.simpletuner.values import Options, as_text, is_off
+from gracetune.config.draft import OUR_DEFAULT, Draft
+from gracetune.config.environment import Environment
 from gracetune.config.syntax import Document
 
 _MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.draft import Draft, Path
-from gracetune.config.families import find_flavour
-from gracetune.config.simpletuner import dataset_keys as keys
-from gracetune.config.simpletuner.gh200 import known_block, put_in_memory
-from gracetune.config.simpletuner.model import is_image_to_video
-from gracetune.config.simpletuner.values import (
+from gracetune.config.dialects.simpletuner import dataset_keys as keys
+from gracetune.config.dialects.simpletuner.gh200 import known_block, put_in_memory
+from gracetune.config.dialects.simpletuner.model import is_image_to_video
+from gracetune.config.dialects.simpletuner.values import (
     PEER,
     Converter,
     Options,
@@ -21,6 +19,8 @@ from gracetune.config.simpletuner.values import (
     is_number,
     is_off,
 )
+from gracetune.config.draft import Draft, Path
+from gracetune.config.families import find_flavour
 from gracetune.config.spelling import misspelt
 
 _CAPTION_DROPOUT = 0.1

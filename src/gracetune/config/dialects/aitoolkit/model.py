@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gracetune.config.aitoolkit.keys import (
+from gracetune.config.dialects.aitoolkit.keys import (
     Block,
     Known,
     Put,
@@ -17,7 +17,7 @@ from gracetune.config.aitoolkit.keys import (
     put_rows,
     refused_unless,
 )
-from gracetune.config.aitoolkit.quantised import read_base, read_text_encoder
+from gracetune.config.dialects.aitoolkit.quantised import read_base, read_text_encoder
 from gracetune.config.draft import Said
 from gracetune.config.families import Flavour, find_flavour, flavours
 from gracetune.config.spelling import misspelt

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.draft import OUR_DEFAULT, Draft, Path
-from gracetune.config.simpletuner.model import stage_shift
-from gracetune.config.simpletuner.values import (
+from gracetune.config.dialects.simpletuner.model import stage_shift
+from gracetune.config.dialects.simpletuner.values import (
     PEER,
     Converter,
     Options,
@@ -19,6 +18,7 @@ from gracetune.config.simpletuner.values import (
     is_number,
     not_zero,
 )
+from gracetune.config.draft import OUR_DEFAULT, Draft, Path
 
 _UNSET: Any = object()
 

@@ -7,19 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from gracetune.config import native
-from gracetune.config.aitoolkit.dataset_keys import DATASET
-from gracetune.config.aitoolkit.datasets import read_datasets
-from gracetune.config.aitoolkit.keys import Block, Known, Reading, Table, block_of, check, number, refused_unless
-from gracetune.config.aitoolkit.model import MODEL, MODEL_KWARGS, read_model
-from gracetune.config.aitoolkit.network import NETWORK, read_network
-from gracetune.config.aitoolkit.samples import SAMPLE, read_samples
-from gracetune.config.aitoolkit.train import read_logging, read_save, read_train
-from gracetune.config.aitoolkit.train_keys import LOGGING, SAVE, TRAIN
 from gracetune.config.base import file_name
+from gracetune.config.dialects.aitoolkit.dataset_keys import DATASET
+from gracetune.config.dialects.aitoolkit.datasets import read_datasets
+from gracetune.config.dialects.aitoolkit.keys import (
+    Block,
+    Known,
+    Reading,
+    Table,
+    block_of,
+    check,
+    number,
+    refused_unless,
+)
+from gracetune.config.dialects.aitoolkit.model import MODEL, MODEL_KWARGS, read_model
+from gracetune.config.dialects.aitoolkit.network import NETWORK, read_network
+from gracetune.config.dialects.aitoolkit.samples import SAMPLE, read_samples
+from gracetune.config.dialects.aitoolkit.train import read_logging, read_save, read_train
+from gracetune.config.dialects.aitoolkit.train_keys import LOGGING, SAVE, TRAIN
+from gracetune.config.dialects.simpletuner import gh200
+from gracetune.config.dialects.simpletuner.values import Options
 from gracetune.config.draft import Draft, Said
 from gracetune.config.environment import Environment
-from gracetune.config.simpletuner import gh200
-from gracetune.config.simpletuner.values import Options
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError

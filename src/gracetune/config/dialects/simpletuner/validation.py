@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.draft import Draft, Origin, Path
-from gracetune.config.simpletuner.values import (
+from gracetune.config.dialects.simpletuner.values import (
     PEER,
     Converter,
     Options,
@@ -20,6 +19,7 @@ from gracetune.config.simpletuner.values import (
     not_zero,
     read_sidecar,
 )
+from gracetune.config.draft import Draft, Origin, Path
 from gracetune.config.spelling import misspelt
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gracetune.config.dialects.simpletuner.dataset import DatasetReader
+from gracetune.config.dialects.simpletuner.dataset_keys import HARMLESS, IN_MEMORY_KEYS
+from gracetune.config.dialects.simpletuner.dataset_keys import KNOWN as ENTRY_KEYS
+from gracetune.config.dialects.simpletuner.values import Options, Placeholders, as_number, is_off, read_sidecar
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
-from gracetune.config.simpletuner.dataset import DatasetReader
-from gracetune.config.simpletuner.dataset_keys import HARMLESS, IN_MEMORY_KEYS
-from gracetune.config.simpletuner.dataset_keys import KNOWN as ENTRY_KEYS
-from gracetune.config.simpletuner.values import Options, Placeholders, as_number, is_off, read_sidecar
 from gracetune.config.spelling import misspelt
 
 _EMBEDS = ("text_embeds", "image_embeds", "conditioning_image_embeds")

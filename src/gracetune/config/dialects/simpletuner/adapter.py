@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gracetune.config.draft import Draft
-from gracetune.config.simpletuner.values import (
+from gracetune.config.dialects.simpletuner.values import (
     PEER,
     Converter,
     Options,
@@ -16,6 +15,7 @@ from gracetune.config.simpletuner.values import (
     is_off,
     read_sidecar,
 )
+from gracetune.config.draft import Draft
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 

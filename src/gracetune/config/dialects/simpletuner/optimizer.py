@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gracetune.config.dialects.simpletuner.values import PEER, Options, as_flag, as_number, from_json, names
 from gracetune.config.draft import Draft
 from gracetune.config.run_config import Optimizer
-from gracetune.config.simpletuner.values import PEER, Options, as_flag, as_number, from_json, names
 from gracetune.config.spelling import misspelt
 
 

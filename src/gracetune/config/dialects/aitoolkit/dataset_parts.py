@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.aitoolkit.dataset_keys import DATASET
-from gracetune.config.aitoolkit.keys import PEER, Block, Reading, number, put_rows, real, whole
-from gracetune.config.aitoolkit.model import Target
-from gracetune.config.aitoolkit.train import Training
+from gracetune.config.dialects.aitoolkit.dataset_keys import DATASET
+from gracetune.config.dialects.aitoolkit.keys import PEER, Block, Reading, number, put_rows, real, whole
+from gracetune.config.dialects.aitoolkit.model import Target
+from gracetune.config.dialects.aitoolkit.train import Training
+from gracetune.config.dialects.simpletuner.dataset_keys import IN_MEMORY_KEYS
+from gracetune.config.dialects.simpletuner.gh200 import known_block, put_in_memory
+from gracetune.config.dialects.simpletuner.values import Options
 from gracetune.config.draft import Draft, Origin, Path
-from gracetune.config.simpletuner.dataset_keys import IN_MEMORY_KEYS
-from gracetune.config.simpletuner.gh200 import known_block, put_in_memory
-from gracetune.config.simpletuner.values import Options
 
 CONTROL_RESOLUTION = 1024
 """Upstream scales the references of Qwen-Image-Edit-2509 to this square's area, whatever the target's size."""

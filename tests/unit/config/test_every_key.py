@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.dialects.aitoolkit.keys import Known, Put
-from gracetune.config.dialects.simpletuner import keys
+from gracetune.config.dialects.gh200 import GUIDES
+from gracetune.config.dialects.simpletuner.keys import PASSED_ON
+from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS
+from gracetune.config.dialects.table import Effect
 from gracetune.errors import ConfigError
 from runs.option_probes import adapter, digest
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, SDXL, WAN, dataset, job
@@ -137,8 +139,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]
 def test_every_key_of_ai_toolkit_acts(plain: tuple[Path, list[Outcome]], block: str) -> None:
     folder, bases = plain
     dead = []
-    for key, row in TABLES[block].items():
-        read = (isinstance(row, Put) or row is Known.BY_HAND) and key not in ONLY_REFUSED.get(block, ())
+    for key, row in TABLES[block].keys.items():
+        read = row.effect is Effect.ACTS and key not in ONLY_REFUSED.get(block, ())
         if (block, key) not in ALREADY and not any(
             _acts_in(folder, document, base, block, key, read=read) for document, base in zip(JOBS, bases, strict=True)
         ):
@@ -264,10 +266,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]
     return folder, found
 
 
-@pytest.mark.parametrize("table", ["READ", "PASSED_ON", "OURS"])
+ADDED = {*OURS, *GUIDES, "datasets", "data_backend"}
+OPTION_NAMES = {
+    "READ": {*OPTIONS.names(Effect.ACTS)} - {*PASSED_ON} - ADDED,
+    "PASSED_ON": {*PASSED_ON},
+    "OURS": ADDED,
+}
+
+
+@pytest.mark.parametrize("table", OPTION_NAMES)
 def test_every_option_of_simpletuner_that_is_read_acts(files: tuple[Path, list[Outcome]], table: str) -> None:
     folder, bases = files
-    names = {"READ": keys.READ, "PASSED_ON": keys.PASSED_ON, "OURS": keys.OURS}[table]
+    names = OPTION_NAMES[table]
 
     def one_acts(name: str) -> bool:
         for document, base in zip(CONFIGS, bases, strict=True):

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.dataset_keys import DATASET
-from gracetune.config.dialects.aitoolkit.keys import PEER, Block, Reading, number, put_rows, real, whole
-from gracetune.config.dialects.aitoolkit.model import Target
-from gracetune.config.dialects.aitoolkit.train import Training
-from gracetune.config.dialects.simpletuner.dataset_keys import IN_MEMORY_KEYS
-from gracetune.config.dialects.simpletuner.gh200 import known_block, put_in_memory
-from gracetune.config.dialects.simpletuner.values import Options
+from gracetune.config.dialects.aitoolkit.dataset_keys import NOT_DONE, NOT_USED
+from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.sections import PEER, section
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.gh200 import read_in_memory
+from gracetune.config.dialects.table import Key, Rule, read_elsewhere
+from gracetune.config.dialects.values import as_number, real, whole
 from gracetune.config.draft import Draft, Origin, Path
 
 CONTROL_RESOLUTION = 1024
@@ -26,8 +26,7 @@ class Entry:
     """One entry of the list, its switches read once however many resolutions it has."""
 
     block: Block
-    target: Target
-    training: Training
+    job: Job
     trigger: Any
     trigger_key: str
     is_reg: bool
@@ -44,6 +43,10 @@ class Entry:
     """Key and folder of each reference."""
     controls_in_own_shape: bool
 
+    def put(self, path: Path, value: Any, key: str) -> None:
+        """Put a value that follows from a key that may stand elsewhere in the job."""
+        self.block.draft.put(path, value, Origin("file", key, self.block.file))
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -53,102 +56,82 @@ class Cut:
     id: str
     resolution: Any
     key: str
+    root: Path
 
 
-def put_dataset(reading: Reading, cut: Cut, root: Path) -> None:
-    block = cut.entry.block
-    reading.put((*root, "id"), cut.id, cut.key)
+def _resolution(block: Block, cut: Cut) -> None:
+    cut.entry.put((*cut.root, "id"), cut.id, cut.key)
     if block.get("resolution") is None:
-        reading.default((*root, "resolution"), cut.resolution)
+        block.default((*cut.root, "resolution"), cut.resolution)
     else:
-        reading.put((*root, "resolution"), cut.resolution, cut.key)
-    put_rows(reading, block, DATASET, root)
-    _folder(reading, block, root)
-    _storage(reading, cut.entry, root)
-    _captions(reading, cut.entry, (*root, "captions"))
-    _cache(reading, cut.entry, root)
-    _crop(reading, cut.entry, (*root, "crop"))
-    if cut.entry.video:
-        _video(reading, cut.entry, root)
-    if block.get("mask_path"):
-        reading.put((*root, "mask", "path"), block.get("mask_path"), block.key("mask_path"))
-    elif number(block.get("mask_min_value")) == 0.1:  # the web interface writes it into every job: nobody asked for it
-        reading.draft.put((*root, "mask", "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
-    if block.get("num_repeats") is not None:
-        # Upstream counts visits, we count the visits after the first.
-        visits = number(block.get("num_repeats"))
-        reading.put((*root, "repeats"), visits - 1 if whole(visits) is not None else visits, block.key("num_repeats"))
-    _weight(reading, cut.entry, root)
+        cut.entry.put((*cut.root, "resolution"), cut.resolution, cut.key)
 
 
-def _folder(reading: Reading, block: Block, root: Path) -> None:
+def _folder(block: Block, cut: Cut) -> None:
     """`dataset_path` may be a JSON file of captions by path; its images lie next to it."""
+    root = cut.root
     name = next((name for name in ("dataset_path", "folder_path") if block.get(name)), None)
     if name is None:
-        key = block.key("folder_path")
-        if not reading.said(key, block.prefix):
-            reading.draft.problem(key, block.get("folder_path"), "the folder of the dataset", "add `folder_path`")
-        reading.put((*root, "path"), "missing", key)  # said already: the schema need not say it again
+        if not any(problem.key in (block.place, block.key("folder_path")) for problem in block.draft.problems):
+            block.problem("folder_path", "the folder of the dataset", "add `folder_path`")
+        block.assign((*root, "path"), "missing", "folder_path")  # said already: the schema need not say it again
         return
-    path, key = block.get(name), block.key(name)
+    path = block.get(name)
     if name == "dataset_path" and isinstance(path, str) and path.lower().endswith(".json"):
-        reading.put((*root, "path"), str(PurePosixPath(path).parent), key)
-        reading.put((*root, "captions", "strategy"), "json", key)
-        reading.put((*root, "captions", "table", "path"), path, key)
+        block.assign((*root, "path"), str(PurePosixPath(path).parent), name)
+        block.assign((*root, "captions", "strategy"), "json", name)
+        block.assign((*root, "captions", "table", "path"), path, name)
     else:
-        reading.put((*root, "path"), path, key)
+        block.assign((*root, "path"), path, name)
 
 
-def _storage(reading: Reading, entry: Entry, root: Path) -> None:
+def _storage(block: Block, cut: Cut) -> None:
     """The same block as in a SimpleTuner dataset."""
-    block = entry.block
+    put_storage(cut.entry, cut.root)
+
+
+def put_storage(entry: Entry, root: Path) -> None:
     if entry.storage is not None:
-        reading.put((*root, "type"), entry.storage, block.key("type"))
-    options = Options.block({"in_memory": block.get("in_memory")}, reading.file, f"{block.prefix}.")
-    staging = known_block(options, reading.draft, "in_memory", IN_MEMORY_KEYS)
-    if staging is not None:
-        put_in_memory(staging, reading.draft, root)
+        entry.block.assign((*root, "type"), entry.storage, "type")
+    read_in_memory(entry.block, root)
 
 
-def _captions(reading: Reading, entry: Entry, captions: Path) -> None:
-    block = entry.block
-    reading.default((*captions, "split_lines"), False)
+def _captions(block: Block, cut: Cut) -> None:
+    entry, captions = cut.entry, (*cut.root, "captions")
+    block.default((*captions, "split_lines"), False)
     name = "caption_type" if block.get("caption_type") else "caption_ext"
     extension = block.get(name)
     if extension:
         extension = extension.lstrip(".") if isinstance(extension, str) else extension
-        reading.put((*captions, "extension"), extension, block.key(name))
-    if block.get("keep_tokens") is not None:
-        reading.put((*captions, "keep_tags"), number(block.get("keep_tokens")), block.key("keep_tokens"))
+        block.assign((*captions, "extension"), extension, name)
+    block.put("keep_tokens", (*captions, "keep_tags"), as_number)
     trigger = entry.trigger if entry.trigger and not entry.is_reg else None
-    if entry.training.one_prompt:
-        reading.put((*captions, "strategy"), "instanceprompt", entry.training.block.key("unload_text_encoder"))
-        reading.put((*captions, "instance_prompt"), trigger or "", entry.trigger_key)
+    if entry.job.one_prompt:
+        entry.put((*captions, "strategy"), "instanceprompt", entry.job.train.key("unload_text_encoder"))
+        entry.put((*captions, "instance_prompt"), trigger or "", entry.trigger_key)
         return
-    if block.get("default_caption") is not None:
-        reading.put((*captions, "default"), block.get("default_caption"), block.key("default_caption"))
+    block.put("default_caption", (*captions, "default"))
     if trigger is not None:
-        reading.put((*captions, "trigger_word"), trigger, entry.trigger_key)
+        entry.put((*captions, "trigger_word"), trigger, entry.trigger_key)
 
 
-def _cache(reading: Reading, entry: Entry, root: Path) -> None:
-    block, augmentation = entry.block, (*root, "augmentation")
-    _latents(reading, entry, root)
-    if entry.caching is not None:
+def _cache(block: Block, cut: Cut) -> None:
+    augmentation = (*cut.root, "augmentation")
+    put_latents(cut.entry, cut.root)
+    if cut.entry.caching is not None:
         # Upstream caches a flipped copy next to the original, so flips alone never switch its cache off.
-        reading.default((*augmentation, "cache_mode"), "static")
+        block.default((*augmentation, "cache_mode"), "static")
     ours = {"augmentations": "transforms", "augmentations_cache_mode": "cache_mode"}
     for name, field in {**ours, "flip_x": "flip_x", "flip_y": "flip_y"}.items():
-        if block.get(name) is not None:
-            reading.put((*augmentation, field), block.get(name), block.key(name))
+        block.put(name, (*augmentation, field))
 
 
-def _latents(reading: Reading, entry: Entry, root: Path) -> None:
+def put_latents(entry: Entry, root: Path) -> None:
     if entry.caching is None:
-        reading.default((*root, "cache_latents"), "none")
+        entry.block.default((*root, "cache_latents"), "none")
         return
     name = TO_DISK if entry.caching == "disk" else "cache_latents"
-    reading.put((*root, "cache_latents"), entry.caching, entry.block.key(name))
+    entry.block.assign((*root, "cache_latents"), entry.caching, name)
 
 
 def settle_caches(draft: Draft) -> None:
@@ -168,56 +151,101 @@ def settle_caches(draft: Draft) -> None:
             draft.put(path, None, own)
 
 
-def _crop(reading: Reading, entry: Entry, crop: Path) -> None:
-    block = entry.block
+def _crop(block: Block, cut: Cut) -> None:
+    crop = (*cut.root, "crop")
     squares = {"square_crop": True, "buckets": False}
     square = next((name for name, value in squares.items() if block.get(name) is value), None)
-    cause = square or ("random_crop" if entry.random_crop else None)
+    cause = square or ("random_crop" if cut.entry.random_crop else None)
     if cause is not None:
-        reading.put((*crop, "enabled"), True, block.key(cause))
-        reading.put((*crop, "aspect"), "square" if square else "preserve", block.key(cause))
-    if entry.random_crop:
-        reading.put((*crop, "style"), "random", block.key("random_crop"))
+        block.assign((*crop, "enabled"), True, cause)
+        block.assign((*crop, "aspect"), "square" if square else "preserve", cause)
+    if cut.entry.random_crop:
+        block.assign((*crop, "style"), "random", "random_crop")
     else:
-        reading.default((*crop, "style"), "center")
+        block.default((*crop, "style"), "center")
 
 
-def _video(reading: Reading, entry: Entry, root: Path) -> None:
-    block, video = entry.block, (*root, "video")
-    key = block.key("auto_frame_count" if entry.from_length else "num_frames")
-    reading.put((*root, "dataset_type"), "video", key)
+def _video(block: Block, cut: Cut) -> None:
+    entry, video = cut.entry, (*cut.root, "video")
+    if not entry.video:
+        return
+    name = "auto_frame_count" if entry.from_length else "num_frames"
+    block.assign((*cut.root, "dataset_type"), "video", name)
     if entry.from_length:
-        reading.put((*video, "from_length"), True, key)
+        block.assign((*video, "from_length"), True, name)
     else:
-        reading.put((*video, "num_frames"), number(block.get("num_frames")), key)
+        block.assign((*video, "num_frames"), as_number(block.get("num_frames")), name)
     if entry.whole_clip:
-        reading.put((*video, "whole_clip"), True, block.key("shrink_video_to_frames"))
+        block.assign((*video, "whole_clip"), True, "shrink_video_to_frames")
     elif block.get("fps") is not None:
-        reading.put((*video, "fps"), number(block.get("fps")), block.key("fps"))
+        block.put("fps", (*video, "fps"), as_number)
     else:
-        reading.default((*video, "fps"), UPSTREAM_FPS)
+        block.default((*video, "fps"), UPSTREAM_FPS)
     if not entry.whole_clip and not entry.from_length:
-        reading.put((*video, "clip"), "random", block.key("shrink_video_to_frames"))
+        block.assign((*video, "clip"), "random", "shrink_video_to_frames")
     if entry.image_to_video:
-        reading.put((*video, "image_to_video"), True, block.key("do_i2v"))
+        block.assign((*video, "image_to_video"), True, "do_i2v")
 
 
-def _weight(reading: Reading, entry: Entry, root: Path) -> None:
+def _mask(block: Block, cut: Cut) -> None:
+    mask = (*cut.root, "mask")
+    if block.get("mask_path"):
+        block.put("mask_path", (*mask, "path"))
+    elif as_number(block.get("mask_min_value")) == 0.1:
+        # the web interface writes it into every job: nobody asked for it
+        block.draft.put((*mask, "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
+
+
+def _visits_after_the_first(value: Any) -> Any:
+    visits = as_number(value)
+    return visits - 1 if whole(visits) is not None else visits
+
+
+def _weight(block: Block, cut: Cut) -> None:
     """Images of `is_reg` are learnt like any other and count `reg_weight` on top of their own multiplier."""
-    block = entry.block
-    weight, factor = number(block.get("loss_multiplier")), entry.training.reg_weight if entry.is_reg else 1.0
+    entry, path = cut.entry, (*cut.root, "loss_weight")
+    weight, factor = as_number(block.get("loss_multiplier")), entry.job.reg_weight if entry.is_reg else 1.0
     own = 1.0 if weight is None else real(weight)
     if factor != 1.0 and own is not None:
-        reading.put((*root, "loss_weight"), own * factor, entry.training.block.key("reg_weight"))
+        entry.put(path, own * factor, entry.job.train.key("reg_weight"))
     elif weight is not None:
-        reading.put((*root, "loss_weight"), weight, block.key("loss_multiplier"))
+        block.assign(path, weight, "loss_multiplier")
 
 
-def put_controls(reading: Reading, cut: Cut, owner: Path, free: int) -> None:
+DATASET = section(
+    Rule(_resolution, "resolution"),
+    Key("batch_size", ("batch_size",), as_number),
+    Key("network_weight", ("adapter_strength",), as_number),
+    Key("caption_dropout_rate", ("captions", "dropout"), as_number),
+    Key("shuffle_tokens", ("captions", "shuffle_tags")),
+    Key("mask_min_value", ("mask", "min_weight"), as_number),
+    Key("alpha_mask", ("mask", "from_alpha")),
+    Key("invert_mask", ("mask", "invert")),
+    Key("prior_reg", ("regularisation",)),
+    Rule(_folder, "folder_path dataset_path"),
+    Rule(_storage, "type in_memory"),
+    Rule(_captions, "caption_ext caption_type keep_tokens default_caption trigger_word"),
+    Rule(_cache, "cache_latents", TO_DISK, "flip_x flip_y augmentations augmentations_cache_mode"),
+    Rule(_crop, "buckets square_crop random_crop"),
+    Rule(_video, "num_frames auto_frame_count shrink_video_to_frames fps do_i2v"),
+    Rule(_mask, "mask_path mask_min_value"),
+    Key("num_repeats", ("repeats",), _visits_after_the_first),
+    Rule(_weight, "is_reg loss_multiplier"),
+    *read_elsewhere("""
+        cache_text_embeddings trim_auto_frame_count_tail controls control_path control_path_1 control_path_2
+        control_path_3 full_size_control_images control_transparent_color
+    """),
+    *NOT_DONE,
+    *NOT_USED,
+)
+"""Below one of `datasets` of a `RunConfig`."""
+
+
+def put_controls(cut: Cut, free: int) -> None:
     """An entry's reference folders, from the first free place of the list on."""
     entry = cut.entry
-    kind = entry.target.arch.references if entry.controls_in_own_shape else "reference_strict"
-    own_size = kind == "reference_loose" and not entry.target.match_target_res
+    kind = entry.job.target.arch.references if entry.controls_in_own_shape else "reference_strict"
+    own_size = kind == "reference_loose" and not entry.job.target.match_target_res
     names = [f"{cut.id}-control-{position}" for position in range(1, len(entry.controls) + 1)]
     for position, (name, (key, folder)) in enumerate(zip(names, entry.controls, strict=True)):
         values = {
@@ -230,8 +258,8 @@ def put_controls(reading: Reading, cut: Cut, owner: Path, free: int) -> None:
         }
         root: Path = ("datasets", free + position)
         for field, value in values.items():
-            reading.put((*root, field), value, key)
-        _storage(reading, entry, root)
-        _latents(reading, entry, root)
+            entry.put((*root, field), value, key)
+        put_storage(entry, root)
+        put_latents(entry, root)
     if names:
-        reading.put((*owner, "conditioning"), names, entry.block.key("control_path"))
+        entry.block.assign((*cut.root, "conditioning"), names, "control_path")

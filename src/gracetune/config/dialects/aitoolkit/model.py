@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from gracetune.config.dialects.aitoolkit.keys import (
-    Block,
-    Known,
-    Put,
-    Reading,
-    Table,
-    block_of,
-    check,
-    precision,
-    put_rows,
-    refused_unless,
-)
-from gracetune.config.dialects.aitoolkit.quantised import read_base, read_text_encoder
+from gracetune.config.dialects.aitoolkit.quantised import holds_fp8, read_base, read_text_encoder
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.values import precision
 from gracetune.config.draft import Said
 from gracetune.config.families import Flavour, find_flavour, flavours
 from gracetune.config.spelling import misspelt
+
+if TYPE_CHECKING:
+    from gracetune.config.dialects.aitoolkit.job import Job
 
 
 @dataclass(frozen=True)
@@ -75,69 +71,22 @@ OTHER_ARCHS = (
 )  # fmt: skip
 """Models that ai-toolkit trains and we do not."""
 
-_OTHER_LORA = "nothing: a second LoRA under the trained one is not loaded here"
-
-MODEL: Table = {
-    "name_or_path": Known.BY_HAND,
-    "arch": Known.BY_HAND,
-    "extras_name_or_path": Known.BY_HAND,
-    "model_kwargs": Known.BY_HAND,
-    "compile": Known.BY_HAND,
-    "block_compile": Known.BY_HAND,
-    "vae_dtype": Known.BY_HAND,
-    "te_dtype": Known.BY_HAND,
-    "is_v_pred": Known.BY_HAND,
-    "ignore_if_contains": Known.BY_HAND,
-    "only_if_contains": Known.BY_HAND,
-    **dict.fromkeys(SWITCHES, Known.BY_HAND),
-    **dict.fromkeys(("quantize", "quantize_te", "qtype", "qtype_te", "quantize_kwargs"), Known.BY_HAND),
-    "vae_path": Put(("model", "vae_path")),
-    "te_name_or_path": Put(("model", "text_encoder_path")),
-    "accuracy_recovery_adapter": refused_unless(None, "nothing: it mends quantised weights, and none are here"),
-    "text_encoder_bits": refused_unless(16, "16: text encoders are not quantised here"),
-    "lora_path": refused_unless(None, _OTHER_LORA),
-    "assistant_lora_path": refused_unless(None, _OTHER_LORA),
-    "inference_lora_path": refused_unless(None, _OTHER_LORA),
-    "unconditional_lora_path": refused_unless(None, _OTHER_LORA),
-    "refiner_name_or_path": refused_unless(None, "nothing: SDXL's refiner is not trained here"),
-    "unet_path": refused_unless(None, "nothing: give the whole model in name_or_path"),
-    "unet_sample_size": refused_unless(None, "nothing: the model's own sample size is used"),
-    "model_paths": refused_unless({}, "nothing: none of our models takes extra paths"),
-    "use_text_encoder_1": refused_unless(True, "true: both of SDXL's text encoders are used"),
-    "use_text_encoder_2": refused_unless(True, "true: both of SDXL's text encoders are used"),
-    "experimental_xl": refused_unless(False, "false: not done here"),
-    "use_flux_cfg": refused_unless(False, "false: Flux is trained with its guidance embedding"),
-    "attn_masking": refused_unless(False, "false: Flux's padding tokens are not masked"),
-    "in_context": refused_unless(False, "false: in-context training is not done here"),
-    "split_model_over_gpus": refused_unless(False, "false: a model is not split over GPUs here"),
-    **dict.fromkeys(
-        (
-            "dtype", "vae_device", "te_device", "low_vram", "auto_memory", "layer_offloading",
-            "layer_offloading_transformer_percent", "layer_offloading_text_encoder_percent",
-            "latent_space_version", "refiner_start_at", "split_model_other_module_param_count_scale",
-            "compile_mode", "compile_fullgraph", "compile_dynamic", "cache_size_limit",
-        ),
-        Known.HARMLESS,
-    ),
-}  # fmt: skip
-
-MODEL_KWARGS: Table = {
-    "train_high_noise": Known.BY_HAND,
-    "train_low_noise": Known.BY_HAND,
-    "match_target_res": Known.BY_HAND,
-    "vae_tiling": Put(("model", "vae_tiling")),
-}
-
 
 @dataclass(frozen=True)
 class Target:
     """What the rest of the job needs to know about the model it trains."""
 
     arch: Arch
+    name: str
+    """The arch as the file has it; empty where it is none of ours."""
     flavour: Flavour | None
+    dtype: Any
+    """The training dtype, in which upstream loads everything."""
+    adapter: bool
+    """An adapter is trained, not the model itself."""
     match_target_res: bool
     """References take the size of the image they belong to, not a size of their own."""
-    quantised: bool = False
+    quantised: bool
     """The base weights are held in fp8, whatever the training dtype is."""
 
     @property
@@ -158,72 +107,31 @@ class Target:
 _UNKNOWN_ARCH = Arch("flux", (), references="reference_loose")
 
 
-def read_model(reading: Reading, value: Any, prefix: str, *, dtype: Any, adapter: bool) -> Target:
-    """Fill the draft's `model`; `dtype` is the training dtype, in which upstream loads everything."""
-    block = block_of(reading, value, prefix)
-    check(reading, block, MODEL)
-    put_rows(reading, block, MODEL)
-    arch, name = _arch(reading, block)
-    flavour = _weights(reading, block, arch, name)
-    reading.put(("model", "family"), arch.family, block.key("arch"))
-    _precisions(reading, block, dtype)
-    quantised = read_base(reading, block, adapter=adapter)
-    # upstream's Wan quantises both alike
-    read_text_encoder(reading, block, "qtype" if arch.family == "wan" else "qtype_te")
-    _extras(reading, block)
-    _compile(reading, block)
-    _layers(reading, block, adapter)
-    if block.flag(reading, "is_v_pred", False):
-        reading.put(("objective", "prediction"), "v_prediction", block.key("is_v_pred"))
-    return replace(_kwargs(reading, block, arch, flavour), quantised=quantised)
-
-
-def _arch(reading: Reading, block: Block) -> tuple[Arch, str]:
-    name, key = block.get("arch"), block.key("arch")
-    found = name
+def find_target(block: Block, *, dtype: Any, adapter: bool) -> Target:
+    """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
+    name = block.get("arch")
     if name is None:
-        switch = next((switch for switch in SWITCHES if block.flag(reading, switch, False)), None)
-        name, key = (SWITCHES[switch], block.key(switch)) if switch else (None, key)
-        found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
+        name = next((arch for switch, arch in SWITCHES.items() if block.get(switch) is True), None)
     plain = name.partition(":")[0] if isinstance(name, str) else None
-    if plain in ARCHS:
-        return ARCHS[plain], str(name)
-    other = "train it with ai-toolkit, or choose one of these models"
-    hint = other if plain in OTHER_ARCHS else misspelt(plain, ARCHS, other, write="arch: {}")
-    reading.draft.problem(key, found, f"one of {', '.join(ARCHS)}", hint)
-    return _UNKNOWN_ARCH, ""
+    arch, name = (ARCHS[plain], str(name)) if plain in ARCHS else (_UNKNOWN_ARCH, "")
+    kwargs = block.get("model_kwargs")
+    return Target(
+        arch=arch,
+        name=name,
+        flavour=_find_flavour(block.get("name_or_path"), arch, name),
+        dtype=dtype,
+        adapter=adapter,
+        match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
+        quantised=holds_fp8(block, adapter=adapter),
+    )
 
 
-def _weights(reading: Reading, block: Block, arch: Arch, name: str) -> Flavour | None:
-    """The flavour, from the weights' published name, the arch's tag, or an arch that has only one."""
-    path, key = block.get("name_or_path"), block.key("name_or_path")
-    guess = TAGS.get(name) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
-    if path is None:
-        known = find_flavour(arch.family, guess or "") or next(iter(flavours(arch.family)))
-        reading.draft.problem(key, None, "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
+def _find_flavour(path: Any, arch: Arch, name: str) -> Flavour | None:
+    """From the weights' published name, the arch's tag, or an arch that has only one."""
+    published, guess = _published(arch.family, path), _guess(arch, name)
+    if path is None or _is_of_another(arch, published):
         return None
-    reading.put(("model", "path"), path, key)
-    published = _published(arch.family, path)
-    if _mistaken(reading, key, path, (arch, name), published):
-        return None
-    flavour = published or (find_flavour(arch.family, guess) if guess else None)
-    if flavour is not None:
-        reading.put(("model", "flavour"), flavour.name, key if published else block.key("arch"))
-    return flavour
-
-
-def _mistaken(reading: Reading, key: str, path: Any, wanted: tuple[Arch, str], published: Flavour | None) -> bool:
-    """Report weights that cannot be what the arch needs; whether they are those of another arch."""
-    arch, name = wanted
-    if isinstance(path, str) and path.startswith(("http://", "https://")):
-        reading.draft.problem(key, path, "a hub id, a folder or a file", "download the file and name it here")
-    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
-        reading.draft.problem(key, path, "FLUX.1 weights: Flex is another model", "choose another model")
-    if not arch.flavours or published is None or published.name in arch.flavours:
-        return False
-    named = " or ".join(known.weights for known in flavours(arch.family) if known.name in arch.flavours)
-    reading.draft.problem(key, path, f"weights of {name}, such as {named}", "change arch or the weights")
-    return True
+    return published or (find_flavour(arch.family, guess) if guess else None)
 
 
 def _published(family: str, path: Any) -> Flavour | None:
@@ -232,63 +140,178 @@ def _published(family: str, path: Any) -> Flavour | None:
     return next((known for known in flavours(family) if known.weights.lower() == path.strip().lower()), None)
 
 
-def _precisions(reading: Reading, block: Block, dtype: Any) -> None:
+def _guess(arch: Arch, name: str) -> str | None:
+    return TAGS.get(name) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
+
+
+def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
+    return bool(arch.flavours) and published is not None and published.name not in arch.flavours
+
+
+def _arch(block: Block, job: Job) -> None:
+    name = found = block.get("arch")
+    key = "arch"
+    if name is None:
+        switch = next((switch for switch in SWITCHES if block.flag(switch, False)), None)
+        name, key = (SWITCHES[switch], switch) if switch else (None, key)
+        found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
+    plain = name.partition(":")[0] if isinstance(name, str) else None
+    if plain not in ARCHS:
+        other = "train it with ai-toolkit, or choose one of these models"
+        hint = other if plain in OTHER_ARCHS else misspelt(plain, ARCHS, other, write="arch: {}")
+        block.problem(key, f"one of {', '.join(ARCHS)}", hint, found=found)
+
+
+def _weights(block: Block, job: Job) -> None:
+    path, arch, flavour = block.get("name_or_path"), job.target.arch, job.target.flavour
+    published = _published(arch.family, path)
+    if path is None:
+        known = find_flavour(arch.family, _guess(arch, job.target.name) or "") or next(iter(flavours(arch.family)))
+        block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
+    else:
+        block.assign(("model", "path"), path, "name_or_path")
+        _mistaken(block, path, job.target, published)
+    if flavour is not None:
+        block.assign(("model", "flavour"), flavour.name, "name_or_path" if published else "arch")
+    block.assign(("model", "family"), arch.family, "arch")
+
+
+def _mistaken(block: Block, path: Any, target: Target, published: Flavour | None) -> None:
+    """Report weights that cannot be what the arch needs."""
+    arch = target.arch
+    if isinstance(path, str) and path.startswith(("http://", "https://")):
+        block.problem("name_or_path", "a hub id, a folder or a file", "download the file and name it here")
+    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
+        block.problem("name_or_path", "FLUX.1 weights: Flex is another model", "choose another model")
+    if _is_of_another(arch, published):
+        named = " or ".join(known.weights for known in flavours(arch.family) if known.name in arch.flavours)
+        block.problem("name_or_path", f"weights of {target.name}, such as {named}", "change arch or the weights")
+
+
+def _precisions(block: Block, job: Job) -> None:
     for name in ("vae_dtype", "te_dtype"):
         value = block.get(name)
-        if value is not None and precision(value) != precision(dtype):
-            reading.draft.refuse(block.key(name), value, f"{dtype}: VAE and text encoders follow train.dtype")
+        if value is not None and precision(value) != precision(job.target.dtype):
+            block.refuse(name, f"{job.target.dtype}: VAE and text encoders follow train.dtype")
 
 
-def _extras(reading: Reading, block: Block) -> None:
+def _base(block: Block, job: Job) -> None:
+    read_base(block, adapter=job.target.adapter)
+
+
+def _text_encoder(block: Block, job: Job) -> None:
+    # upstream's Wan quantises both alike
+    read_text_encoder(block, "qtype" if job.target.arch.family == "wan" else "qtype_te")
+
+
+def _extras(block: Block, job: Job) -> None:
     """VAE and text encoders from another repository than the transformer's."""
     extras = block.get("extras_name_or_path")
     if extras is None or extras == block.get("name_or_path"):
         return
     for path, own in ((("model", "vae_path"), "vae_path"), (("model", "text_encoder_path"), "te_name_or_path")):
         if block.get(own) is None:
-            reading.put(path, extras, block.key("extras_name_or_path"))
+            block.assign(path, extras, "extras_name_or_path")
 
 
-def _compile(reading: Reading, block: Block) -> None:
-    asked = {name: block.flag(reading, name, False) for name in ("compile", "block_compile") if name in block.values}
+def _compile(block: Block, job: Job) -> None:
+    asked = {name: block.flag(name, False) for name in ("compile", "block_compile") if name in block}
     if asked:
         name = next((name for name, on in asked.items() if on), next(iter(asked)))
-        reading.put(("training", "compile"), "on" if asked[name] else "off", block.key(name))
+        block.assign(("training", "compile"), "on" if asked[name] else "off", name)
 
 
-def _layers(reading: Reading, block: Block, adapter: bool) -> None:
+def _layers(block: Block, job: Job) -> None:
     """Upstream reads the model's own layer lists only where the model itself is trained."""
     for name in ("ignore_if_contains", "only_if_contains"):
-        if adapter and block.get(name) is not None:
-            reading.harmless.append(block.key(name))
+        if job.target.adapter and block.get(name) is not None:
+            block.list_unused(HARMLESS, name)
         elif block.get(name):
-            reading.draft.refuse(block.key(name), block.get(name), "nothing: a full fine-tune trains every layer")
+            block.refuse(name, "nothing: a full fine-tune trains every layer")
 
 
-def _kwargs(reading: Reading, block: Block, arch: Arch, flavour: Flavour | None) -> Target:
-    kwargs = block_of(reading, block.get("model_kwargs"), block.key("model_kwargs"))
-    check(reading, kwargs, MODEL_KWARGS)
-    put_rows(reading, kwargs, MODEL_KWARGS)
-    target = Target(arch, flavour, kwargs.flag(reading, "match_target_res", False))
-    if target.dual_expert:
-        _experts(reading, kwargs)
-    else:
+def _v_prediction(block: Block, job: Job) -> None:
+    if block.flag("is_v_pred", False):
+        block.assign(("objective", "prediction"), "v_prediction", "is_v_pred")
+
+
+def _kwargs(block: Block, job: Job) -> None:
+    kwargs = block.inner("model_kwargs")
+    check(kwargs, MODEL_KWARGS)
+    apply(kwargs, MODEL_KWARGS, job)
+
+
+def _references(kwargs: Block, job: Job) -> None:
+    kwargs.flag("match_target_res", False)
+
+
+def _experts(kwargs: Block, job: Job) -> None:
+    if not job.target.dual_expert:
         given = [name for name in ("train_high_noise", "train_low_noise") if kwargs.get(name) is not None]
-        reading.harmless += [kwargs.key(name) for name in given]
-    if arch.references is None and kwargs.get("match_target_res") is not None:
-        reading.harmless.append(kwargs.key("match_target_res"))
-    return target
-
-
-def _experts(reading: Reading, kwargs: Block) -> None:
-    high = kwargs.flag(reading, "train_high_noise", True)
-    low = kwargs.flag(reading, "train_low_noise", True)
+        kwargs.list_unused(HARMLESS, *given)
+        return
+    high, low = kwargs.flag("train_high_noise", True), kwargs.flag("train_low_noise", True)
     if not high and not low:
-        key = kwargs.key("train_high_noise")
         found = Said("neither expert to train")
-        reading.draft.problem(key, found, "at least one of the two", "set one of them to true")
+        kwargs.problem("train_high_noise", "at least one of the two", "set one of them to true", found=found)
     elif high != low:
         name = "train_low_noise" if high else "train_high_noise"
-        reading.put(("model", "experts"), "high" if high else "low", kwargs.key(name))
+        kwargs.assign(("model", "experts"), "high" if high else "low", name)
     elif kwargs.get("train_high_noise") is not None:
-        reading.put(("model", "experts"), "both", kwargs.key("train_high_noise"))
+        kwargs.assign(("model", "experts"), "both", "train_high_noise")
+
+
+def _unused_references(kwargs: Block, job: Job) -> None:
+    if job.target.arch.references is None and kwargs.get("match_target_res") is not None:
+        kwargs.list_unused(HARMLESS, "match_target_res")
+
+
+_OTHER_LORA = "nothing: a second LoRA under the trained one is not loaded here"
+
+MODEL = section(
+    Key("vae_path", ("model", "vae_path")),
+    Key("te_name_or_path", ("model", "text_encoder_path")),
+    Rule(_arch, "arch", *SWITCHES),
+    Rule(_weights, "name_or_path arch"),
+    Rule(_precisions, "vae_dtype te_dtype"),
+    Rule(_base, "quantize qtype quantize_kwargs"),
+    Rule(_text_encoder, "quantize_te qtype_te"),
+    Rule(_extras, "extras_name_or_path"),
+    Rule(_compile, "compile block_compile"),
+    Rule(_layers, "ignore_if_contains only_if_contains"),
+    Rule(_v_prediction, "is_v_pred"),
+    Rule(_kwargs, "model_kwargs"),
+    refused("accuracy_recovery_adapter", OneOf((None,)), "nothing: it mends quantised weights, and none are here"),
+    refused("text_encoder_bits", OneOf((16,)), "16: text encoders are not quantised here"),
+    refused("lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("assistant_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("inference_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),
+    refused("unet_path", OneOf((None,)), "nothing: give the whole model in name_or_path"),
+    refused("unet_sample_size", OneOf((None,)), "nothing: the model's own sample size is used"),
+    refused("model_paths", OneOf(({},)), "nothing: none of our models takes extra paths"),
+    refused("use_text_encoder_1", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    refused("use_text_encoder_2", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    refused("experimental_xl", OneOf((False,)), "false: not done here"),
+    refused("use_flux_cfg", OneOf((False,)), "false: Flux is trained with its guidance embedding"),
+    refused("attn_masking", OneOf((False,)), "false: Flux's padding tokens are not masked"),
+    refused("in_context", OneOf((False,)), "false: in-context training is not done here"),
+    refused("split_model_over_gpus", OneOf((False,)), "false: a model is not split over GPUs here"),
+    *noted(
+        HARMLESS,
+        """
+        dtype vae_device te_device low_vram auto_memory layer_offloading layer_offloading_transformer_percent
+        layer_offloading_text_encoder_percent latent_space_version refiner_start_at
+        split_model_other_module_param_count_scale compile_mode compile_fullgraph compile_dynamic cache_size_limit
+        """,
+        IsFalse(),
+    ),
+)
+
+MODEL_KWARGS = section(
+    Key("vae_tiling", ("model", "vae_tiling")),
+    Rule(_references, "match_target_res"),
+    Rule(_experts, "train_high_noise train_low_noise"),
+    Rule(_unused_references, "match_target_res"),
+)

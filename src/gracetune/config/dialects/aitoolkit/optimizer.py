@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.keys import Block, Reading, block_of, number, real
+from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.table import Key, Rule, Table, apply, noted
+from gracetune.config.dialects.values import as_number, real
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
 
@@ -57,70 +61,68 @@ _FEAR_OF_HEIGHTS = 1e-3
 """Above this start, upstream's Automagic falls back to 1e-6."""
 
 
-def read_optimizer(reading: Reading, block: Block, params: Block) -> None:
-    """`block` holds `optimizer` and `lr`, `params` what the optimizer itself is given."""
-    name = block.get("optimizer")
+def read_optimizer(block: Block, job: Job) -> None:
+    """`optimizer` and `lr`, and what the optimizer itself is given."""
+    params, name = job.params, block.get("optimizer")
     name = name.lower() if isinstance(name, str) else name if name is not None else "adamw"
     known = OPTIMIZERS.get(name) if isinstance(name, str) else None
     peer = known or OPTIMIZERS["adamw"]
     if known is None:
-        _not_ours(reading, block, name)
+        _not_ours(block, name)
     elif block.get("optimizer") is not None:
-        reading.put(("optimizer", "name"), peer.ours, block.key("optimizer"))
-    _lr(reading, block, peer)
+        block.assign(("optimizer", "name"), peer.ours, "optimizer")
+    _lr(block, peer)
     if known is None:
         pass  # its options would mean nothing to the optimizer that --allow-unsupported takes
-    elif name in ("adam", "adam8bit") and number(params.get("weight_decay")) not in (None, 0):
+    elif name in ("adam", "adam8bit") and as_number(params.get("weight_decay")) not in (None, 0):
         why = "0: Adam's coupled decay is not done here, only AdamW's"
-        reading.draft.refuse(
-            params.key("weight_decay"), params.get("weight_decay"), why, f"write `optimizer: {peer.ours}`"
-        )
+        params.refuse("weight_decay", why, f"write `optimizer: {peer.ours}`")
     else:
-        _params(reading, params, peer)
-    reading.default(("optimizer", "weight_decay"), peer.weight_decay)
+        _params(params, peer)
+    block.default(("optimizer", "weight_decay"), peer.weight_decay)
     if peer.eps is not None:
-        reading.default(("optimizer", "eps"), peer.eps)
+        block.default(("optimizer", "eps"), peer.eps)
     for option, value in peer.fixed:
-        reading.default(("optimizer", "options", option), value)
+        block.default(("optimizer", "options", option), value)
 
 
-def _not_ours(reading: Reading, block: Block, name: Any) -> None:
-    key, expected = block.key("optimizer"), f"one of {', '.join(OPTIMIZERS)}"
+def _not_ours(block: Block, name: Any) -> None:
+    expected = f"one of {', '.join(OPTIMIZERS)}"
     hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
-        reading.draft.refuse(key, name, expected, f"{hint}; --allow-unsupported takes adamw")
+        block.refuse("optimizer", expected, f"{hint}; --allow-unsupported takes adamw", found=name)
     else:
-        reading.draft.problem(key, name, expected, hint)
+        block.problem("optimizer", expected, hint, found=name)
 
 
-def _lr(reading: Reading, block: Block, peer: Peer) -> None:
-    written, key = number(block.get("lr")), block.key("lr")
+def _lr(block: Block, peer: Peer) -> None:
+    written, key = as_number(block.get("lr")), block.key("lr")
     value, rate = written, real(written)
     if peer.ours == "prodigy" and (written is None or (rate is not None and rate < 0.1)):
         value = 1.0
         shown = "the default" if written is None else written
-        reading.draft.note(f"{key}: Prodigy finds its own learning rate; {shown} becomes 1.0, as in ai-toolkit")
+        block.note(f"{key}: Prodigy finds its own learning rate; {shown} becomes 1.0, as in ai-toolkit")
     elif peer.ours == "automagic" and rate is not None and rate > _FEAR_OF_HEIGHTS:
         value = UPSTREAM_LR
-        reading.draft.note(f"{key}: {written} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
+        block.note(f"{key}: {written} is too high a start for Automagic; it becomes 1e-06, as in ai-toolkit")
     if written is None:
-        reading.default(("optimizer", "lr"), UPSTREAM_LR if value is None else value)
+        block.default(("optimizer", "lr"), UPSTREAM_LR if value is None else value)
     else:
-        reading.put(("optimizer", "lr"), value, key)
+        block.assign(("optimizer", "lr"), value, "lr")
 
 
-def _params(reading: Reading, params: Block, peer: Peer) -> None:
-    for name, value in params.values.items():
-        if value is None:
+def _params(params: Block, peer: Peer) -> None:
+    for name, written in params.values.items():
+        if written is None:
             continue
-        value = number(value)
+        value = as_number(written)
         place = _place(name, value, peer)
         if place is not None:
-            reading.put(place, value, params.key(name))
+            params.assign(place, value, name)
         elif name in _SWAPPING and peer.ours in ("automagic", "adafactor"):
-            _swapping(reading, params, name)
+            _swapping(params, name)
         else:
-            _unknown_param(reading, params, name, peer)
+            _unknown_param(params, name, peer)
 
 
 def _place(name: str, value: Any, peer: Peer) -> Path | None:
@@ -134,91 +136,103 @@ def _place(name: str, value: Any, peer: Peer) -> Path | None:
     return ("optimizer", "options", name) if name in (*peer.options, "eps") else None
 
 
-def _swapping(reading: Reading, params: Block, name: str) -> None:
+def _swapping(params: Block, name: str) -> None:
     if name == "paramiter_swapping_factor":
-        reading.harmless.append(params.key(name))
+        params.list_unused(HARMLESS, name)
     elif params.get(name) is not False:
-        reading.draft.refuse(params.key(name), params.get(name), "false: every parameter is trained in every step")
+        params.refuse(name, "false: every parameter is trained in every step")
 
 
-def _unknown_param(reading: Reading, params: Block, name: str, peer: Peer) -> None:
+def _unknown_param(params: Block, name: str, peer: Peer) -> None:
     limits = [*_LIMITS, *(f"{stage}_{limit}" for stage in _STAGES for limit in _LIMITS)]
     if name in limits:
         expected, hint = "the automagic optimizer", "write `optimizer: automagic`, or remove it"
     else:
         known = ["weight_decay", "betas", "eps", *peer.options, *(limits if peer.ours == "automagic" else [])]
         expected, hint = f"an option of {peer.ours}: {', '.join(known)}", misspelt(name, known, "remove it")
-    reading.draft.problem(params.key(name), params.get(name), expected, hint)
+    params.problem(name, expected, hint)
 
 
 _SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_warmup")
-_SCHEDULE_PARAMS = (
-    "factor", "total_iters", "max_iterations", "start_factor", "end_factor", "eta_min", "T_max", "T_0", "T_mult",
-    "num_warmup_steps", "warmup_steps", "num_training_steps", "last_epoch", "step_size", "gamma", "num_cycles",
-)  # fmt: skip
-_SET_BY_UPSTREAM = ("total_iters", "max_iterations", "T_max", "T_0", "T_mult", "num_training_steps", "last_epoch")
-"""Upstream stretches every schedule over the whole run, whatever these say."""
 _WARMUPS = ("num_warmup_steps", "warmup_steps")
 _UPSTREAM_WARMUP = 1000
 
 
-def read_schedule(reading: Reading, block: Block) -> None:
-    name = block.get("lr_scheduler")
-    name = name if name is not None else "constant"
-    params = block_of(reading, block.get("lr_scheduler_params"), block.key("lr_scheduler_params"))
+def read_schedule(block: Block, job: Job) -> None:
+    params = block.inner("lr_scheduler_params")
     for param in params.values:
-        if param not in _SCHEDULE_PARAMS:
-            hint = misspelt(param, _SCHEDULE_PARAMS, "remove it")
-            reading.draft.problem(params.key(param), params.get(param), f"one of {', '.join(_SCHEDULE_PARAMS)}", hint)
-    reading.harmless += [params.key(param) for param in _SET_BY_UPSTREAM if params.get(param) is not None]
+        if param not in SCHEDULE_PARAMS:
+            params.problem(param, SCHEDULE_PARAMS.expected, misspelt(param, SCHEDULE_PARAMS, SCHEDULE_PARAMS.otherwise))
+    params.list_unused(HARMLESS, *(key for key in _SET_BY_UPSTREAM.split() if params.get(key) is not None))
+    name = _schedule_of(block)
     if name not in _SCHEDULES:
-        _no_such_schedule(reading, block, name)
+        _no_such_schedule(block, name)
         return
-    ours = {"cosine_with_warmup": "cosine"}.get(name, name)
-    if block.get("lr_scheduler") is not None:
-        reading.put(("schedule", "name"), ours, block.key("lr_scheduler"))
-    if name.endswith("_warmup") or any(params.get(word) is not None for word in _WARMUPS):
-        _warmup(reading, params)
-    if name.startswith("cosine") and params.get("eta_min") is not None:
-        reading.put(("schedule", "end_lr"), number(params.get("eta_min")), params.key("eta_min"))
-    if name == "linear":
-        _linear(reading, block, params)
-    _refuse_shapes(reading, params, name)
+    block.put("lr_scheduler", ("schedule", "name"), lambda given: {"cosine_with_warmup": "cosine"}.get(given, given))
+    apply(params, SCHEDULE_PARAMS, job)
 
 
-def _no_such_schedule(reading: Reading, block: Block, name: Any) -> None:
+def _schedule_of(block: Block) -> Any:
+    name = block.get("lr_scheduler")
+    return name if name is not None else "constant"
+
+
+def _no_such_schedule(block: Block, name: Any) -> None:
     hint = misspelt(name, _SCHEDULES, "choose one of them")
     if name in ("step", "polynomial", "piecewise_constant"):
-        reading.draft.refuse(block.key("lr_scheduler"), name, f"one of {', '.join(_SCHEDULES)}", hint)
+        block.refuse("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
     else:
-        reading.draft.problem(block.key("lr_scheduler"), name, f"one of {', '.join(_SCHEDULES)}", hint)
+        block.problem("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
 
 
-def _warmup(reading: Reading, params: Block) -> None:
+def _warmup(params: Block, job: Job) -> None:
     name = next((name for name in _WARMUPS if params.get(name) is not None), None)
-    if name is None:
-        reading.default(("schedule", "warmup_steps"), _UPSTREAM_WARMUP)
-    else:
-        reading.put_count(("schedule", "warmup_steps"), params.get(name), params.key(name))
+    if name is not None:
+        job.put_count(params, ("schedule", "warmup_steps"), name)
+    elif _schedule_of(job.train).endswith("_warmup"):
+        params.default(("schedule", "warmup_steps"), _UPSTREAM_WARMUP)
 
 
-def _linear(reading: Reading, block: Block, params: Block) -> None:
+def _end(params: Block, job: Job) -> None:
+    if _schedule_of(job.train).startswith("cosine"):
+        params.put("eta_min", ("schedule", "end_lr"), as_number)
+
+
+def _linear(params: Block, job: Job) -> None:
     """Upstream's `linear` climbs from a third of the rate to all of it, unless its factors say otherwise."""
-    start, end = (real(number(params.get(name))) for name in ("start_factor", "end_factor"))
-    lr = real(reading.draft.get(("optimizer", "lr")))
+    if _schedule_of(job.train) != "linear":
+        return
+    start, end = (real(as_number(params.get(name))) for name in ("start_factor", "end_factor"))
+    lr = real(params.draft.get(("optimizer", "lr")))
     if start == 1 and end is not None and lr is not None:
-        reading.put(("schedule", "end_lr"), lr * end, params.key("end_factor"))
+        params.assign(("schedule", "end_lr"), lr * end, "end_factor")
         return
     why = "start_factor 1 and an end_factor: without them ai-toolkit's `linear` climbs from a third of the rate"
     hint = "write `lr_scheduler_params: {start_factor: 1.0, end_factor: 0.0}` for a decay, or `lr_scheduler: constant`"
-    reading.draft.refuse(block.key("lr_scheduler"), "linear", why, hint)
+    job.train.refuse("lr_scheduler", why, hint)
 
 
-def _refuse_shapes(reading: Reading, params: Block, name: str) -> None:
+def _refuse_shapes(params: Block, job: Job) -> None:
     quiet = {"factor": 1, "num_cycles": 0.5}
     for param, value in quiet.items():
-        if params.get(param) is not None and number(params.get(param)) != value:
-            reading.draft.refuse(params.key(param), params.get(param), f"{value}: the schedule keeps its shape")
+        if params.get(param) is not None and as_number(params.get(param)) != value:
+            params.refuse(param, f"{value}: the schedule keeps its shape")
     for param in ("step_size", "gamma"):
         if params.get(param) is not None:
-            reading.draft.refuse(params.key(param), params.get(param), f"nothing: no part of `{name}`")
+            params.refuse(param, f"nothing: no part of `{_schedule_of(job.train)}`")
+
+
+_SET_BY_UPSTREAM = "total_iters max_iterations T_max T_0 T_mult num_training_steps last_epoch"
+"""Upstream stretches every schedule over the whole run, whatever these say."""
+SCHEDULE_PARAMS: Table[Job] = Table(
+    Key("factor"),
+    *noted(HARMLESS, "total_iters max_iterations"),
+    *(Key(name) for name in ("start_factor", "end_factor", "eta_min")),
+    *noted(HARMLESS, "T_max T_0 T_mult"),
+    Rule(_warmup, *_WARMUPS),
+    *noted(HARMLESS, "num_training_steps last_epoch"),
+    Rule(_end, "eta_min"),
+    Rule(_linear, "start_factor end_factor"),
+    Rule(_refuse_shapes, "factor step_size gamma num_cycles"),
+    otherwise="remove it",
+)

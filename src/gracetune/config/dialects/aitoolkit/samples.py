@@ -4,82 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.keys import (
-    Block,
-    Known,
-    Put,
-    Reading,
-    Refused,
-    Row,
-    Table,
-    block_of,
-    check,
-    number,
-    put_rows,
-    refused_unless,
-)
+from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.block import Block, block_at
+from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
 
 _ADAPTERS_ONLY = "nothing: adapters that take images are not trained here"
-
-
-def negative(value: Any) -> Any:
-    """Upstream writes false for no negative prompt."""
-    return "" if value is False else value
-
-
-def seed(value: Any) -> Any:
-    """Upstream writes -1 for a random seed."""
-    value = number(value)
-    return None if value == -1 else value
-
-
-_REFERENCES = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
-_SHARED: dict[str, Row] = {
-    "width": Put(("width",), number),
-    "height": Put(("height",), number),
-    "num_frames": Put(("num_frames",), number),
-    "seed": Put(("seed",), seed),
-    "guidance_scale": Put(("guidance",), number),
-    "sample_steps": Put(("steps",), number),
-    "neg": Put(("negative_prompt",), negative),
-    "duration": refused_unless(None, "nothing: ai-toolkit's audio models are not trained here"),
-    "do_cfg_norm": refused_unless(False, "false: samples are drawn without rescaling the guidance"),
-}
-
-SAMPLE: Table = {
-    **_SHARED,
-    "sample_every": Known.BY_HAND,
-    "prompts": Known.BY_HAND,
-    "samples": Known.BY_HAND,
-    "network_multiplier": Known.BY_HAND,
-    "sample_start_step": Known.BY_HAND,
-    "fps": Put(("fps",), number),
-    "walk_seed": Put(("walk_seed",)),
-    "guidance_rescale": Put(("guidance_rescale",), number),
-    "sampler": Known.HARMLESS,  # each family is sampled with its own scheduler
-    "format": Known.HARMLESS,
-    "adapter_conditioning_scale": Known.HARMLESS,
-    "refiner_start_at": Known.HARMLESS,
-    "extra_values": Refused(_ADAPTERS_ONLY, ([],)),
-}
-"""Below `validation` of a `RunConfig`."""
-
-ITEM: Table = {
-    **_SHARED,
-    **dict.fromkeys(_REFERENCES, Known.BY_HAND),
-    "prompt": Known.BY_HAND,
-    "fps": Known.BY_HAND,
-    "network_multiplier": Put(("adapter_strength",), number),
-    "ctrl_idx": Known.HARMLESS,
-}
-"""Below one of `validation.prompts`."""
-
 _DEFAULTS = {"width": 512, "height": 512, "num_frames": 1, "fps": 16, "seed": 0, "guidance": 7.0, "steps": 20}
 _SAMPLE_EVERY = 100
+_REFERENCES = ("ctrl_img", "ctrl_img_1", "ctrl_img_2", "ctrl_img_3")
 
 # Upstream's flags inside a prompt, as keys of a sample.
 _FLAGS = {
@@ -100,22 +39,17 @@ _REFUSED_FLAGS = {
 _FLAG = re.compile(r"--([A-Za-z_]\w*)(?=\s|$)")
 
 
-def read_samples(reading: Reading, process: Block, trigger: Any) -> None:
+def read_samples(process: Block, job: Job) -> None:
     """Prompts from `sample`, or from `validation` where `sample` has none."""
-    block = block_of(reading, process.get("sample"), process.key("sample"))
-    fallback = block_of(reading, process.get("validation"), process.key("validation"))
+    block, fallback = process.inner("sample"), process.inner("validation")
     if not _items(block) and _items(fallback):
-        reading.draft.note(f"{block.prefix} has no prompts: {fallback.prefix} is used")
-        check(reading, block, SAMPLE)
+        block.note(f"{block.place} has no prompts: {fallback.place} is used")
+        check(block, SAMPLE)
         block = fallback
     elif process.get("validation") is not None:
-        reading.harmless.append(fallback.prefix)
-    check(reading, block, SAMPLE)
-    put_rows(reading, block, SAMPLE, ("validation",))
-    for name, value in _DEFAULTS.items():
-        reading.default(("validation", name), value)
-    _rhythm(reading, block)
-    _prompts(reading, block, trigger)
+        process.list_unused(HARMLESS, "validation")
+    check(block, SAMPLE)
+    apply(block, SAMPLE, job, ("validation",))
 
 
 def _items(block: Block) -> Any:
@@ -123,35 +57,54 @@ def _items(block: Block) -> Any:
     return block.get("samples") if block.get("samples") is not None else block.get("prompts")
 
 
-def _rhythm(reading: Reading, block: Block) -> None:
-    if "sample_every" not in block.values:
-        reading.default(("validation", "every_steps"), _SAMPLE_EVERY)
+def _defaults(block: Block, job: Job) -> None:
+    for name, value in _DEFAULTS.items():
+        block.default(("validation", name), value)
+
+
+def _rhythm(block: Block, job: Job) -> None:
+    if "sample_every" not in block:
+        block.default(("validation", "every_steps"), _SAMPLE_EVERY)
     elif block.get("sample_every"):
-        reading.put_count(("validation", "every_steps"), block.get("sample_every"), block.key("sample_every"))
+        job.put_count(block, ("validation", "every_steps"), "sample_every")
     else:
-        reading.put(("validation", "every_steps"), None, block.key("sample_every"))
+        block.assign(("validation", "every_steps"), None, "sample_every")
+
+
+def _start(block: Block, job: Job) -> None:
     if block.get("sample_start_step"):
-        reading.draft.note(f"{block.key('sample_start_step')}: not used: samples are drawn from the first round on")
+        block.note(f"{block.key('sample_start_step')}: not used: samples are drawn from the first round on")
 
 
-def _prompts(reading: Reading, block: Block, trigger: Any) -> None:
+@dataclass(frozen=True)
+class _Sample:
+    """One of the prompts: where it goes, and the block that all of them share."""
+
+    root: Path
+    shared: Block
+
+
+def _prompts(block: Block, job: Job) -> None:
     items, name = _items(block), "samples" if block.get("samples") is not None else "prompts"
     if name == "samples" and block.get("prompts"):
-        reading.draft.note(f"{block.key('prompts')}: not used, as in ai-toolkit, because `samples` is there")
+        block.note(f"{block.key('prompts')}: not used, as in ai-toolkit, because `samples` is there")
     if not items:
-        reading.draft.note(f"{block.prefix} has no prompts and there is no `validation` block: no samples are drawn")
+        block.note(f"{block.place} has no prompts and there is no `validation` block: no samples are drawn")
         return
     if not isinstance(items, list):
-        reading.draft.problem(block.key(name), items, "a list of prompts", "write one prompt a line, each after `- `")
+        block.problem(name, "a list of prompts", "write one prompt a line, each after `- `")
         return
     for index, item in enumerate(items):
-        prefix = f"{block.key(name)}[{index}]"
-        plain = Block({"prompt": item}, prefix, {"prompt": prefix})
-        sample = plain if name == "prompts" else block_of(reading, item, prefix)
-        _prompt(reading, _with_flags(reading, sample, trigger), index, block)
+        place = f"{block.key(name)}[{index}]"
+        plain = Block(block.reading, {"prompt": item}, place, {"prompt": place})
+        sample = plain if name == "prompts" else block_at(block.reading, item, place)
+        found = _with_flags(sample, job.process.get("trigger_word"))
+        check(found, ITEM)
+        root: Path = ("validation", "prompts", index)
+        apply(found, ITEM, _Sample(root, block), root)
 
 
-def _with_flags(reading: Reading, item: Block, trigger: Any) -> Block:
+def _with_flags(item: Block, trigger: Any) -> Block:
     """The sample with the flags of its prompt taken out of the text; they win over the other keys."""
     prompt = item.get("prompt")
     if not isinstance(prompt, str):
@@ -160,35 +113,90 @@ def _with_flags(reading: Reading, item: Block, trigger: Any) -> Block:
         prompt = prompt.replace("[trigger]", trigger)
     text, *pieces = _FLAG.split(prompt)
     found: dict[str, Any] = {}
-    keys = dict(item.written_as)
+    keys = dict(item.written)
     for flag, content in zip(pieces[::2], pieces[1::2], strict=True):
-        key = f"{item.prefix} --{flag}"
+        key = f"{item.place} --{flag}"
         if flag in _FLAGS:
             found[_FLAGS[flag]] = _content(_FLAGS[flag])(content.strip())
             keys[_FLAGS[flag]] = key
         elif flag in _REFUSED_FLAGS:
-            reading.draft.refuse(key, content.strip(), _REFUSED_FLAGS[flag], "remove the flag from the prompt")
+            item.draft.refuse(key, content.strip(), _REFUSED_FLAGS[flag], "remove the flag from the prompt")
         else:
             hint = misspelt(flag, _FLAGS, "remove it, or put a space after the dashes", write="--{}")
-            reading.draft.problem(key, content.strip(), f"one of --{', --'.join(_FLAGS)}", hint)
-    return Block({**item.values, **found, "prompt": text.strip()}, item.prefix, keys)
+            item.draft.problem(key, content.strip(), f"one of --{', --'.join(_FLAGS)}", hint)
+    return Block(item.reading, {**item.values, **found, "prompt": text.strip()}, item.place, keys)
 
 
 def _content(name: str) -> Callable[[str], Any]:
-    return str if name in ("neg", *_REFERENCES) else number
+    return str if name in ("neg", *_REFERENCES) else as_number
 
 
-def _prompt(reading: Reading, item: Block, index: int, block: Block) -> None:
-    root: Path = ("validation", "prompts", index)
-    check(reading, item, ITEM)
-    put_rows(reading, item, ITEM, root)
-    reading.put((*root, "prompt"), item.get("prompt"), item.key("prompt"))
+def _prompt(item: Block, sample: _Sample) -> None:
+    item.assign((*sample.root, "prompt"), item.get("prompt"), "prompt")
+
+
+def _references(item: Block, sample: _Sample) -> None:
     first = "ctrl_img" if item.get("ctrl_img") is not None else "ctrl_img_1"
-    references = [name for name in (first, "ctrl_img_2", "ctrl_img_3") if item.get(name)]
-    for place, name in enumerate(references):
-        reading.put((*root, "references", place), item.get(name), item.key(name))
-    if item.get("fps") is not None and number(item.get("fps")) != reading.draft.get(("validation", "fps")):
-        reading.draft.refuse(item.key("fps"), item.get("fps"), "the fps of all samples: set it in `sample`")
-    strength = block.get("network_multiplier")
-    if item.get("network_multiplier") is None and strength is not None:
-        reading.put((*root, "adapter_strength"), number(strength), block.key("network_multiplier"))
+    names = [name for name in (first, "ctrl_img_2", "ctrl_img_3") if item.get(name)]
+    for place, name in enumerate(names):
+        item.assign((*sample.root, "references", place), item.get(name), name)
+
+
+def _fps(item: Block, sample: _Sample) -> None:
+    if item.get("fps") is not None and as_number(item.get("fps")) != item.draft.get(("validation", "fps")):
+        item.refuse("fps", "the fps of all samples: set it in `sample`")
+
+
+def _strength(item: Block, sample: _Sample) -> None:
+    if item.get("network_multiplier") is None:
+        sample.shared.put("network_multiplier", (*sample.root, "adapter_strength"), as_number)
+
+
+def negative(value: Any) -> Any:
+    """Upstream writes false for no negative prompt."""
+    return "" if value is False else value
+
+
+def seed(value: Any) -> Any:
+    """Upstream writes -1 for a random seed."""
+    value = as_number(value)
+    return None if value == -1 else value
+
+
+_SHARED = (
+    Key("width", ("width",), as_number),
+    Key("height", ("height",), as_number),
+    Key("num_frames", ("num_frames",), as_number),
+    Key("seed", ("seed",), seed),
+    Key("guidance_scale", ("guidance",), as_number),
+    Key("sample_steps", ("steps",), as_number),
+    Key("neg", ("negative_prompt",), negative),
+    refused("duration", OneOf((None,)), "nothing: ai-toolkit's audio models are not trained here"),
+    refused("do_cfg_norm", OneOf((False,)), "false: samples are drawn without rescaling the guidance"),
+)
+
+SAMPLE = section(
+    *_SHARED,
+    Key("fps", ("fps",), as_number),
+    Key("walk_seed", ("walk_seed",)),
+    Key("guidance_rescale", ("guidance_rescale",), as_number),
+    Rule(_defaults),
+    Rule(_rhythm, "sample_every"),
+    Rule(_start, "sample_start_step"),
+    Rule(_prompts, "prompts samples network_multiplier"),
+    # each family is sampled with its own scheduler
+    *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
+    refused("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
+)
+"""Below `validation` of a `RunConfig`."""
+
+ITEM = section(
+    *_SHARED,
+    Key("network_multiplier", ("adapter_strength",), as_number),
+    Rule(_prompt, "prompt"),
+    Rule(_references, *_REFERENCES),
+    Rule(_fps, "fps"),
+    Rule(_strength, "network_multiplier"),
+    *noted(HARMLESS, "ctrl_idx", IsFalse()),
+)
+"""Below one of `validation.prompts`."""

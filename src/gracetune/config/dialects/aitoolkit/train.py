@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
 
-from gracetune.config.dialects.aitoolkit.keys import (
-    Block,
-    Reading,
-    block_of,
-    check,
-    number,
-    precision,
-    put_rows,
-    real,
-    whole,
-)
-from gracetune.config.dialects.aitoolkit.model import Target
+from gracetune.config.dialects.aitoolkit.job import Job
 from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
-from gracetune.config.dialects.aitoolkit.train_keys import EMA, LOGGING, SAVE, TRAIN
-from gracetune.config.draft import Said
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.aitoolkit.train_keys import NOT_DONE, NOT_USED
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.values import as_number, precision, real, whole
+from gracetune.config.draft import Path, Said
 from gracetune.config.spelling import misspelt
 
 TIMESTEPS = {
@@ -38,150 +29,121 @@ ATTENTION = {
 _LAST_STEP = 999
 
 
-@dataclass(frozen=True)
-class Training:
-    """What the datasets need to know about the training."""
-
-    block: Block
-    reg_weight: float
-    caches_text: bool
-    one_prompt: bool
-    """Every caption is replaced by the trigger word, or by nothing where there is none."""
-
-
-def read_train(reading: Reading, block: Block, params: Block, target: Target) -> Training:
-    """`params` are the optimizer's own options, wherever the file wrote them."""
-    check(reading, block, TRAIN)
-    _accumulation(reading, block)
-    put_rows(reading, block, TRAIN)
-    _length(reading, block, target)
-    _precision(reading, block, target)
-    read_optimizer(reading, block, params)
-    read_schedule(reading, block)
-    flow = _scheduler(reading, block, target)
-    kind = _timesteps(reading, block, flow)
-    _window(reading, block, target, kind)
-    _choice(reading, block, "loss_type", ("objective", "loss"), LOSSES, OTHER_LOSSES)
-    _snr(reading, block, flow)
-    _ema(reading, block)
-    _speed(reading, block, target)
-    _sampling(reading, block)
-    return _text(reading, block)
-
-
-def _accumulation(reading: Reading, block: Block) -> None:
+def _accumulation(block: Block, job: Job) -> None:
     """The newer key counts optimizer steps, the older one counts micro-batches as steps."""
-    newer, older = whole(number(block.get("gradient_accumulation"))), number(block.get("gradient_accumulation_steps"))
-    path = ("training", "gradient_accumulation_steps")
+    name, path = "gradient_accumulation_steps", ("training", "gradient_accumulation_steps")
+    newer, older = whole(as_number(block.get("gradient_accumulation"))), as_number(block.get(name))
     if older == -1:
-        why = "a number: accumulating over a whole epoch is not done here"
-        reading.draft.refuse(block.key("gradient_accumulation_steps"), older, why)
+        block.refuse(name, "a number: accumulating over a whole epoch is not done here", found=older)
     elif older not in (None, 1) and newer is not None and newer > 1:
-        key = block.key("gradient_accumulation_steps")
         found = Said(f"{older} next to gradient_accumulation {newer}")
-        reading.draft.problem(key, found, "one of the two", "remove it")
+        block.problem(name, "one of the two", "remove it", found=found)
     elif older not in (None, 1):
-        key = block.key("gradient_accumulation_steps")
-        reading.put(path, older, key)
-        reading.batches_per_step = max(1, whole(older) or 1)
-        reading.draft.note(
-            f"{key}: with this key ai-toolkit counts every micro-batch as a step; steps, saves and samples are divided "
-            f"by {older} here, because we count optimizer steps"
+        block.assign(path, older, name)
+        block.note(
+            f"{block.key(name)}: with this key ai-toolkit counts every micro-batch as a step; steps, saves and samples "
+            f"are divided by {older} here, because we count optimizer steps"
         )
         return
-    if block.get("gradient_accumulation") is not None:
-        reading.put(path, number(block.get("gradient_accumulation")), block.key("gradient_accumulation"))
+    block.put("gradient_accumulation", path, as_number)
 
 
-def _length(reading: Reading, block: Block, target: Target) -> None:
+def _length(block: Block, job: Job) -> None:
     if block.get("steps") is None:
-        reading.default(("training", "max_steps"), 1000)
+        block.default(("training", "max_steps"), 1000)
     else:
-        reading.put_count(("training", "max_steps"), block.get("steps"), block.key("steps"))
+        job.put_count(block, ("training", "max_steps"), "steps")
+
+
+def _switching(block: Block, job: Job) -> None:
     if block.get("switch_boundary_every") is None:
         return
-    key = block.key("switch_boundary_every")
-    if target.dual_expert:
-        reading.put_count(("model", "switch_experts_every"), block.get("switch_boundary_every"), key)
+    if job.target.dual_expert:
+        job.put_count(block, ("model", "switch_experts_every"), "switch_boundary_every")
     else:
-        reading.harmless.append(key)
+        block.list_unused(HARMLESS, "switch_boundary_every")
 
 
-def _precision(reading: Reading, block: Block, target: Target) -> None:
+def _precision(block: Block, job: Job) -> None:
     """Upstream holds frozen weights it does not quantise in the training dtype; `mixed_precision` is the seeds' key."""
     dtype, mixed = precision(block.get("dtype")), precision(block.get("mixed_precision"))
     if dtype is None and mixed is None:
         dtype = "fp32"
-        reading.default(("training", "mixed_precision"), dtype)
-        reading.default(("model", "base_precision"), dtype)  # unless the model block says fp8
-        reading.draft.note(f"{block.key('dtype')} is not set: ai-toolkit trains in fp32 then, and so do we; write bf16")
+        block.default(("training", "mixed_precision"), dtype)
+        block.default(("model", "base_precision"), dtype)  # unless the model block says fp8
+        block.note(f"{block.key('dtype')} is not set: ai-toolkit trains in fp32 then, and so do we; write bf16")
         return
     for path, choices in (
         (("training", "mixed_precision"), ((mixed, "mixed_precision"), (dtype, "dtype"))),
         (("model", "base_precision"), ((dtype, "dtype"), (mixed, "mixed_precision"))),
     ):
         value, name = next((value, name) for value, name in choices if value is not None)
-        if not (path[0] == "model" and target.quantised):
-            reading.put(path, value, block.key(name))
+        if not (path[0] == "model" and job.target.quantised):
+            block.assign(path, value, name)
 
 
-def _scheduler(reading: Reading, block: Block, target: Target) -> bool:
-    """Whether the run is flow matching."""
-    name, key = block.get("noise_scheduler"), block.key("noise_scheduler")
-    if target.transformer:
+def _is_flow(block: Block, job: Job) -> bool:
+    return job.target.transformer or bool(block.get("noise_scheduler") == "flowmatch")
+
+
+def _scheduler(block: Block, job: Job) -> None:
+    name, family = block.get("noise_scheduler"), job.target.arch.family
+    if job.target.transformer:
         if name is None:
-            reading.draft.note(f"{key} is not set: {target.arch.family} is trained with flow matching all the same")
+            key = block.key("noise_scheduler")
+            block.note(f"{key} is not set: {family} is trained with flow matching all the same")
         elif name != "flowmatch":
-            reading.draft.problem(key, name, f"flowmatch: {target.arch.family} knows no other", "write `flowmatch`")
-        return True
-    if name == "flowmatch":
-        reading.put(("objective", "prediction"), "flow", key)
+            block.problem("noise_scheduler", f"flowmatch: {family} knows no other", "write `flowmatch`")
+    elif name == "flowmatch":
+        block.assign(("objective", "prediction"), "flow", "noise_scheduler")
     elif name not in (None, "ddpm", "ddim"):
-        reading.draft.refuse(key, name, "ddpm or flowmatch for training")
-    return bool(name == "flowmatch")
+        block.refuse("noise_scheduler", "ddpm or flowmatch for training")
 
 
-def _timesteps(reading: Reading, block: Block, flow: bool) -> str | None:
-    """ai-toolkit's name of the timestep distribution; None where there is only one, the uniform one."""
-    _choice(reading, block, "content_or_style", ("objective", "timestep_bias"),
-            {name: name for name in ("balanced", "content", "style")}, ())  # fmt: skip
-    if not flow:
-        reading.default(("objective", "timesteps"), "uniform")
-        if block.get("timestep_type") is not None:
-            reading.harmless.append(block.key("timestep_type"))  # upstream asks it of flow matching only
-        return None
-    _choice(reading, block, "timestep_type", ("objective", "timesteps"), TIMESTEPS, OTHER_TIMESTEPS)
+def _bias(block: Block, job: Job) -> None:
+    biases = {name: name for name in ("balanced", "content", "style")}
+    _choose(block, "content_or_style", ("objective", "timestep_bias"), biases, ())
+
+
+def _timestep_type(block: Block) -> str:
+    """ai-toolkit's name of the timestep distribution of a flow model."""
     name = block.get("timestep_type") or "sigmoid"
-    name = name if isinstance(name, str) else "sigmoid"
-    if TIMESTEPS.get(name) != "shift":
+    return name if isinstance(name, str) else "sigmoid"
+
+
+def _timesteps(block: Block, job: Job) -> None:
+    if not _is_flow(block, job):
+        block.default(("objective", "timesteps"), "uniform")
+        if block.get("timestep_type") is not None:
+            block.list_unused(HARMLESS, "timestep_type")  # upstream asks it of flow matching only
+        return
+    _choose(block, "timestep_type", ("objective", "timesteps"), TIMESTEPS, OTHER_TIMESTEPS)
+    if TIMESTEPS.get(_timestep_type(block)) != "shift":
         # Only `shift` shifts upstream; unset would mean the family's own shift.
-        reading.default(("objective", "flow_shift"), 1.0)
-    return name
+        block.default(("objective", "flow_shift"), 1.0)
 
 
-def _window(reading: Reading, block: Block, target: Target, kind: str | None) -> None:
+_NOISE_RANGE = {"min_denoising_steps": "max_timestep", "max_denoising_steps": "min_timestep"}
+
+
+def _noise_range(block: Block, job: Job) -> None:
     """Denoising steps count from the noisiest one down; our timesteps count up to it."""
-    names = ("min_denoising_steps", "max_denoising_steps")
-    low, high = (number(block.get(name)) for name in names)
-    given = [name for name in names if block.get(name) is not None]
+    low, high = (as_number(block.get(name)) for name in _NOISE_RANGE)
+    given = [name for name in _NOISE_RANGE if block.get(name) is not None]
     if (low in (None, 0)) and (high is None or (whole(high) is not None and high >= _LAST_STEP)):
         return
-    if target.dual_expert:
+    kind = _timestep_type(block) if _is_flow(block, job) else None
+    if job.target.dual_expert:
         keys = " and ".join(block.key(name) for name in given)
-        reading.draft.note(f"{keys}: not used, as in ai-toolkit: each expert's own window of noise levels decides")
+        block.note(f"{keys}: not used, as in ai-toolkit: each expert's own window of noise levels decides")
     elif kind not in (None, "linear", "weighted", "sigmoid"):
         for name in given:
-            reading.draft.refuse(block.key(name), block.get(name), f"the whole range with timestep_type {kind}")
+            block.refuse(name, f"the whole range with timestep_type {kind}")
     else:
-        for name, path in zip(given, _window_paths(given), strict=True):
-            step = whole(number(block.get(name)))
+        for name in given:
+            step = whole(as_number(block.get(name)))
             value = block.get(name) if step is None else timestep_of(step, kind == "sigmoid")
-            reading.put(path, value, block.key(name))
-
-
-def _window_paths(given: list[str]) -> list[tuple[str, str]]:
-    ours = {"min_denoising_steps": "max_timestep", "max_denoising_steps": "min_timestep"}
-    return [("objective", ours[name]) for name in given]
+            block.assign(("objective", _NOISE_RANGE[name]), value, name)
 
 
 def timestep_of(step: int, sigmoid: bool) -> int:
@@ -198,136 +160,187 @@ def timestep_of(step: int, sigmoid: bool) -> int:
     return round(1000 / (1 + math.exp(-NormalDist().inv_cdf(1 - step / 1000))))
 
 
-def _choice(
-    reading: Reading,
-    block: Block,
-    name: str,
-    path: tuple[str, str],
-    ours: dict[str, str],
-    others: tuple[str, ...],
-) -> None:
+def _choose(block: Block, name: str, path: Path, ours: dict[str, str], others: tuple[str, ...]) -> None:
     value = block.get(name)
     if value is None:
         return
     expected = f"one of {', '.join(ours)}"
     if isinstance(value, str) and value in ours:
-        reading.put(path, ours[value], block.key(name))
+        block.assign(path, ours[value], name)
     elif value in others:
-        reading.draft.refuse(block.key(name), value, expected)
+        block.refuse(name, expected)
     else:
-        hint = misspelt(value, ours, "choose one of them", write=f"{name}: {{}}")
-        reading.draft.problem(block.key(name), value, expected, hint)
+        block.problem(name, expected, misspelt(value, ours, "choose one of them", write=f"{name}: {{}}"))
 
 
-def _snr(reading: Reading, block: Block, flow: bool) -> None:
+def _loss(block: Block, job: Job) -> None:
+    _choose(block, "loss_type", ("objective", "loss"), LOSSES, OTHER_LOSSES)
+
+
+def _snr(block: Block, job: Job) -> None:
     for name in ("snr_gamma", "min_snr_gamma"):
-        value = number(block.get(name))
+        value = as_number(block.get(name))
         if value in (None, 0):
             continue
-        if flow:
-            reading.draft.note(f"{block.key(name)}: no effect with flow matching: every timestep weighs 1")
+        if _is_flow(block, job):
+            block.note(f"{block.key(name)}: no effect with flow matching: every timestep weighs 1")
         elif name == "min_snr_gamma":
-            reading.put(("objective", "snr_gamma"), value, block.key(name))
+            block.assign(("objective", "snr_gamma"), value, name)
         else:
             why = "nothing: the unclipped gamma/SNR weight is not done here"
-            reading.draft.refuse(block.key(name), value, why, "write `min_snr_gamma` for the usual Min-SNR weight")
+            block.refuse(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)
 
 
-def _ema(reading: Reading, block: Block) -> None:
-    ema = block_of(reading, block.get("ema_config"), block.key("ema_config"))
-    check(reading, ema, EMA)
-    used = ema.flag(reading, "use_ema", False)
+def _ema(block: Block, job: Job) -> None:
+    ema = block.inner("ema_config")
+    check(ema, EMA)
+    apply(ema, EMA, job)
+
+
+def _average(ema: Block, job: Job) -> None:
+    used = ema.flag("use_ema", False)
     if used:
-        reading.put(("training", "ema", "enabled"), True, ema.key("use_ema"))
-    if used and ema.get("ema_decay") is not None:
-        reading.put(("training", "ema", "decay"), number(ema.get("ema_decay")), ema.key("ema_decay"))
+        ema.assign(("training", "ema", "enabled"), True, "use_ema")
+        ema.put("ema_decay", ("training", "ema", "decay"), as_number)
     elif ema.get("ema_decay") is not None:
-        reading.harmless.append(ema.key("ema_decay"))
+        ema.list_unused(HARMLESS, "ema_decay")
 
 
-def _speed(reading: Reading, block: Block, target: Target) -> None:
+def _checkpointing(block: Block, job: Job) -> None:
     if block.get("gradient_checkpointing") is not None:
-        on = block.flag(reading, "gradient_checkpointing", True)
-        path = ("training", "gradient_checkpointing")
-        reading.put(path, "full" if on else "off", block.key("gradient_checkpointing"))
+        on = block.flag("gradient_checkpointing", True)
+        block.assign(("training", "gradient_checkpointing"), "full" if on else "off", "gradient_checkpointing")
+
+
+def _attention(block: Block, job: Job) -> None:
     backend = block.get("attention_backend")
     if isinstance(backend, str) and backend in ATTENTION:
-        reading.put(("training", "attention"), ATTENTION[backend], block.key("attention_backend"))
+        block.assign(("training", "attention"), ATTENTION[backend], "attention_backend")
     elif isinstance(backend, str) and "sage" in backend.lower():
-        why = f"one of {', '.join(ATTENTION)}: SageAttention computes in 8 bits"
-        reading.draft.refuse(block.key("attention_backend"), backend, why)
+        block.refuse("attention_backend", f"one of {', '.join(ATTENTION)}: SageAttention computes in 8 bits")
     elif backend is not None:
-        reading.harmless.append(block.key("attention_backend"))
-    if block.flag(reading, "bypass_guidance_embedding", False):
-        # The web interface writes it for every model; only Flux has such an embedding.
-        key = block.key("bypass_guidance_embedding")
-        if target.arch.family == "flux":
-            reading.draft.refuse(key, True, "false: Flux is trained with its guidance embedding")
-        else:
-            reading.harmless.append(key)
+        block.list_unused(HARMLESS, "attention_backend")
 
 
-def _sampling(reading: Reading, block: Block) -> None:
-    at_start = not block.flag(reading, "skip_first_sample", False)
-    if block.get("skip_first_sample") is None:
-        reading.default(("validation", "at_start"), at_start)
+def _guidance_embedding(block: Block, job: Job) -> None:
+    """The web interface writes it for every model; only Flux has such an embedding."""
+    if not block.flag("bypass_guidance_embedding", False):
+        return
+    if job.target.arch.family == "flux":
+        block.refuse("bypass_guidance_embedding", "false: Flux is trained with its guidance embedding")
     else:
-        reading.put(("validation", "at_start"), at_start, block.key("skip_first_sample"))
-    if block.flag(reading, "disable_sampling", False):
-        reading.put(("validation", "enabled"), False, block.key("disable_sampling"))
+        block.list_unused(HARMLESS, "bypass_guidance_embedding")
 
 
-def _text(reading: Reading, block: Block) -> Training:
-    caches = block.flag(reading, "cache_text_embeddings", False)
-    unloads = block.flag(reading, "unload_text_encoder", False)
+def _sampling(block: Block, job: Job) -> None:
+    at_start = not block.flag("skip_first_sample", False)
+    if block.get("skip_first_sample") is None:
+        block.default(("validation", "at_start"), at_start)
+    else:
+        block.assign(("validation", "at_start"), at_start, "skip_first_sample")
+    if block.flag("disable_sampling", False):
+        block.assign(("validation", "enabled"), False, "disable_sampling")
+
+
+def _text(block: Block, job: Job) -> None:
+    caches = block.flag("cache_text_embeddings", False)
+    unloads = block.flag("unload_text_encoder", False)
     if unloads and caches:
-        reading.draft.note(f"{block.key('unload_text_encoder')}: no effect: the cached captions are used")
+        block.note(f"{block.key('unload_text_encoder')}: no effect: the cached captions are used")
     elif unloads:
-        reading.draft.note(
+        block.note(
             f"{block.key('unload_text_encoder')}: every caption is replaced by the trigger word (or by nothing), as in "
             "ai-toolkit; write `cache_text_embeddings: true` instead to train on the captions"
         )
-    return Training(block, _reg_weight(reading, block), caches, unloads and not caches)
 
 
-def _reg_weight(reading: Reading, block: Block) -> float:
-    if block.get("reg_weight") is None:
-        return 1.0
-    weight = real(number(block.get("reg_weight")))
-    if weight is not None and weight >= 0:
-        return weight
-    reading.draft.problem(block.key("reg_weight"), block.get("reg_weight"), "a number >= 0", "write `reg_weight: 1.0`")
-    return 1.0
+def _reg_weight(block: Block, job: Job) -> None:
+    """The datasets take it into account (`Job.reg_weight`)."""
+    weight = real(as_number(block.get("reg_weight")))
+    if block.get("reg_weight") is not None and (weight is None or weight < 0):
+        block.problem("reg_weight", "a number >= 0", "write `reg_weight: 1.0`")
 
 
-def read_save(reading: Reading, value: Any, prefix: str, *, adapter: bool) -> None:
-    block = block_of(reading, value, prefix)
-    check(reading, block, SAVE)
-    put_rows(reading, block, SAVE)
-    reading.default(("checkpoints", "save_dtype"), "fp16")
-    if "save_every" not in block.values:
-        reading.default(("checkpoints", "every_steps"), 1000)
+TRAIN = section(
+    Rule(_accumulation, "gradient_accumulation gradient_accumulation_steps"),
+    Key("batch_size", ("training", "batch_size"), as_number),
+    Key("max_grad_norm", ("training", "max_grad_norm"), as_number),
+    Key("noise_offset", ("objective", "noise_offset"), as_number),
+    Rule(_length, "steps"),
+    Rule(_switching, "switch_boundary_every"),
+    Rule(_precision, "dtype mixed_precision"),
+    Rule(read_optimizer, "optimizer optimizer_params lr"),
+    Rule(read_schedule, "lr_scheduler lr_scheduler_params"),
+    Rule(_scheduler, "noise_scheduler"),
+    Rule(_bias, "content_or_style"),
+    Rule(_timesteps, "timestep_type"),
+    Rule(_noise_range, *_NOISE_RANGE),
+    Rule(_loss, "loss_type"),
+    Rule(_snr, "snr_gamma min_snr_gamma"),
+    Rule(_ema, "ema_config"),
+    Rule(_checkpointing, "gradient_checkpointing"),
+    Rule(_attention, "attention_backend"),
+    Rule(_guidance_embedding, "bypass_guidance_embedding"),
+    Rule(_sampling, "skip_first_sample disable_sampling"),
+    Rule(_text, "cache_text_embeddings unload_text_encoder"),
+    Rule(_reg_weight, "reg_weight"),
+    *NOT_DONE,
+    *NOT_USED,
+)
+
+EMA = section(
+    Rule(_average, "use_ema ema_decay"),
+    refused("use_feedback", OneOf((False,)), "false: the average is not fed back into the weights"),
+    refused("param_multiplier", OneOf((1,)), "1: the weights are not scaled after each step"),
+    *noted(HARMLESS, "feedback_rate", IsFalse()),
+)
+
+
+def _save_every(block: Block, job: Job) -> None:
+    block.default(("checkpoints", "save_dtype"), "fp16")
+    if "save_every" not in block:
+        block.default(("checkpoints", "every_steps"), 1000)
     elif block.get("save_every"):
-        reading.put_count(("checkpoints", "every_steps"), block.get("save_every"), block.key("save_every"))
+        job.put_count(block, ("checkpoints", "every_steps"), "save_every")
     else:
-        reading.put(("checkpoints", "every_steps"), None, block.key("save_every"))
-    save_format, key = block.get("save_format"), block.key("save_format")
+        block.assign(("checkpoints", "every_steps"), None, "save_every")
+
+
+def _save_format(block: Block, job: Job) -> None:
+    save_format = block.get("save_format")
     if save_format not in (None, "safetensors", "diffusers"):
-        reading.draft.problem(key, save_format, "safetensors or diffusers", "choose one of them")
-    elif save_format == "diffusers" and not adapter:
-        reading.put(("checkpoints", "format"), "diffusers", key)
+        block.problem("save_format", "safetensors or diffusers", "choose one of them")
+    elif save_format == "diffusers" and not job.target.adapter:
+        block.assign(("checkpoints", "format"), "diffusers", "save_format")
     elif save_format is not None:
-        reading.harmless.append(key)  # upstream writes an adapter the same way under both names
+        block.list_unused(HARMLESS, "save_format")  # upstream writes an adapter the same way under both names
 
 
-def read_logging(reading: Reading, value: Any, prefix: str) -> None:
-    block = block_of(reading, value, prefix)
-    check(reading, block, LOGGING)
-    put_rows(reading, block, LOGGING)
-    reading.default(("logging", "project"), "ai-toolkit")
+SAVE = section(
+    Key("dtype", ("checkpoints", "save_dtype"), precision),
+    Key("max_step_saves_to_keep", ("checkpoints", "keep_last"), as_number),
+    Rule(_save_every, "save_every"),
+    Rule(_save_format, "save_format"),
+    *noted(HARMLESS, "push_to_hub hf_repo_id hf_private", IsFalse()),
+)
+
+
+def _log_every(block: Block, job: Job) -> None:
+    block.default(("logging", "project"), "ai-toolkit")
     if block.get("log_every"):
-        reading.put_count(("logging", "every_steps"), block.get("log_every"), block.key("log_every"))
+        job.put_count(block, ("logging", "every_steps"), "log_every")
     else:
-        reading.default(("logging", "every_steps"), 100)
-    if block.flag(reading, "use_wandb", False):
-        reading.put(("logging", "trackers"), ["tensorboard", "wandb"], block.key("use_wandb"))
+        block.default(("logging", "every_steps"), 100)
+
+
+def _trackers(block: Block, job: Job) -> None:
+    if block.flag("use_wandb", False):
+        block.assign(("logging", "trackers"), ["tensorboard", "wandb"], "use_wandb")
+
+
+LOGGING = section(
+    Key("project_name", ("logging", "project")),
+    Rule(_log_every, "log_every"),
+    Rule(_trackers, "use_wandb"),
+    *noted(HARMLESS, "verbose use_ui_logger run_name", IsFalse()),
+)

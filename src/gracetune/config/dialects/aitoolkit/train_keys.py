@@ -1,31 +1,11 @@
-"""Every key of ai-toolkit's `train` block, and of the small blocks that need no more than a table."""
+"""The keys of ai-toolkit's `train` block that are not used here, or not done."""
 
 from __future__ import annotations
 
-from gracetune.config.dialects.aitoolkit.keys import Known, Put, Row, Table, number, precision, refused_unless
+from typing import Any
 
-_BY_HAND = (
-    "steps", "optimizer", "optimizer_params", "lr", "lr_scheduler", "lr_scheduler_params", "noise_scheduler",
-    "timestep_type", "content_or_style", "min_denoising_steps", "max_denoising_steps", "dtype", "mixed_precision",
-    "gradient_accumulation", "gradient_accumulation_steps", "gradient_checkpointing", "attention_backend",
-    "loss_type", "ema_config", "snr_gamma", "min_snr_gamma", "switch_boundary_every", "cache_text_embeddings",
-    "unload_text_encoder", "skip_first_sample", "disable_sampling", "reg_weight", "bypass_guidance_embedding",
-)  # fmt: skip
-
-_HARMLESS = (
-    "xformers", "sdp", "train_refiner", "show_turbo_outputs", "force_first_sample", "single_item_batching",
-    "max_loss_debug",
-    # read by no code path upstream, or only together with a switch that is refused below
-    "unet_lr", "text_encoder_lr", "refiner_lr", "embedding_lr", "adapter_lr", "content_or_style_reg",
-    "merge_network_on_save_strength", "adapter_assist_type", "batch_noise_correction_scale",
-    "signal_amplification_strength", "signal_correction_noise_scale", "negative_prompt", "max_negative_prompts",
-    "inverted_mask_prior_multiplier", "diff_output_preservation_multiplier", "diff_output_preservation_class",
-    "blank_prompt_preservation_multiplier", "cfg_scale", "max_cfg_scale", "cfg_rescale",
-    "correct_pred_norm_multiplier", "t0_velocity_equiv_weight", "do_fft_velocity_equiv_weight",
-    "target_norm_std_value", "next_sample_timesteps", "paramiter_swapping_factor", "latent_feature_loss_weight",
-    "diffusion_feature_extractor_weight", "guidance_loss_target", "do_guidance_loss_cfg_zero",
-    "guidance_loss_schedule", "unconditional_prompt", "differential_guidance_scale", "audio_loss_multiplier",
-)  # fmt: skip
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.table import IsFalse, OneOf, noted, refused
 
 _NOISE = "the noise stays as the objective draws it"
 _LOSS = "the loss is the plain one between prediction and target"
@@ -33,7 +13,7 @@ _PRIOR = "false: no second pass without the adapter is made"
 _TEACHER = "nothing: no second network judges the prediction"
 _IMAGES = "images and latents stay as they are"
 
-_REFUSED: dict[str, tuple[object, str]] = {
+_REFUSED: dict[str, tuple[Any, str]] = {
     "train_unet": (True, "true: the denoiser is what is trained here"),
     "train_text_encoder": (False, "false: text encoders are not trained here"),
     "train_turbo": (False, "false: no turbo training here"),
@@ -93,37 +73,29 @@ _REFUSED: dict[str, tuple[object, str]] = {
     "validation_config": (None, "nothing: held-out loss needs a dataset here, not a list of pictures"),
 }
 
-TRAIN: Table = {
-    **dict.fromkeys(_BY_HAND, Known.BY_HAND),
-    **dict.fromkeys(_HARMLESS, Known.HARMLESS),
-    **{name: refused_unless(default, why) for name, (default, why) in _REFUSED.items()},
-    "batch_size": Put(("training", "batch_size"), number),
-    "max_grad_norm": Put(("training", "max_grad_norm"), number),
-    "noise_offset": Put(("objective", "noise_offset"), number),
-}
+NOT_DONE = tuple(refused(name, OneOf((default,)), why) for name, (default, why) in _REFUSED.items())
 
-EMA: Table = {
-    "use_ema": Known.BY_HAND,
-    "ema_decay": Known.BY_HAND,
-    "use_feedback": refused_unless(False, "false: the average is not fed back into the weights"),
-    "param_multiplier": refused_unless(1, "1: the weights are not scaled after each step"),
-    "feedback_rate": Known.HARMLESS,
-}
-
-_HUB: dict[str, Row] = dict.fromkeys(("push_to_hub", "hf_repo_id", "hf_private"), Known.HARMLESS)
-SAVE: Table = {
-    **_HUB,
-    "save_every": Known.BY_HAND,
-    "save_format": Known.BY_HAND,
-    "dtype": Put(("checkpoints", "save_dtype"), precision),
-    "max_step_saves_to_keep": Put(("checkpoints", "keep_last"), number),
-}
-
-LOGGING: Table = {
-    "log_every": Known.BY_HAND,
-    "use_wandb": Known.BY_HAND,
-    "project_name": Put(("logging", "project")),
-    "verbose": Known.HARMLESS,
-    "use_ui_logger": Known.HARMLESS,
-    "run_name": Known.HARMLESS,
-}
+NOT_USED = (
+    *noted(
+        HARMLESS,
+        """
+        xformers sdp train_refiner show_turbo_outputs force_first_sample single_item_batching max_loss_debug
+        """,
+        IsFalse(),
+    ),
+    # read by no code path upstream, or only together with a switch that is refused above
+    *noted(
+        HARMLESS,
+        """
+        unet_lr text_encoder_lr refiner_lr embedding_lr adapter_lr content_or_style_reg merge_network_on_save_strength
+        adapter_assist_type batch_noise_correction_scale signal_amplification_strength signal_correction_noise_scale
+        negative_prompt max_negative_prompts inverted_mask_prior_multiplier diff_output_preservation_multiplier
+        diff_output_preservation_class blank_prompt_preservation_multiplier cfg_scale max_cfg_scale cfg_rescale
+        correct_pred_norm_multiplier t0_velocity_equiv_weight do_fft_velocity_equiv_weight target_norm_std_value
+        next_sample_timesteps paramiter_swapping_factor latent_feature_loss_weight diffusion_feature_extractor_weight
+        guidance_loss_target do_guidance_loss_cfg_zero guidance_loss_schedule unconditional_prompt
+        differential_guidance_scale audio_loss_multiplier
+        """,
+        IsFalse(),
+    ),
+)

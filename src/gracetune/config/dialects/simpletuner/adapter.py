@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from gracetune.config.dialects.simpletuner.values import (
-    PEER,
-    Converter,
-    Options,
-    as_flag,
-    as_list,
-    as_number,
-    is_number,
-    is_off,
-    read_sidecar,
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.simpletuner.files import line, read_sidecar
+from gracetune.config.dialects.simpletuner.keys import Off
+from gracetune.config.dialects.table import (
+    Always,
+    IsFalse,
+    Key,
+    Rule,
+    Table,
+    apply,
+    check,
+    noted,
+    read_elsewhere,
+    refused,
+    report_unknown_keys,
 )
-from gracetune.config.draft import Draft
-from gracetune.config.spelling import misspelt
-from gracetune.config.syntax import Document
+from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number
+from gracetune.config.draft import Origin
 
 _ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 _CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
@@ -38,70 +43,76 @@ _FLUX_TARGETS: dict[str, tuple[str, ...]] = {
 _TARGETS = {"wan": _ATTENTION, "qwen_image": _ATTENTION, "sdxl": _ATTENTION}
 
 
-def read_adapter(options: Options, draft: Draft, family: str) -> None:
+def _adapter(options: Block, family: str) -> None:
     kind = options.get("model_type")
     if kind == "full":
-        draft.put(("adapter", "kind"), "full_finetune", options.origin("model_type"))
+        options.assign(("adapter", "kind"), "full_finetune", "model_type")
         return
     if kind is None:
-        draft.missing(("adapter", "kind"), "model_type", "lora or full", f"add {options.line('model_type', 'lora')}")
+        hint = f"add {line(options, 'model_type', 'lora')}"
+        options.draft.missing(("adapter", "kind"), "model_type", "lora or full", hint)
         return
     if kind != "lora":
-        options.problem(draft, "model_type", "lora or full", "write `lora`")
+        options.problem("model_type", "lora or full", "write `lora`")
         return
-    draft.put(("adapter", "kind"), "lora", options.origin("model_type"))
-    options.put(draft, "init_lora", ("adapter", "init_from"))
+    options.assign(("adapter", "kind"), "lora", "model_type")
+    options.put("init_lora", ("adapter", "init_from"))
     lora_type = options.take("lora_type") or "standard"
     if lora_type == "standard":
-        _lora(options, draft, family)
+        apply(options, LORA, family)
     elif lora_type == "lycoris":
-        _lycoris_file(options, draft)
+        _lycoris_file(options)
     else:
-        options.problem(draft, "lora_type", "standard or lycoris", "write `standard`")
+        options.problem("lora_type", "standard or lycoris", "write `standard`")
 
 
-def _lora(options: Options, draft: Draft, family: str) -> None:
-    options.put(draft, "lora_rank", ("adapter", "rank"), as_number)
-    options.put(draft, "lora_alpha", ("adapter", "alpha"), as_number)
-    options.put(draft, "lora_dropout", ("adapter", "dropout"), as_number)
-    draft.default(("adapter", "dropout"), 0.1, PEER, "lora_dropout")
-    if options.switch(draft, "use_dora"):
-        draft.put(("adapter", "kind"), "dora", options.origin("use_dora"))
-    options.put(draft, "lora_format", ("checkpoints", "format"))
-    draft.default(("checkpoints", "format"), "diffusers", PEER, "lora_format")
-    _lora_targets(options, draft, family)
+ADAPTER: Table[str] = Table(Rule(_adapter, "model_type init_lora lora_type lycoris_config"))
 
 
-def _lora_targets(options: Options, draft: Draft, family: str) -> None:
+def _dora(options: Block, family: str) -> None:
+    if options.switch("use_dora"):
+        options.assign(("adapter", "kind"), "dora", "use_dora")
+
+
+def _lora_targets(options: Block, family: str) -> None:
     if "peft_lora_target_modules" in options:
-        _named_targets(options, draft)
+        _named_targets(options)
     elif family == "flux":
-        _flux_targets(options, draft)
+        _flux_targets(options)
     elif family in _TARGETS:
-        draft.default(("adapter", "targets"), list(_TARGETS[family]), PEER)
+        options.default(("adapter", "targets"), list(_TARGETS[family]))
 
 
-def _flux_targets(options: Options, draft: Draft) -> None:
+def _flux_targets(options: Block) -> None:
     name = options.get("flux_lora_target")
     if name is None:
-        draft.default(("adapter", "targets"), list(_FLUX_TARGETS["all"]), PEER, "flux_lora_target")
+        options.default(("adapter", "targets"), list(_FLUX_TARGETS["all"]), "flux_lora_target")
     elif isinstance(name, str) and name in _FLUX_TARGETS:
-        draft.put(("adapter", "targets"), list(_FLUX_TARGETS[name]), options.origin("flux_lora_target"))
+        options.assign(("adapter", "targets"), list(_FLUX_TARGETS[name]), "flux_lora_target")
     else:
-        options.refuse(draft, "flux_lora_target", f"one of {', '.join(_FLUX_TARGETS)}", "choose one of them")
+        options.refuse("flux_lora_target", f"one of {', '.join(_FLUX_TARGETS)}", "choose one of them")
 
 
-def _named_targets(options: Options, draft: Draft) -> None:
+def _named_targets(options: Block) -> None:
     """A list, a JSON list in a string, or a file that holds one."""
     value = options.get("peft_lora_target_modules")
     if isinstance(value, str) and not value.lstrip().startswith("["):
-        document = read_sidecar(draft, options, "peft_lora_target_modules", "a JSON list of module names")
+        document = read_sidecar(options, "peft_lora_target_modules", "a JSON list of module names")
         if document is not None:
-            origin = Options({}, {}, document.name).origin("(list)")
-            draft.put(("adapter", "targets"), document.data, origin)
+            options.draft.put(("adapter", "targets"), document.data, Origin("file", "(list)", document.name))
     else:
-        options.put(draft, "peft_lora_target_modules", ("adapter", "targets"), as_list)
+        options.put("peft_lora_target_modules", ("adapter", "targets"), as_list)
 
+
+LORA: Table[str] = Table(
+    Key("lora_rank", ("adapter", "rank"), as_number),
+    Key("lora_alpha", ("adapter", "alpha"), as_number),
+    Key("lora_dropout", ("adapter", "dropout"), as_number, default=0.1),
+    Rule(_dora, "use_dora"),
+    Key("lora_format", ("checkpoints", "format"), default="diffusers"),
+    Rule(_lora_targets, "peft_lora_target_modules flux_lora_target"),
+)
+"""Options of a `lora_type` that is standard."""
 
 _ALGORITHMS = {
     "lora": "locon",
@@ -115,149 +126,129 @@ _ALGORITHMS = {
 _FULL_DIMENSION = 10000
 """The dimension people write when they mean that nothing should be decomposed."""
 
-_LYCORIS_ROWS: dict[str, tuple[str, Converter]] = {
-    "linear_dim": ("rank", as_number),
-    "linear_alpha": ("alpha", as_number),
-    "conv_dim": ("conv_rank", as_number),
-    "conv_alpha": ("conv_alpha", as_number),
-    "dropout": ("dropout", as_number),
-    "factor": ("factor", as_number),
-    "full_matrix": ("full_rank", as_flag),
-    "decompose_both": ("decompose_both", as_flag),
-    "multiplier": ("strength", as_number),
-}
-_LYCORIS_HARMLESS = ("bypass_mode", "wd_on_output", "warn_on_unmatched")
-_LYCORIS_REFUSED: dict[str, str] = {
-    "rank_dropout": "only plain dropout is implemented",
-    "module_dropout": "only plain dropout is implemented",
-    "use_tucker": "Tucker decomposition of convolutions is not implemented",
-    "use_cp": "Tucker decomposition of convolutions is not implemented",
-    "use_conv_cp": "Tucker decomposition of convolutions is not implemented",
-    "use_scalar": "a trained scalar is not implemented",
-    "train_norm": "norm layers stay frozen",
-    "rescaled": "rescaled OFT is not implemented",
-    "constraint": "constrained OFT is not implemented",
-    "constrain": "constrained OFT is not implemented",
-    "unbalanced_factorization": "LoKr's unbalanced split is not implemented",
-    "rs_lora": "rank-stabilised scaling is not implemented",
-    "block_size": "DyLoRA is not implemented",
-    "tlora_min_rank": "T-LoRA is not implemented",
-    "tlora_alpha": "T-LoRA is not implemented",
-    "train_llm_adapter": "only the diffusion model is adapted",
-    "preset": "name modules in apply_preset instead",
-}
-_LYCORIS_KNOWN = ("algo", "dora_wd", "apply_preset", *_LYCORIS_ROWS, *_LYCORIS_HARMLESS, *_LYCORIS_REFUSED)
 
-
-def _lycoris_file(options: Options, draft: Draft) -> None:
+def _lycoris_file(options: Block) -> None:
     named = options
     if "lycoris_config" not in options:
-        default = {**options.values, "lycoris_config": "config/lycoris_config.json"}
-        named = Options(default, options.written, options.file)
-    document = read_sidecar(draft, named, "lycoris_config", "a LyCORIS JSON file")
+        named = replace(options, values={**options.values, "lycoris_config": "config/lycoris_config.json"}, used=set())
+    document = read_sidecar(named, "lycoris_config", "a LyCORIS JSON file")
     if document is None:
         return
     if not isinstance(document.data, Mapping):
-        draft.problem("(file)", document.data, "a mapping of LyCORIS options", 'start with {"algo": "lokr", …}',
-                      document.name)  # fmt: skip
+        options.draft.problem("(file)", document.data, "a mapping of LyCORIS options", 'start with {"algo": "lokr", …}',
+                              document.name)  # fmt: skip
         return
-    _lycoris(document, draft)
-    draft.default(("checkpoints", "format"), "lycoris", PEER)
+    lycoris = replace(options.without_nulls(document.data, ""), elsewhere=document.name)
+    check(lycoris, LYCORIS)
+    apply(lycoris, LYCORIS, None)
+    options.default(("checkpoints", "format"), "lycoris")
 
 
-def _lycoris(document: Document, draft: Draft) -> None:
-    lycoris = Options.block(document.data, document.name, "")
-    for name in lycoris.values:
-        if name not in _LYCORIS_KNOWN:
-            lycoris.problem(draft, name, "an option of LyCORIS", misspelt(name, _LYCORIS_KNOWN))
-        elif name in _LYCORIS_REFUSED and not is_off(lycoris.get(name)):
-            lycoris.refuse(draft, name, _LYCORIS_REFUSED[name])
-    for name, (field, convert) in _LYCORIS_ROWS.items():
-        lycoris.put(draft, name, ("adapter", field), convert)
-    _algorithm(lycoris, draft)
-    _full_dimension(lycoris, draft)
-    _preset(lycoris, draft)
-
-
-def _algorithm(lycoris: Options, draft: Draft) -> None:
+def _algorithm(lycoris: Block, _: None) -> None:
     algorithm = lycoris.get("algo")
     kind = _ALGORITHMS.get(algorithm.strip().lower()) if isinstance(algorithm, str) else None
     if algorithm is None:
-        draft.problem("algo", None, f"one of {', '.join(_ALGORITHMS)}", 'add "algo": "lokr"', lycoris.file)
+        lycoris.problem("algo", f"one of {', '.join(_ALGORITHMS)}", 'add "algo": "lokr"')
     elif kind is None:
-        lycoris.refuse(draft, "algo", f"one of {', '.join(_ALGORITHMS)}", "choose one of them")
+        lycoris.refuse("algo", f"one of {', '.join(_ALGORITHMS)}", "choose one of them")
     else:
-        draft.put(("adapter", "kind"), kind, lycoris.origin("algo"))
+        lycoris.assign(("adapter", "kind"), kind, "algo")
     if lycoris.is_on("dora_wd"):
         if kind == "locon":
-            draft.put(("adapter", "kind"), "dora", lycoris.origin("dora_wd"))
+            lycoris.assign(("adapter", "kind"), "dora", "dora_wd")
         else:
-            lycoris.refuse(draft, "dora_wd", "weight decomposition is implemented for lora alone")
+            lycoris.refuse("dora_wd", "weight decomposition is implemented for lora alone")
 
 
-def _full_dimension(lycoris: Options, draft: Draft) -> None:
+def _full_dimension(lycoris: Block, _: None) -> None:
     dimension = as_number(lycoris.get("linear_dim"))
-    if is_number(dimension) and dimension >= _FULL_DIMENSION and draft.get(("adapter", "kind")) == "lokr":
-        draft.put(("adapter", "full_rank"), True, lycoris.origin("linear_dim"))
+    if is_number(dimension) and dimension >= _FULL_DIMENSION and lycoris.draft.get(("adapter", "kind")) == "lokr":
+        lycoris.assign(("adapter", "full_rank"), True, "linear_dim")
 
 
-_PRESET_REFUSED = ("name_algo_map",)
-_PRESET_HARMLESS = (
-    "enable_conv", "lora_prefix", "use_fnmatch", "unet_target_module", "unet_target_name",
-    "text_encoder_target_module", "text_encoder_target_name",
-)  # fmt: skip
-_PRESET_KNOWN = ("target_module", "target_name", "module_algo_map", "exclude_name", *_PRESET_REFUSED, *_PRESET_HARMLESS)
-
-
-def _preset(lycoris: Options, draft: Draft) -> None:
+def _preset(lycoris: Block, _: None) -> None:
     preset = lycoris.get("apply_preset")
     if preset is None or preset == {}:
-        draft.refuse("apply_preset", preset, "modules to adapt: without them LyCORIS wraps every layer of the model",
-                     'add "apply_preset": {"target_module": ["Attention", "FeedForward"]}', lycoris.file)  # fmt: skip
+        lycoris.refuse("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
+                       'add "apply_preset": {"target_module": ["Attention", "FeedForward"]}')  # fmt: skip
         return
     if not isinstance(preset, Mapping):
-        lycoris.problem(draft, "apply_preset", "a mapping with target_module", 'write {"target_module": ["Attention"]}')
+        lycoris.problem("apply_preset", "a mapping with target_module", 'write {"target_module": ["Attention"]}')
         return
-    block = Options.block(preset, lycoris.file, "apply_preset.")
-    for name in block.values:
-        if name not in _PRESET_KNOWN:
-            block.problem(draft, name, "a key of a LyCORIS preset", misspelt(name, _PRESET_KNOWN))
-        elif name in _PRESET_REFUSED and block.get(name):
-            block.refuse(draft, name, "options by module name are not implemented; use module_algo_map")
-    _targets(block, draft)
-    block.put(draft, "exclude_name", ("adapter", "exclude"), as_list)
-    if "module_algo_map" in block:
-        _by_module(block, draft)
+    block = lycoris.without_nulls(preset, "apply_preset")
+    check(block, PRESET)
+    apply(block, PRESET, None)
 
 
-def _targets(block: Options, draft: Draft) -> None:
+def _targets(block: Block, _: None) -> None:
     modules, names = as_list(block.get("target_module")), as_list(block.get("target_name"))
     if isinstance(modules, list) and isinstance(names, list):
-        draft.put(("adapter", "targets"), [*modules, *names], block.origin("target_module"))
+        block.assign(("adapter", "targets"), [*modules, *names], "target_module")
     elif modules is not None:
-        block.put(draft, "target_module", ("adapter", "targets"), as_list)
+        block.put("target_module", ("adapter", "targets"), as_list)
     else:
-        block.put(draft, "target_name", ("adapter", "targets"), as_list)
+        block.put("target_name", ("adapter", "targets"), as_list)
 
 
-_PER_MODULE = (
-    "algo",
-    "dim",
-    "linear_dim",
-    "alpha",
-    "linear_alpha",
-    "factor",
-    "full_matrix",
-    "decompose_both",
-    "dropout",
-)
-
-
-def _by_module(block: Options, draft: Draft) -> None:
+def _by_module(block: Block, _: None) -> None:
     table = block.get("module_algo_map")
     for module, settings in table.items() if isinstance(table, Mapping) else ():
-        for name in settings if isinstance(settings, Mapping) else ():
-            if name not in _PER_MODULE:
-                draft.problem(f"{block.key('module_algo_map')}.{module}.{name}", settings[name],
-                              f"one of {', '.join(_PER_MODULE)}", misspelt(name, _PER_MODULE), block.file)  # fmt: skip
-    block.put(draft, "module_algo_map", ("adapter", "by_module"))
+        if isinstance(settings, Mapping):
+            place = f"{block.key('module_algo_map')}.{module}"
+            report_unknown_keys(replace(block, values={str(name): settings[name] for name in settings}, place=place),
+                                PER_MODULE)  # fmt: skip
+    block.put("module_algo_map", ("adapter", "by_module"))
+
+
+def _not_implemented(names: str, why: str) -> tuple[Key, ...]:
+    return tuple(refused(name, Off(), why) for name in names.split())
+
+
+LYCORIS: Table[None] = Table(
+    Key("linear_dim", ("adapter", "rank"), as_number),
+    Key("linear_alpha", ("adapter", "alpha"), as_number),
+    Key("conv_dim", ("adapter", "conv_rank"), as_number),
+    Key("conv_alpha", ("adapter", "conv_alpha"), as_number),
+    Key("dropout", ("adapter", "dropout"), as_number),
+    Key("factor", ("adapter", "factor"), as_number),
+    Key("full_matrix", ("adapter", "full_rank"), as_flag),
+    Key("decompose_both", ("adapter", "decompose_both"), as_flag),
+    Key("multiplier", ("adapter", "strength"), as_number),
+    Rule(_algorithm, "algo dora_wd"),
+    Rule(_full_dimension, "linear_dim"),
+    Rule(_preset, "apply_preset"),
+    *_not_implemented("rank_dropout module_dropout", "only plain dropout is implemented"),
+    *_not_implemented("use_tucker use_cp use_conv_cp", "Tucker decomposition of convolutions is not implemented"),
+    *_not_implemented("use_scalar", "a trained scalar is not implemented"),
+    *_not_implemented("train_norm", "norm layers stay frozen"),
+    *_not_implemented("rescaled", "rescaled OFT is not implemented"),
+    *_not_implemented("constraint constrain", "constrained OFT is not implemented"),
+    *_not_implemented("unbalanced_factorization", "LoKr's unbalanced split is not implemented"),
+    *_not_implemented("rs_lora", "rank-stabilised scaling is not implemented"),
+    *_not_implemented("block_size", "DyLoRA is not implemented"),
+    *_not_implemented("tlora_min_rank tlora_alpha", "T-LoRA is not implemented"),
+    *_not_implemented("train_llm_adapter", "only the diffusion model is adapted"),
+    *_not_implemented("preset", "name modules in apply_preset instead"),
+    *noted("speed alone", "bypass_mode wd_on_output warn_on_unmatched", Always()),
+    expected="an option of LyCORIS",
+)
+"""The file that `lycoris_config` names."""
+
+PRESET: Table[None] = Table(
+    Rule(_targets, "target_module target_name"),
+    Key("exclude_name", ("adapter", "exclude"), as_list),
+    Rule(_by_module, "module_algo_map"),
+    refused("name_algo_map", IsFalse(), "options by module name are not implemented; use module_algo_map"),
+    *noted(
+        "LyCORIS's own names",
+        """
+        enable_conv lora_prefix use_fnmatch unet_target_module unet_target_name text_encoder_target_module
+        text_encoder_target_name
+        """,
+        Always(),
+    ),
+    expected="a key of a LyCORIS preset",
+)
+PER_MODULE: Table[None] = Table(
+    *read_elsewhere("algo dim linear_dim alpha linear_alpha factor full_matrix decompose_both dropout")
+)

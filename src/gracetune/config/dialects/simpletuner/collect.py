@@ -1,14 +1,15 @@
-"""From a SimpleTuner file in any of its formats to `Options`: names, aliases, placeholders, keys nobody knows."""
+"""From a SimpleTuner file in any of its formats to one block of options: names, aliases, placeholders, unknown keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import split_alloc_conf
+from gracetune.config.dialects.block import Block, Reading
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
-from gracetune.config.dialects.simpletuner.keys import ALIASES, KNOWN
-from gracetune.config.dialects.simpletuner.values import Options, Placeholders
+from gracetune.config.dialects.simpletuner.files import Placeholders
+from gracetune.config.dialects.simpletuner.keys import ALIASES, HARMLESS, PEER, SAMPLES_ONLY, WITHOUT_EFFECT
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment, memory_settings
 from gracetune.config.spelling import misspelt, nearest
@@ -22,13 +23,14 @@ MAY_BE_EMPTY = ("resume_from_checkpoint", "validation_negative_prompt", "validat
 """Where empty text says something; everywhere else it is as good as absent."""
 
 
-def collect(document: Document, draft: Draft, environment: Environment) -> Options:
+def collect(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Block:
+    """What a config says, by canonical name. `null` is as good as absent."""
     placeholders = Placeholders(environment, {})
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
-    for name, key, value in _pairs(document, draft, environment):
-        if name not in KNOWN:
-            _report_unknown(draft, key, name, value)
+    for name, key, value in _pairs(document, draft, environment, known):
+        if name not in known:
+            draft.problem(key, value, "an option SimpleTuner knows", misspelt(name, known, f"remove `{key}`"))
             continue
         canonical = ALIASES.get(name, name)
         if value is None or (value == "" and canonical not in MAY_BE_EMPTY):
@@ -38,12 +40,13 @@ def collect(document: Document, draft: Draft, environment: Environment) -> Optio
                           f"keep one of `{written[canonical]}` and `{key}`")  # fmt: skip
         values[canonical] = placeholders.fill(value, draft, key, document.name)
         written[canonical] = key
-    return Options(values, written, document.name, format=document.format)
+    lists: dict[str, list[str]] = {heading: [] for heading in (HARMLESS, SAMPLES_ONLY, WITHOUT_EFFECT)}
+    return Block(Reading(PEER, draft, format=document.format, unused=lists), values, written=written)
 
 
-def _pairs(document: Document, draft: Draft, environment: Environment) -> Pairs:
+def _pairs(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Pairs:
     if document.format == "env":
-        return _from_env_file(document, draft, environment)
+        return _from_env_file(document, draft, environment, known)
     data = unwrapped(document.data)
     if not isinstance(data, Mapping):
         raise ConfigError([Problem("(file)", "a list of datasets" if isinstance(data, list) else "no mapping",
@@ -64,11 +67,7 @@ def unwrapped(data: Any) -> Any:
     return data
 
 
-def _report_unknown(draft: Draft, key: str, name: str, value: Any) -> None:
-    draft.problem(key, value, "an option SimpleTuner knows", misspelt(name, KNOWN, f"remove `{key}`"))
-
-
-def _from_env_file(document: Document, draft: Draft, environment: Environment) -> Pairs:
+def _from_env_file(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Pairs:
     variables = parse_env(document.text, document.name, environment.get)
     taken = _memory_options(variables, draft, document.name)
     pairs: Pairs = []
@@ -83,14 +82,15 @@ def _from_env_file(document: Document, draft: Draft, environment: Environment) -
         elif variable.startswith(FOREIGN_VARIABLES):
             left_alone.append(variable)
         else:
-            draft.problem(variable, text, "a setting SimpleTuner reads from an env file", _env_hint(variable, text))
+            hint = _env_hint(variable, text, known)
+            draft.problem(variable, text, "a setting SimpleTuner reads from an env file", hint)
     if left_alone:
         draft.note(f"not settings of the run, left to your shell: {', '.join(left_alone)}")
     return pairs
 
 
-def _env_hint(variable: str, text: str) -> str:
-    if variable.lower() in KNOWN:
+def _env_hint(variable: str, text: str, known: Collection[str]) -> str:
+    if variable.lower() in known:
         return f'write {EXTRA_ARGUMENTS}="--{variable.lower()}={text}"'
     near = nearest(variable.lower(), [name.lower() for name in ENV_NAMES])
     return f"write {near.upper()}={text}" if near else f"remove {variable}"

@@ -1,8 +1,7 @@
-"""What each of SimpleTuner's options is to us. Facts of release 4.10.1: names and defaults.
+"""SimpleTuner's options that are not used here, not done, or passed on to the datasets. Facts of release 4.10.1.
 
-Every option stands in exactly one of the tables below (a test holds them against the recorded list):
-`READ` and `PASSED_ON` become part of the `RunConfig`; `HARMLESS`, `SAMPLES_ONLY` and `INERT` do not change what is
-learnt and end up in a note; `REFUSED` would change it; `GATED` options act only through a switch we refuse.
+Every option stands in exactly one table (a test holds them against the recorded list). Those that are read stand in the
+module that reads them, and `reader.OPTIONS` has them all.
 """
 
 from __future__ import annotations
@@ -10,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.simpletuner.values import names
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.table import Key, Table, Unless, noted, read_elsewhere, refused
+from gracetune.config.dialects.values import is_off
+from gracetune.config.families import FAMILIES
 
+PEER = "SimpleTuner"
 ALIASES = {
     "validation_steps": "validation_step_interval",
     "checkpointing_steps": "checkpoint_step_interval",
@@ -20,46 +23,68 @@ ALIASES = {
 }
 """Older spellings that mean the same. `vae_cache_preprocess` and `ignore_final_epochs` only mean something close."""
 
-READ = names("""
-    model_family model_flavour model_type pretrained_model_name_or_path
-    qwen_text_encoder_model_name_or_path pretrained_vae_model_name_or_path revision variant
-    base_model_precision mixed_precision vae_enable_slicing vae_enable_tiling prediction_type
-    output_dir data_backend_config seed resume_from_checkpoint tracker_run_name tracker_project_name report_to
-    lora_type lora_rank lora_alpha lora_dropout lora_format lycoris_config use_dora init_lora peft_lora_target_modules
-    flux_lora_target
-    num_train_epochs max_train_steps train_batch_size gradient_accumulation_steps gradient_checkpointing
-    attention_mechanism sageattention_usage dynamo_backend max_grad_norm grad_clip_method use_ema
-    ema_decay ema_update_interval
-    optimizer learning_rate optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps
-    lr_scheduler lr_warmup_steps lr_num_cycles lr_power lr_end
-    loss_type huber_schedule huber_c snr_gamma use_soft_min_snr offset_noise noise_offset noise_offset_probability
-    input_perturbation flow_sigmoid_scale flow_use_uniform_schedule flow_use_beta_schedule flow_beta_schedule_alpha
-    flow_beta_schedule_beta flow_schedule_shift flow_schedule_auto_shift
-    data_backend_sampling conditioning_multidataset_sampling
-    checkpoint_step_interval checkpoint_epoch_interval checkpoints_total_limit
-    cache_dir cache_dir_text cache_dir_vae vae_batch_size text_encoder_batch_size
-    validation_step_interval validation_epoch_interval validation_on_startup validation_disable validation_prompt
-    user_prompt_library validation_input validation_negative_prompt validation_resolution validation_seed
-    validation_guidance validation_guidance_rescale validation_num_inference_steps num_validation_images
-    validation_num_video_frames validation_lycoris_strength framerate eval_steps_interval eval_loss_disable
-""")
 
-PASSED_ON = names("""
+def family_of(options: Block) -> str:
+    """The family an option names, or "" where it is none of ours."""
+    value = options.get("model_family")
+    family = value.strip().lower() if isinstance(value, str) else ""
+    return family if family in FAMILIES else ""
+
+
+@dataclass(frozen=True)
+class Off(Unless):
+    """It stands at its default, or SimpleTuner itself would do nothing with it in such a config."""
+
+    defaults: tuple[Any, ...] = (None,)
+    families: tuple[str, ...] = ()
+    """Where it acts; empty means in every family."""
+    switch: str = ""
+    """The option that has to be on for this one to act."""
+    same_as: str = ""
+    """It says nothing new where it only repeats this option."""
+    off_by: str = ""
+    """The option that switches it off."""
+    lora_type: str = ""
+    """The kind of adapter it belongs to; empty means any."""
+    behind: str = ""
+    """The option through which alone it acts. That one is refused when on, so this one never acts here."""
+
+    def holds(self, block: Block, name: str) -> bool:
+        value = block.get(name)
+        if self.families and not family_of(block):
+            return True  # a family that has to be mended first
+        if self.at_default(value) or (self.same_as and value == block.get(self.same_as)):
+            return True
+        if self.switch and is_off(block.get(self.switch), 0):
+            return True
+        return self.is_inert(block)
+
+    def at_default(self, value: Any) -> bool:
+        return any(is_off(value, default) for default in self.defaults)
+
+    def is_inert(self, block: Block) -> bool:
+        """Whether SimpleTuner itself would do nothing with it in a config like this one."""
+        if self.families and family_of(block) not in self.families:
+            return True
+        if self.off_by and block.is_on(self.off_by):
+            return True
+        return bool(self.lora_type) and (block.get("lora_type") or "standard") != self.lora_type
+
+
+HARMLESS = "not used here (speed, storage, publishing, bucketing: gracetune decides)"
+SAMPLES_ONLY = "not used here (only sample images and measurements would differ)"
+WITHOUT_EFFECT = "without effect, in SimpleTuner too, next to the other settings"
+
+_PASSED_ON = """
     resolution resolution_type minimum_image_size maximum_image_size target_downsample_size caption_strategy
     instance_prompt prepend_instance_prompt only_instance_prompt caption_dropout_probability vae_cache_disable
     parquet_caption_column parquet_filename_column audio_max_duration_seconds audio_channels audio_duration_interval
     audio_truncation_mode
-""")
+"""
+PASSED_ON: Table[str] = Table(*read_elsewhere(_PASSED_ON))
 """Each dataset takes these where it does not say otherwise itself."""
 
-OURS = names("""
-    datasets data_backend cache_config gh200_optimizations use_gh200_trainer gracetune
-    initial_effective_batch_size target_effective_batch_size batch_rampup_steps
-    use_uvm uvm_oversubscription_ratio uvm_access_pattern uvm_stage1_threshold uvm_stage1_min_bytes enable_uvm_hints
-""")
-"""What the GH200 guides add to the dialect, and the block of our own sections."""
-
-HARMLESS = names("""
+_SPEED_AND_STORAGE = """
     push_to_hub publishing_config post_checkpoint_script post_upload_script push_checkpoints_to_hub
     push_to_hub_background hub_model_id model_card_private model_card_safe_for_work model_card_note
     model_card_base_model modelspec_comment
@@ -97,18 +122,18 @@ HARMLESS = names("""
     override_dataset_config ignore_missing_files delete_unwanted_images delete_problematic_images delete_nsfw_images
     disable_bucket_pruning allow_dataset_oversubscription disable_segmented_timestep_sampling strict_epoch_limit
     checkpointing_rolling_steps checkpoints_rolling_total_limit checkpointing_use_tempdir delete_invalid_checkpoints
-""")
+"""
 
-REMOVED_UPSTREAM = names("""
+_REMOVED_UPSTREAM = """
     cache_clear_validation_prompts validation_torch_compile validation_torch_compile_mode enable_group_offload
     group_offload_type group_offload_blocks_per_group group_offload_use_stream group_offload_to_disk_path
     group_offload_text_encoder group_offload_vae enable_xformers_memory_efficient_attention allow_tf32
     aspect_ratio_bucketing aspect_ratio_bucket_min aspect_ratio_bucket_max repeats ez_model_type __disabled_fields__
     __active_tab__ enable_manual_validation vae_cache_preprocess ignore_final_epochs
-""")
-"""Older files and the web interface carry these; today's SimpleTuner ignores or no longer knows them. Harmless too."""
+"""
+"""Older files and the web interface carry these; today's SimpleTuner ignores or no longer knows them."""
 
-SAMPLES_ONLY = names("""
+_SAMPLES = """
     disable_benchmark validate_after_step validate_after_epoch validation_preview validation_preview_steps
     validation_image_format validation_image_quality validation_method validation_external_script
     validation_external_background validation_using_datasets validation_randomize validation_multigpu
@@ -121,9 +146,9 @@ SAMPLES_ONLY = names("""
     wan_validation_load_other_stage sdxl_validation_pipeline_mode sdxl_validation_stage1_model
     sdxl_validation_stage2_model num_eval_images eval_epoch_interval eval_timesteps eval_dataset_pooling
     eval_dataset_id evaluation_type pretrained_evaluation_model_name_or_path
-""")
+"""
 
-INERT = names("""
+_OTHER_FAMILIES = """
     adam_beta1 adam_beta2 adam_weight_decay adam_epsilon training_scheduler_timestep_spacing tokenizer_max_length
     disable_multiline_split data_aesthetic_score text_encoder_lr text_encoder_limit save_text_encoder
     freeze_encoder_before freeze_encoder_after freeze_encoder_strategy offload_param_path masked_loss_probability
@@ -156,143 +181,168 @@ INERT = names("""
     moss_image_validation_shift moss_image_uncond_skip_layers moss_image_auto_json moss_image_prompt_upsample
     moss_image_prompt_upsampler_model_id pixart_validation_pipeline_mode pixart_validation_stage1_model
     pixart_validation_stage2_model sana_complex_human_instruction sd3_clip_uncond_behaviour sd3_t5_uncond_behaviour
-""")
+"""
 """SimpleTuner itself does nothing with these for the families we train (other families' options; dead ones)."""
 
+REMOVED_UPSTREAM = noted(HARMLESS, _REMOVED_UPSTREAM, Off())
+NOT_USED = (
+    *noted(HARMLESS, _SPEED_AND_STORAGE, Off()),
+    *noted(SAMPLES_ONLY, _SAMPLES, Off()),
+    *noted(WITHOUT_EFFECT, _OTHER_FAMILIES, Off()),
+    *REMOVED_UPSTREAM,
+)
 
-@dataclass(frozen=True)
-class Refusal:
-    default: Any
-    why: str
-    families: tuple[str, ...] = ()
-    """Where it acts; empty means in every family."""
-    switch: str = ""
-    """The option that has to be on for this one to act."""
-    same_as: str = ""
-    """It says nothing new where it only repeats this option."""
-    unless: str = ""
-    """The option that switches it off."""
-    lora_type: str = ""
-    """The kind of adapter it belongs to; empty means any."""
+
+def _not_done(
+    name: str,
+    default: Any,
+    why: str,
+    families: tuple[str, ...] = (),
+    *,
+    switch: str = "",
+    same_as: str = "",
+    off_by: str = "",
+    lora_type: str = "",
+) -> Key:
+    return refused(name, Off((default,), families, switch, same_as, off_by, lora_type), why)
 
 
 _WEIGHTS = "a part of the model from elsewhere is not supported: one model, with an optional VAE and text encoder"
 _BASE = "pretrained_model_name_or_path"
 _REGULARISER = "this auxiliary loss is not implemented"
 
-REFUSED: dict[str, Refusal] = {
-    "controlnet": Refusal(False, "ControlNet training is not implemented"),
-    "control": Refusal(False, "control-input training is not implemented"),
-    "tread_config": Refusal(None, "TREAD token routing is not implemented"),
-    "diffusion_blocks_config": Refusal(None, "block-wise training is not implemented"),
-    "distillation_method": Refusal(None, "distillation is not implemented"),
-    "crepa_enabled": Refusal(False, _REGULARISER),
-    "irepa_enabled": Refusal(False, _REGULARISER),
-    "urepa_enabled": Refusal(False, _REGULARISER, ("sdxl",)),
-    "layersync_enabled": Refusal(False, _REGULARISER),
-    "nextlat_enabled": Refusal(False, _REGULARISER),
-    "internal_guidance_enabled": Refusal(False, _REGULARISER),
-    "twinflow_enabled": Refusal(False, "TwinFlow is not implemented"),
-    "xm_enabled": Refusal(False, "candidate selection (XM) is not implemented"),
-    "mixflow_enabled": Refusal(False, "MixFlow sampling is not implemented"),
-    "diff2flow_enabled": Refusal(False, "the diffusion-to-flow bridge is not implemented", ("sdxl",)),
-    "scheduled_sampling_max_step_offset": Refusal(0, "scheduled sampling is not implemented"),
-    "assistant_lora_path": Refusal(
-        None, "training under an assistant adapter is not implemented", unless="disable_assistant_lora"
+NOT_DONE = (
+    _not_done("controlnet", False, "ControlNet training is not implemented"),
+    _not_done("control", False, "control-input training is not implemented"),
+    _not_done("tread_config", None, "TREAD token routing is not implemented"),
+    _not_done("diffusion_blocks_config", None, "block-wise training is not implemented"),
+    _not_done("distillation_method", None, "distillation is not implemented"),
+    _not_done("crepa_enabled", False, _REGULARISER),
+    _not_done("irepa_enabled", False, _REGULARISER),
+    _not_done("urepa_enabled", False, _REGULARISER, ("sdxl",)),
+    _not_done("layersync_enabled", False, _REGULARISER),
+    _not_done("nextlat_enabled", False, _REGULARISER),
+    _not_done("internal_guidance_enabled", False, _REGULARISER),
+    _not_done("twinflow_enabled", False, "TwinFlow is not implemented"),
+    _not_done("xm_enabled", False, "candidate selection (XM) is not implemented"),
+    _not_done("mixflow_enabled", False, "MixFlow sampling is not implemented"),
+    _not_done("diff2flow_enabled", False, "the diffusion-to-flow bridge is not implemented", ("sdxl",)),
+    _not_done("scheduled_sampling_max_step_offset", 0, "scheduled sampling is not implemented"),
+    _not_done(
+        "assistant_lora_path",
+        None,
+        "training under an assistant adapter is not implemented",
+        off_by="disable_assistant_lora",
     ),
-    "train_text_encoder": Refusal(False, "text encoders stay frozen"),
-    "layer_freeze_strategy": Refusal(None, "freezing layers is not implemented"),
-    "slider_lora_target": Refusal(False, "name modules in peft_lora_target_modules instead", lora_type="standard"),
-    "peft_lora_mode": Refusal("standard", "only standard LoRA is implemented", lora_type="standard"),
-    "lora_init_type": Refusal("default", "only LoRA's own initialisation is implemented", lora_type="standard"),
-    "init_lora_step": Refusal(None, "an adapter is taken up as a whole, at step 0"),
-    "init_lora_ema": Refusal(None, "an averaged adapter cannot be taken up"),
-    "init_lokr_norm": Refusal(None, "a perturbed LoKr start is not implemented", lora_type="lycoris"),
-    "quantization_config": Refusal(None, "base weights are bf16, fp16, fp32 or fp8; pipeline quantisation is not done"),
-    "quantize_activations": Refusal(False, "activations are not quantised"),
-    "deepspeed_config": Refusal(None, "DeepSpeed brings its own optimizer; memory is managed by gracetune's plan"),
-    "sla_config": Refusal(None, "sparse linear attention is not implemented"),
-    "lr_scale": Refusal(False, "the learning rate is taken as written"),
-    "lr_scale_sqrt": Refusal(False, "the learning rate is taken as written"),
-    "ema_warmup_steps": Refusal(0, "the average starts with the first step", switch="use_ema"),
-    "input_perturbation_steps": Refusal(0, "the perturbation does not fade out", switch="input_perturbation"),
-    "soft_min_snr_sigma_data": Refusal(None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
-    "snr_weight": Refusal(1.0, "the loss is not scaled", ("sdxl",)),
-    "flow_custom_timesteps": Refusal(None, "a fixed list of timesteps is not implemented"),
-    "flow_cubic_schedule_weights": Refusal(None, "a spline over timesteps is not implemented"),
-    "flux_fast_schedule": Refusal(False, "the few-step schedule is not implemented", ("flux",)),
-    "flux_guidance_mode": Refusal("constant", "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    "flux_guidance_value": Refusal(1.0, "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    "flux_attention_masked_training": Refusal(False, "attention masking is not implemented for Flux", ("flux",)),
-    "t5_padding": Refusal("unmodified", "text embeddings are padded as the model was trained", ("flux", "wan")),
-    "wan_force_2_1_time_embedding": Refusal(False, "each Wan release keeps its own time embedding", ("wan",)),
-    "rescale_betas_zero_snr": Refusal(False, "zero-terminal-SNR schedules are not implemented", ("sdxl",)),
-    "refiner_training": Refusal(False, "the refiner is not supported", ("sdxl",)),
-    "sdxl_refiner_uses_full_range": Refusal(False, "the refiner is not supported", ("sdxl",)),
-    "timestep_bias_strategy": Refusal(None, "this bias over timesteps is not implemented", ("sdxl",)),
-    "max_upscale_threshold": Refusal(None, "filter by minimum_image_size instead"),
-    "enable_nsfw_check": Refusal(False, "images are not classified; take them out of the folder yourself"),
-    "max_grounding_entities": Refusal(0, "grounding is not implemented"),
-    "pretrained_transformer_model_name_or_path": Refusal(None, _WEIGHTS, same_as=_BASE),
-    "pretrained_transformer_subfolder": Refusal("transformer", _WEIGHTS),
-    "pretrained_unet_model_name_or_path": Refusal(None, _WEIGHTS, ("sdxl",), same_as=_BASE),
-    "pretrained_unet_subfolder": Refusal("unet", _WEIGHTS, ("sdxl",)),
-}
+    _not_done("train_text_encoder", False, "text encoders stay frozen"),
+    _not_done("layer_freeze_strategy", None, "freezing layers is not implemented"),
+    _not_done("slider_lora_target", False, "name modules in peft_lora_target_modules instead", lora_type="standard"),
+    _not_done("peft_lora_mode", "standard", "only standard LoRA is implemented", lora_type="standard"),
+    _not_done("lora_init_type", "default", "only LoRA's own initialisation is implemented", lora_type="standard"),
+    _not_done("init_lora_step", None, "an adapter is taken up as a whole, at step 0"),
+    _not_done("init_lora_ema", None, "an averaged adapter cannot be taken up"),
+    _not_done("init_lokr_norm", None, "a perturbed LoKr start is not implemented", lora_type="lycoris"),
+    _not_done(
+        "quantization_config", None, "base weights are bf16, fp16, fp32 or fp8; pipeline quantisation is not done"
+    ),
+    _not_done("quantize_activations", False, "activations are not quantised"),
+    _not_done("deepspeed_config", None, "DeepSpeed brings its own optimizer; memory is managed by gracetune's plan"),
+    _not_done("sla_config", None, "sparse linear attention is not implemented"),
+    _not_done("lr_scale", False, "the learning rate is taken as written"),
+    _not_done("lr_scale_sqrt", False, "the learning rate is taken as written"),
+    _not_done("ema_warmup_steps", 0, "the average starts with the first step", switch="use_ema"),
+    _not_done("input_perturbation_steps", 0, "the perturbation does not fade out", switch="input_perturbation"),
+    _not_done("soft_min_snr_sigma_data", None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
+    _not_done("snr_weight", 1.0, "the loss is not scaled", ("sdxl",)),
+    _not_done("flow_custom_timesteps", None, "a fixed list of timesteps is not implemented"),
+    _not_done("flow_cubic_schedule_weights", None, "a spline over timesteps is not implemented"),
+    _not_done("flux_fast_schedule", False, "the few-step schedule is not implemented", ("flux",)),
+    _not_done("flux_guidance_mode", "constant", "the guidance embedding is trained at a constant 1.0", ("flux",)),
+    _not_done("flux_guidance_value", 1.0, "the guidance embedding is trained at a constant 1.0", ("flux",)),
+    _not_done("flux_attention_masked_training", False, "attention masking is not implemented for Flux", ("flux",)),
+    _not_done("t5_padding", "unmodified", "text embeddings are padded as the model was trained", ("flux", "wan")),
+    _not_done("wan_force_2_1_time_embedding", False, "each Wan release keeps its own time embedding", ("wan",)),
+    _not_done("rescale_betas_zero_snr", False, "zero-terminal-SNR schedules are not implemented", ("sdxl",)),
+    _not_done("refiner_training", False, "the refiner is not supported", ("sdxl",)),
+    _not_done("sdxl_refiner_uses_full_range", False, "the refiner is not supported", ("sdxl",)),
+    _not_done("timestep_bias_strategy", None, "this bias over timesteps is not implemented", ("sdxl",)),
+    _not_done("max_upscale_threshold", None, "filter by minimum_image_size instead"),
+    _not_done("enable_nsfw_check", False, "images are not classified; take them out of the folder yourself"),
+    _not_done("max_grounding_entities", 0, "grounding is not implemented"),
+    _not_done("pretrained_transformer_model_name_or_path", None, _WEIGHTS, same_as=_BASE),
+    _not_done("pretrained_transformer_subfolder", "transformer", _WEIGHTS),
+    _not_done("pretrained_unet_model_name_or_path", None, _WEIGHTS, ("sdxl",), same_as=_BASE),
+    _not_done("pretrained_unet_subfolder", "unet", _WEIGHTS, ("sdxl",)),
+)
 
-GATED: dict[str, frozenset[str]] = {
-    "controlnet": names("controlnet_custom_config controlnet_model_name_or_path"),
-    "crepa_enabled": names("""
+
+def _behind(switch: str, names: str) -> tuple[Key, ...]:
+    return noted(WITHOUT_EFFECT, names, Off(behind=switch))
+
+
+GATED = (
+    *_behind("controlnet", "controlnet_custom_config controlnet_model_name_or_path"),
+    *_behind(
+        "crepa_enabled",
+        """
         crepa_block_index crepa_lambda crepa_adjacent_distance crepa_adjacent_tau crepa_encoder
         crepa_encoder_frames_batch_size crepa_use_backbone_features crepa_feature_source crepa_self_flow
         crepa_teacher_block_index crepa_self_flow_mask_ratio crepa_encoder_image_size crepa_drop_vae_encoder
         crepa_normalize_by_frames crepa_normalize_neighbour_sum crepa_spatial_align crepa_use_tae crepa_scheduler
         crepa_warmup_steps crepa_decay_steps crepa_lambda_end crepa_power crepa_cutoff_step
         crepa_similarity_threshold crepa_similarity_ema_decay crepa_threshold_mode
-    """),
-    "irepa_enabled": names("irepa_spatial_norm_alpha irepa_projector_kernel_size"),
-    "urepa_enabled": names("""
+        """,
+    ),
+    *_behind("irepa_enabled", "irepa_spatial_norm_alpha irepa_projector_kernel_size"),
+    *_behind(
+        "urepa_enabled",
+        """
         urepa_lambda urepa_manifold_weight urepa_model urepa_encoder_image_size urepa_use_tae urepa_scheduler
         urepa_warmup_steps urepa_decay_steps urepa_lambda_end urepa_power urepa_cutoff_step
         urepa_similarity_threshold urepa_similarity_ema_decay urepa_threshold_mode
-    """),
-    "layersync_enabled": names("layersync_student_block layersync_teacher_block layersync_lambda"),
-    "nextlat_enabled": names("nextlat_block_index nextlat_weight nextlat_state_loss nextlat_kl_weight"),
-    "internal_guidance_enabled": names("internal_guidance_loss_weight internal_guidance_block_index"),
-    "twinflow_enabled": names("twinflow_target_step_count"),
-    "xm_enabled": names("xm_candidate_count xm_training_target xm_selection_scope xm_block_size"),
-    "mixflow_enabled": names("mixflow_gamma"),
-    "diff2flow_enabled": names("diff2flow_loss"),
-    "scheduled_sampling_max_step_offset": names("""
+        """,
+    ),
+    *_behind("layersync_enabled", "layersync_student_block layersync_teacher_block layersync_lambda"),
+    *_behind("nextlat_enabled", "nextlat_block_index nextlat_weight nextlat_state_loss nextlat_kl_weight"),
+    *_behind("internal_guidance_enabled", "internal_guidance_loss_weight internal_guidance_block_index"),
+    *_behind("twinflow_enabled", "twinflow_target_step_count"),
+    *_behind("xm_enabled", "xm_candidate_count xm_training_target xm_selection_scope xm_block_size"),
+    *_behind("mixflow_enabled", "mixflow_gamma"),
+    *_behind("diff2flow_enabled", "diff2flow_loss"),
+    *_behind(
+        "scheduled_sampling_max_step_offset",
+        """
         scheduled_sampling_strategy scheduled_sampling_probability scheduled_sampling_prob_start
         scheduled_sampling_prob_end scheduled_sampling_ramp_steps scheduled_sampling_start_step
         scheduled_sampling_ramp_shape scheduled_sampling_sampler scheduled_sampling_order
         scheduled_sampling_reflexflow scheduled_sampling_reflexflow_alpha scheduled_sampling_reflexflow_beta1
         scheduled_sampling_reflexflow_beta2
-    """),
-    "distillation_method": names("distillation_config"),
-    "assistant_lora_path": names("assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"),
-    "peft_lora_mode": names("singlora_ramp_up_steps"),
-    "flow_custom_timesteps": names("flow_timesteps_mode"),
-    "flux_guidance_mode": names("flux_guidance_min flux_guidance_max"),
-    "refiner_training": names("refiner_training_invert_schedule refiner_training_strength"),
-    "timestep_bias_strategy": names(
-        "timestep_bias_begin timestep_bias_end timestep_bias_multiplier timestep_bias_portion"
+        """,
     ),
-    "enable_nsfw_check": names("""
+    *_behind("distillation_method", "distillation_config"),
+    *_behind("assistant_lora_path", "assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"),
+    *_behind("peft_lora_mode", "singlora_ramp_up_steps"),
+    *_behind("flow_custom_timesteps", "flow_timesteps_mode"),
+    *_behind("flux_guidance_mode", "flux_guidance_min flux_guidance_max"),
+    *_behind("refiner_training", "refiner_training_invert_schedule refiner_training_strength"),
+    *_behind(
+        "timestep_bias_strategy", "timestep_bias_begin timestep_bias_end timestep_bias_multiplier timestep_bias_portion"
+    ),
+    *_behind(
+        "enable_nsfw_check",
+        """
         nsfw_check_models nsfw_check_min_votes nsfw_check_backend_types nsfw_check_sample_types
         nsfw_check_video_frame_count nsfw_check_video_frame_selection nsfw_check_video_min_flagged_frames
-    """),
-    "base_model_precision": names("""
+        """,
+    ),
+    *_behind(
+        "base_model_precision",
+        """
         sdnq_weights_dtype sdnq_quantized_matmul_dtype sdnq_group_size sdnq_use_quantized_matmul sdnq_compile_mode
         sdnq_use_static_quantization sdnq_use_stochastic_rounding sdnq_dequantize_fp32 sdnq_use_svd sdnq_svd_rank
         sdnq_svd_steps sdnq_use_hadamard sdnq_hadamard_group_size sdnq_modules_to_not_convert
         sdnq_modules_to_not_use_matmul sdnq_modules_dtype_dict sdnq_modules_quant_config
-    """),
-}
-"""Options that act only through a switch. The switch is refused when on, so these never act here."""
-
-GATED_NAMES = frozenset(name for gated in GATED.values() for name in gated)
-
-KNOWN = frozenset().union(
-    READ, PASSED_ON, OURS, HARMLESS, REMOVED_UPSTREAM, SAMPLES_ONLY, INERT, REFUSED, GATED_NAMES, ALIASES
+        """,
+    ),
 )
+"""Options that act only through a switch. The switch is refused when on, so these never act here."""

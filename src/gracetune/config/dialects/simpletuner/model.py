@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.simpletuner.values import PEER, Options, as_flag, choice, names
-from gracetune.config.draft import Draft
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.simpletuner.files import line
+from gracetune.config.dialects.simpletuner.keys import family_of
+from gracetune.config.dialects.table import Key, Rule, Table
+from gracetune.config.dialects.values import as_flag, choice, names
 from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours
 from gracetune.config.spelling import misspelt
 
@@ -43,24 +46,24 @@ _SDXL_VAE = "madebyollin/sdxl-vae-fp16-fix"
 _STAGE_SHIFT = 5.0
 
 
-def read_family(options: Options, draft: Draft) -> str | None:
+def read_family(options: Block) -> str | None:
     """The family; "" where it has to be mended first; None for a model that is SimpleTuner's and not ours.
 
     There everything else in the file is about that model, and reading on would only repeat that we lack it.
     """
+    if family_of(options):
+        options.assign(("model", "family"), family_of(options), "model_family")
+        return family_of(options)
     value = options.get("model_family")
     family = value.strip().lower() if isinstance(value, str) else value
-    if isinstance(family, str) and family in FAMILIES:
-        draft.put(("model", "family"), family, options.origin("model_family"))
-        return family
-    draft.reported_missing |= {("model",), ("model", "family")}
+    options.draft.reported_missing |= {("model",), ("model", "family")}
     if family is None:
-        hint = f"add {options.line('model_family', FAMILIES[0])}, for example"
-        draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", hint)
+        hint = f"add {line(options, 'model_family', FAMILIES[0])}, for example"
+        options.draft.missing(("model", "family"), "model_family", f"one of {', '.join(FAMILIES)}", hint)
         return ""
     lacking = isinstance(family, str) and family in OTHER_FAMILIES
     hint = "train this model with SimpleTuner itself"
-    options.problem(draft, "model_family", f"one of the families we train: {', '.join(FAMILIES)}",
+    options.problem("model_family", f"one of the families we train: {', '.join(FAMILIES)}",
                     hint if lacking else misspelt(family, FAMILIES, "choose one of them"))  # fmt: skip
     return None if lacking else ""
 
@@ -75,68 +78,57 @@ _LACKING = {
 """SimpleTuner's flavours of our families that we do not train."""
 
 
-def lacks_flavour(options: Options, draft: Draft, family: str) -> bool:
+def lacks_flavour(options: Block, family: str) -> bool:
     """Whether the config is for a model we do not have; there is nothing more to say about it then."""
     if options.get("model_flavour") not in _LACKING.get(family, "").split():
         return False
     ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
-    options.problem(draft, "model_flavour", f"a flavour we train: {', '.join(dict.fromkeys(ours))}",
+    options.problem("model_flavour", f"a flavour we train: {', '.join(dict.fromkeys(ours))}",
                     "choose one of them, or train this one with SimpleTuner itself")  # fmt: skip
     return True
 
 
-def read_model(options: Options, draft: Draft, family: str) -> None:
-    options.put(draft, "pretrained_model_name_or_path", ("model", "path"))
-    options.put(draft, "revision", ("model", "revision"))
-    options.put(draft, "variant", ("model", "variant"))
-    options.put(draft, "vae_enable_tiling", ("model", "vae_tiling"), as_flag)
-    options.put(draft, "vae_enable_slicing", ("model", "vae_slicing"), as_flag)
-    _flavour(options, draft, family)
-    _parts(options, draft, family)
-    _precision(options, draft)
-
-
-def is_image_to_video(draft: Draft) -> bool:
-    flavour = draft.get(("model", "flavour"))
+def is_image_to_video(options: Block) -> bool:
+    flavour = options.draft.get(("model", "flavour"))
     return isinstance(flavour, str) and flavour.startswith("i2v-")
 
 
-def _flavour(options: Options, draft: Draft, family: str) -> None:
+def _flavour(options: Block, family: str) -> None:
     given = options.take("model_flavour")
     if not family:
         return  # a family that has to be mended first
     if given is None:
-        _flavour_not_given(options, draft, family)
+        _flavour_not_given(options, family)
         return
     found, expert = _find(family, given)
     if found is None:
         ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
         hint = misspelt(given, ours, "choose one of them")
-        options.problem(draft, "model_flavour", f"one of {', '.join(dict.fromkeys(ours))}", hint)
+        options.problem("model_flavour", f"one of {', '.join(dict.fromkeys(ours))}", hint)
         return
-    draft.put(("model", "flavour"), found.name, options.origin("model_flavour"))
+    options.assign(("model", "flavour"), found.name, "model_flavour")
     if expert:
-        _one_expert(options, draft, expert)
+        _one_expert(options, expert)
     if found.name == "schnell" and not options.is_on("disable_assistant_lora"):
-        options.refuse(draft, "model_flavour", "SimpleTuner trains schnell under an assistant adapter, on few steps; "
+        options.refuse("model_flavour", "SimpleTuner trains schnell under an assistant adapter, on few steps; "
                        "that is not implemented", 'choose "dev" or "krea"')  # fmt: skip
 
 
-def _one_expert(options: Options, draft: Draft, expert: str) -> None:
-    draft.put(("model", "experts"), expert, options.origin("model_flavour"))
-    draft.note(
+def _one_expert(options: Block, expert: str) -> None:
+    options.assign(("model", "experts"), expert, "model_flavour")
+    options.note(
         f"{options.key('model_flavour')}: the {expert}-noise expert is trained, on its own share of the timesteps. "
         "SimpleTuner 4.10 takes the folder `transformer_2` for `-high` and `transformer` for `-low`, which diffusers "
         "uses the other way round, and draws timesteps from the whole range"
     )
 
 
-def stage_shift(options: Options, draft: Draft) -> float | None:
+def stage_shift(options: Block) -> float | None:
     """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
-    if draft.get(("model", "experts")) is None or draft.get(("model", "flavour")) != "i2v-14b-2.2":
+    if options.draft.get(("model", "experts")) is None or options.draft.get(("model", "flavour")) != "i2v-14b-2.2":
         return None
     if options.take("flow_schedule_shift") not in (None, _STAGE_SHIFT):
-        draft.note(
+        options.note(
             f"{options.key('flow_schedule_shift')}: SimpleTuner trains this flavour at {_STAGE_SHIFT:g}; so do we"
         )
     return _STAGE_SHIFT
@@ -154,13 +146,13 @@ def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
     return find_flavour(family, _FLAVOURS.get(family, {}).get(text, text)), ""
 
 
-def _flavour_not_given(options: Options, draft: Draft, family: str) -> None:
+def _flavour_not_given(options: Block, family: str) -> None:
     path = options.get("pretrained_model_name_or_path")
     if path is not None:
         weights = str(path).strip().lower()
         known = next((flavour for flavour in flavours(family) if flavour.weights.lower() == weights), None)
         if known is not None:
-            draft.put(("model", "flavour"), known.name, options.origin("pretrained_model_name_or_path"))
+            options.assign(("model", "flavour"), known.name, "pretrained_model_name_or_path")
         return
     default = _DEFAULT_FLAVOURS.get(family)
     if default is None:
@@ -168,27 +160,27 @@ def _flavour_not_given(options: Options, draft: Draft, family: str) -> None:
     found, _ = _find(family, default)
     if found is None:
         ours = ", ".join(_FLAVOURS.get(family, {}))
-        draft.problem("model_flavour", None, f"a flavour: SimpleTuner would take {default}, which we do not train",
-                      f"choose one of {ours}")  # fmt: skip
+        expected = f"a flavour: SimpleTuner would take {default}, which we do not train"
+        options.draft.problem("model_flavour", None, expected, f"choose one of {ours}")
     else:
-        draft.default(("model", "flavour"), found.name, PEER, "model_flavour")
+        options.default(("model", "flavour"), found.name, "model_flavour")
 
 
-def _parts(options: Options, draft: Draft, family: str) -> None:
+def _parts(options: Block, family: str) -> None:
     vae = options.get("pretrained_vae_model_name_or_path")
     if family == "sdxl":
-        draft.default(("model", "vae_path"), _SDXL_VAE, PEER, "pretrained_vae_model_name_or_path")
+        options.default(("model", "vae_path"), _SDXL_VAE, "pretrained_vae_model_name_or_path")
     if vae is not None and vae == options.get("pretrained_model_name_or_path"):
         options.take("pretrained_vae_model_name_or_path")
     elif family != "sdxl" and isinstance(vae, str) and _NOT_SDXL in vae:
         options.take("pretrained_vae_model_name_or_path")
-        draft.note(f"{options.key('pretrained_vae_model_name_or_path')}: an SDXL VAE does not fit {family}; "
+        options.note(f"{options.key('pretrained_vae_model_name_or_path')}: an SDXL VAE does not fit {family}; "
                    "the model's own is used, as SimpleTuner does")  # fmt: skip
     else:
-        options.put(draft, "pretrained_vae_model_name_or_path", ("model", "vae_path"))
+        options.put("pretrained_vae_model_name_or_path", ("model", "vae_path"))
     encoder = "qwen_text_encoder_model_name_or_path"
     if family == "qwen_image" and options.get(encoder) != options.get("pretrained_model_name_or_path"):
-        options.put(draft, encoder, ("model", "text_encoder_path"))
+        options.put(encoder, ("model", "text_encoder_path"))
 
 
 _MIXED = {"no": "fp32"}
@@ -196,26 +188,38 @@ _FP8 = ("fp8-torchao", "fp8wo-torchao", "fp8-quanto", "fp8uz-quanto", "fp8-nativ
 _PLAIN = ("bf16", "fp16", "fp32")
 
 
-def _precision(options: Options, draft: Draft) -> None:
+def _precision(options: Block, family: str) -> None:
     mixed = choice(_MIXED)(options.get("mixed_precision"))
     if mixed == "fp8":
-        options.refuse(draft, "mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
+        options.refuse("mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
     else:
-        options.put(draft, "mixed_precision", ("training", "mixed_precision"), choice(_MIXED))
+        options.put("mixed_precision", ("training", "mixed_precision"), choice(_MIXED))
     base = options.take("base_model_precision")
     if base is None or base == "no_change":
         if mixed in ("fp16", "fp32"):  # frozen weights are held in the training precision
-            draft.put(("model", "base_precision"), mixed, options.origin("mixed_precision"))
+            options.assign(("model", "base_precision"), mixed, "mixed_precision")
     elif base in _PLAIN:
-        options.put(draft, "base_model_precision", ("model", "base_precision"))
+        options.put("base_model_precision", ("model", "base_precision"))
     elif base in _FP8:
-        draft.put(("model", "base_precision"), "fp8", options.origin("base_model_precision"))
-        draft.note(f"{options.key('base_model_precision')}: base weights are held in fp8 by gracetune itself, "
+        options.assign(("model", "base_precision"), "fp8", "base_model_precision")
+        options.note(f"{options.key('base_model_precision')}: base weights are held in fp8 by gracetune itself, "
                    f"not by {str(base).partition('-')[2] or 'a library'}; they round a little differently")  # fmt: skip
     else:
-        options.refuse(draft, "base_model_precision", "base weights are held in bf16, fp16, fp32 or fp8",
+        options.refuse("base_model_precision", "base weights are held in bf16, fp16, fp32 or fp8",
                        'write "no_change" (bf16), or "fp8-torchao" to halve them')  # fmt: skip
     full = options.get("model_type") == "full"
-    if full and draft.get(("model", "base_precision")) == "fp8":
-        options.problem(draft, "base_model_precision", "no_change: a full fine-tune trains the weights themselves",
-                        f'write "no_change", or train an adapter: {options.line("model_type", "lora")}')  # fmt: skip
+    if full and options.draft.get(("model", "base_precision")) == "fp8":
+        options.problem("base_model_precision", "no_change: a full fine-tune trains the weights themselves",
+                        f'write "no_change", or train an adapter: {line(options, "model_type", "lora")}')  # fmt: skip
+
+
+MODEL: Table[str] = Table(
+    Key("pretrained_model_name_or_path", ("model", "path")),
+    Key("revision", ("model", "revision")),
+    Key("variant", ("model", "variant")),
+    Key("vae_enable_tiling", ("model", "vae_tiling"), as_flag),
+    Key("vae_enable_slicing", ("model", "vae_slicing"), as_flag),
+    Rule(_flavour, "model_family model_flavour"),
+    Rule(_parts, "pretrained_vae_model_name_or_path qwen_text_encoder_model_name_or_path"),
+    Rule(_precision, "mixed_precision base_model_precision"),
+)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gracetune.config.dialects.simpletuner.values import PEER, Options, as_flag, as_number, from_json, names
-from gracetune.config.draft import Draft
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.simpletuner.files import line
+from gracetune.config.dialects.table import Rule, Table
+from gracetune.config.dialects.values import as_flag, as_number, from_json, names
 from gracetune.config.run_config import Optimizer
 from gracetune.config.spelling import misspelt
 
@@ -68,61 +70,61 @@ _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "
 """Settings that change speed or rounding, not the rule an optimizer follows."""
 
 
-def read_optimizer(options: Options, draft: Draft) -> None:
+def _optimizer(options: Block, family: str) -> None:
     given = options.get("optimizer")
     name = given.strip().lower() if isinstance(given, str) else given
     if name is None:
-        hint = f"add {options.line('optimizer', 'adamw_bf16')}"
-        draft.missing(("optimizer", "name"), "optimizer", "an optimizer's name", hint)
+        hint = f"add {line(options, 'optimizer', 'adamw_bf16')}"
+        options.draft.missing(("optimizer", "name"), "optimizer", "an optimizer's name", hint)
         return
     match = MATCHES.get(name) if isinstance(name, str) else None
     if match is None:
-        _unmatched(options, draft, name)
+        _unmatched(options, name)
         return
-    draft.put(("optimizer", "name"), match.name, options.origin("optimizer"))
-    settings = _settings(options, draft)
-    _betas(options, draft)
+    options.assign(("optimizer", "name"), match.name, "optimizer")
+    settings = _settings(options)
+    _betas(options)
     if name == "prodigy" and as_number(options.get("prodigy_steps")) != 0:
-        options.put(draft, "prodigy_steps", ("optimizer", "options", "prodigy_steps"), as_number)
+        options.put("prodigy_steps", ("optimizer", "options", "prodigy_steps"), as_number)
     if match.adam and settings.get("weight_decay") not in (None, 0, 0.0):
-        options.refuse(draft, "optimizer_config", "no weight_decay: Adam adds it to the gradient, AdamW does not",
+        options.refuse("optimizer_config", "no weight_decay: Adam adds it to the gradient, AdamW does not",
                        'choose "adamw_bf16", or remove weight_decay')  # fmt: skip
-    _defaults(match, draft)
+    _defaults(options, match)
     if match.nearly:
-        draft.note(f"{options.key('optimizer')}: {given} is trained with our {match.name}; {match.nearly}")
+        options.note(f"{options.key('optimizer')}: {given} is trained with our {match.name}; {match.nearly}")
 
 
-def _unmatched(options: Options, draft: Draft, name: Any) -> None:
+def _unmatched(options: Block, name: Any) -> None:
     if name in _OURS:
-        options.put(draft, "optimizer", ("optimizer", "name"))
-        _settings(options, draft)
-        _betas(options, draft)
+        options.put("optimizer", ("optimizer", "name"))
+        _settings(options)
+        _betas(options)
     elif isinstance(name, str) and name in OTHERS:
-        options.refuse(draft, "optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
+        options.refuse("optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
     else:
         hint = misspelt(name, [*MATCHES, *_OURS, *OTHERS], 'write "adamw_bf16"')
-        options.problem(draft, "optimizer", f"one of {', '.join(MATCHES)}", hint)
+        options.problem("optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 
-def _defaults(match: Match, draft: Draft) -> None:
+def _defaults(options: Block, match: Match) -> None:
     if match.betas is not None:
-        draft.default(("optimizer", "betas"), list(match.betas), PEER, "optimizer")
+        options.default(("optimizer", "betas"), list(match.betas), "optimizer")
     if match.eps is not None:
-        draft.default(("optimizer", "eps"), match.eps, PEER, "optimizer")
+        options.default(("optimizer", "eps"), match.eps, "optimizer")
     if match.weight_decay is not None:
-        draft.default(("optimizer", "weight_decay"), match.weight_decay, PEER, "optimizer")
+        options.default(("optimizer", "weight_decay"), match.weight_decay, "optimizer")
 
 
-def _betas(options: Options, draft: Draft) -> None:
+def _betas(options: Block) -> None:
     first, second = as_number(options.take("optimizer_beta1")), as_number(options.take("optimizer_beta2"))
     if (first is None) != (second is None):
         given, missing = ("optimizer_beta1", "optimizer_beta2")[:: 1 if second is None else -1]
-        options.problem(draft, given, f"`{missing}` next to it", f"add `{missing}`, or remove `{options.key(given)}`")
+        options.problem(given, f"`{missing}` next to it", f"add `{missing}`, or remove `{options.key(given)}`")
     elif first is not None:
-        draft.put(("optimizer", "betas"), [first, second], options.origin("optimizer_beta1"))
+        options.assign(("optimizer", "betas"), [first, second], "optimizer_beta1")
 
 
-def _settings(options: Options, draft: Draft) -> dict[str, Any]:
+def _settings(options: Block) -> dict[str, Any]:
     """`eps=1e-6,weight_decay=0.01`, or the same as a mapping."""
     value = from_json(options.take("optimizer_config"))
     settings: dict[str, Any] = {}
@@ -132,16 +134,16 @@ def _settings(options: Options, draft: Draft) -> dict[str, Any]:
         for part in value.split(","):
             name, equals, text = part.partition("=")
             if not equals or not name.strip():
-                options.problem(draft, "optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
+                options.problem("optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
                 return {}
             settings[name.strip()] = _setting(text.strip())
     elif value is not None:
-        options.problem(draft, "optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
+        options.problem("optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
     for name, item in settings.items():
         if name not in _PERFORMANCE:
             path = ("optimizer", name) if name in ("weight_decay", "eps", "betas") else ("optimizer", "options", name)
             where = options.origin("optimizer_config")
-            draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
+            options.draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
     return settings
 
 
@@ -150,3 +152,8 @@ def _setting(text: str) -> Any:
         return None
     flag = as_flag(text) if text.lower() in ("true", "false") else text
     return as_number(flag)
+
+
+OPTIMIZER: Table[str] = Table(
+    Rule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps")
+)

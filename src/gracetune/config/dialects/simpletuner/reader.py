@@ -1,6 +1,6 @@
 """SimpleTuner's dialect: `config.json`, TOML or env files, and the files they name.
 
-`keys` says what each option is to us; the other modules read one part of a config each.
+`keys` has the options that are not used here or not done; the other modules read one part of a config each.
 """
 
 from __future__ import annotations
@@ -11,37 +11,34 @@ from typing import Any
 
 from gracetune.config import native
 from gracetune.config.base import file_name
-from gracetune.config.dialects.simpletuner.adapter import read_adapter
+from gracetune.config.dialects import gh200
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.simpletuner.adapter import ADAPTER, LORA, LYCORIS, PER_MODULE, PRESET
 from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
-from gracetune.config.dialects.simpletuner.dataset import DatasetReader
-from gracetune.config.dialects.simpletuner.dataset_keys import INHERITED
-from gracetune.config.dialects.simpletuner.datasets import read_datasets
+from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
+from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, INHERITED, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.datasets import BACKEND, EMBEDS, MIXING, read_datasets
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES
-from gracetune.config.dialects.simpletuner.gh200 import read_gh200
+from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import (
+    ALIASES,
     GATED,
-    GATED_NAMES,
-    HARMLESS,
-    INERT,
-    KNOWN,
+    NOT_DONE,
+    NOT_USED,
     PASSED_ON,
-    READ,
-    REFUSED,
-    REMOVED_UPSTREAM,
-    SAMPLES_ONLY,
-    Refusal,
+    WITHOUT_EFFECT,
+    Off,
 )
-from gracetune.config.dialects.simpletuner.model import lacks_flavour, read_family, read_model
-from gracetune.config.dialects.simpletuner.optimizer import read_optimizer
-from gracetune.config.dialects.simpletuner.training import read_training
-from gracetune.config.dialects.simpletuner.validation import read_validation
-from gracetune.config.dialects.simpletuner.values import Options, as_text, is_off
+from gracetune.config.dialects.simpletuner.model import MODEL, lacks_flavour, read_family
+from gracetune.config.dialects.simpletuner.optimizer import OPTIMIZER
+from gracetune.config.dialects.simpletuner.training import TRAINING
+from gracetune.config.dialects.simpletuner.validation import INPUT, PROMPT, VALIDATION
+from gracetune.config.dialects.table import Effect, Key, Rule, Table, apply, decline
+from gracetune.config.dialects.values import as_text, is_off
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
 from gracetune.config.syntax import Document
 
-_MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)
-"""Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
 _ENTRY_MARKS = frozenset({"instance_data_dir", "instance_data_root", "dataset_type", "cache_dir_vae"})
 
 
@@ -61,23 +58,23 @@ def _are_entries(value: Any) -> bool:
 
 
 def read(document: Document, draft: Draft, environment: Environment) -> None:
-    options = collect(document, draft, environment)
-    family = read_family(options, draft)
-    if family is None or lacks_flavour(options, draft, family):
+    options = collect(document, draft, environment, KNOWN)
+    family = read_family(options)
+    if family is None or lacks_flavour(options, family):
         _nothing_more_to_say(draft)
         return
-    _identity(options, draft)
-    read_model(options, draft, family)
-    read_adapter(options, draft, family)
-    read_training(options, draft, family)
-    read_optimizer(options, draft)
-    read_validation(options, draft)
-    read_gh200(options, draft)
-    datasets = read_datasets(options, draft, family, environment)
-    if native.VERSION_KEY in options:
-        native.read_block(options.take(native.VERSION_KEY), options.key(native.VERSION_KEY), options.file, draft)
-    _refusals(options, draft, family)
-    _notes(options, draft, family, datasets)
+    for table in (IDENTITY, MODEL, ADAPTER, TRAINING, OPTIMIZER, VALIDATION):
+        apply(options, table, family)
+    gh200.read_gh200(options)
+    count = read_datasets(options, family, environment)
+    apply(options, OURS, family)
+    for key in NOT_DONE:
+        if key.name in options:
+            decline(options, key)
+    _list_unused(options, family, count)
+    options.reading.list_unused()
+    if any(options.is_on(name) for name in ("push_to_hub", "push_checkpoints_to_hub")):
+        draft.note("nothing is uploaded: push the output folder yourself when the run is done")
 
 
 def _nothing_more_to_say(draft: Draft) -> None:
@@ -87,18 +84,21 @@ def _nothing_more_to_say(draft: Draft) -> None:
     draft.put_tree((), stand_in, OUR_DEFAULT)
 
 
-def _identity(options: Options, draft: Draft) -> None:
+def _output(options: Block, family: str) -> None:
     if "output_dir" not in options:
-        hint = f"add {options.line('output_dir', 'output/my-run')}"
-        draft.missing(("output_dir",), "output_dir", "a folder for the results", hint)
-    options.put(draft, "output_dir", ("output_dir",))
+        hint = f"add {line(options, 'output_dir', 'output/my-run')}"
+        options.draft.missing(("output_dir",), "output_dir", "a folder for the results", hint)
+    options.put("output_dir", ("output_dir",))
+
+
+def _name(options: Block, family: str) -> None:
     if "tracker_run_name" in options:
-        options.put(draft, "tracker_run_name", ("name",), _as_file_name)
+        options.put("tracker_run_name", ("name",), _as_file_name)
     elif isinstance(options.get("output_dir"), str):
         folder = PurePath(options.get("output_dir")).name
-        draft.put(("name",), file_name(folder) or "run", options.origin("output_dir"))
+        options.assign(("name",), file_name(folder) or "run", "output_dir")
     else:
-        draft.reported_missing.add(("name",))
+        options.draft.reported_missing.add(("name",))
 
 
 def _as_file_name(value: Any) -> Any:
@@ -107,59 +107,58 @@ def _as_file_name(value: Any) -> Any:
     return file_name(value) if isinstance(value, str) else value
 
 
-def _refusals(options: Options, draft: Draft, family: str) -> None:
-    for name, refusal in REFUSED.items():
-        if name in options and _acts(options, name, refusal, family):
-            options.refuse(draft, name, refusal.why)
+def _our_sections(options: Block, family: str) -> None:
+    key = native.VERSION_KEY
+    if key in options:
+        native.read_block(options.take(key), options.key(key), options.file, options.draft)
 
 
-def _acts(options: Options, name: str, refusal: Refusal, family: str) -> bool:
-    value = options.get(name)
-    if refusal.families and not family:
-        return False  # a family that has to be mended first
-    if is_off(value, refusal.default) or (refusal.same_as and value == options.get(refusal.same_as)):
-        return False
-    if refusal.switch and is_off(options.get(refusal.switch), 0):
-        return False
-    return not _is_inert(options, refusal, family)
+def _list_unused(options: Block, family: str, count: int) -> None:
+    """Options that had no say. Of a family that has to be mended first nobody knows what it would do with them."""
+    active = [OPTIONS.keys[name] for name in options.values if not is_off(options.get(name))]
+    for key in active:
+        if key.effect is Effect.NOTED and key.note != WITHOUT_EFFECT:
+            options.list_unused(key.note, key.name)
+    if not family:
+        return
+    refused = {problem.key for problem in options.draft.unsupported}
+    heard = options.used | set(INHERITED) | (set() if count else {*PASSED_ON})
+    own = {*OURS, *gh200.GUIDES, "datasets", "data_backend"}
+    idle = [key.name for key in active if key.note == WITHOUT_EFFECT and options.key(_switch(key)) not in refused]
+    idle += [key.name for key in active if key.effect is Effect.REFUSED and _is_inert(options, key)]
+    idle += [key.name for key in active if key.effect is Effect.ACTS and key.name not in heard | own]
+    options.list_unused(WITHOUT_EFFECT, *idle)
 
 
-def _is_inert(options: Options, refusal: Refusal, family: str) -> bool:
-    """Whether SimpleTuner itself would do nothing with it in a config like this one."""
-    if refusal.families and family not in refusal.families:
-        return True
-    if refusal.unless and options.is_on(refusal.unless):
-        return True
-    return bool(refusal.lora_type) and (options.get("lora_type") or "standard") != refusal.lora_type
+def _switch(key: Key) -> str:
+    return key.unless.behind if isinstance(key.unless, Off) else ""
 
 
-def _notes(options: Options, draft: Draft, family: str, datasets: DatasetReader) -> None:
-    active = [name for name in options.values if not is_off(options.get(name))]
-    refused = {problem.key for problem in draft.unsupported}
-    behind_refused = {name for switch, gated in GATED.items() if options.key(switch) in refused for name in gated}
-    without_effect = [name for name in active if name in INERT or name in GATED_NAMES - behind_refused]
-    without_effect += [name for name in active if name in REFUSED and not _at_default(options, name)
-                       and _is_inert(options, REFUSED[name], family)]  # fmt: skip
-    heard = options.used | set(INHERITED) | (set() if datasets.count else PASSED_ON)
-    without_effect += [name for name in active if name in (READ | PASSED_ON) - heard]
-    lists = {
-        "not used here (speed, storage, publishing, bucketing: gracetune decides)": [
-            name for name in active if name in HARMLESS or name in REMOVED_UPSTREAM
-        ],
-        "not used here (only sample images and measurements would differ)": [
-            name for name in active if name in SAMPLES_ONLY
-        ],
-        # of a family that has to be mended first nobody knows what it would do with them
-        "without effect, in SimpleTuner too, next to the other settings": without_effect if family else [],
-    }
-    for what, names in lists.items():
-        if names:
-            draft.note(f"{what}: {', '.join(dict.fromkeys(options.key(name) for name in names))}")
-    if datasets.harmless:
-        draft.note(f"in datasets, not needed here: {', '.join(dict.fromkeys(datasets.harmless))}")
-    if any(options.is_on(name) for name in ("push_to_hub", "push_checkpoints_to_hub")):
-        draft.note("nothing is uploaded: push the output folder yourself when the run is done")
+def _is_inert(options: Block, key: Key) -> bool:
+    off = key.unless
+    return isinstance(off, Off) and not off.at_default(options.get(key.name)) and off.is_inert(options)
 
 
-def _at_default(options: Options, name: str) -> bool:
-    return is_off(options.get(name), REFUSED[name].default)
+IDENTITY: Table[str] = Table(Rule(_output, "output_dir"), Rule(_name, "tracker_run_name output_dir"))
+OURS: Table[str] = Table(Rule(_our_sections, native.VERSION_KEY))
+_READ = (IDENTITY, MODEL, ADAPTER, LORA, TRAINING, OPTIMIZER, VALIDATION, gh200.GUIDES, MIXING, PASSED_ON, OURS)
+OPTIONS: Table[Any] = Table(
+    *(entry for table in _READ for entry in table.entries),
+    *NOT_USED,
+    *NOT_DONE,
+    *GATED,
+    expected="an option SimpleTuner knows",
+)
+"""Every option at the top of a config."""
+KNOWN = frozenset({*OPTIONS, *ALIASES})
+_MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)
+"""Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
+
+TABLES: Mapping[str, Table[Any]] = {
+    "the file": OPTIONS, "lycoris_config": LYCORIS, "lycoris_config.apply_preset": PRESET,
+    "lycoris_config.apply_preset.module_algo_map{}": PER_MODULE, "user_prompt_library{}": PROMPT,
+    "validation_input[]": INPUT, "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,
+    "datasets[].parquet": PARQUET, "datasets[].caption_shuffle": SHUFFLE, "datasets[].in_memory": gh200.IN_MEMORY,
+    **{f"datasets[] of {kind}": table for kind, table in EMBEDS.items()}, "data_backend": BACKEND,
+    "cache_config": gh200.CACHE, "gh200_optimizations": gh200.OPTIMIZATIONS,
+}  # fmt: skip

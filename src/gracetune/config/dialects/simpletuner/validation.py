@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from gracetune.config.dialects.simpletuner.values import (
-    PEER,
-    Converter,
-    Options,
+from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.simpletuner.files import read_sidecar
+from gracetune.config.dialects.simpletuner.keys import PEER
+from gracetune.config.dialects.table import Key, Rule, Table, noted, read_elsewhere, report_unknown
+from gracetune.config.dialects.values import (
     as_flag,
     as_number,
     as_text,
@@ -17,10 +19,8 @@ from gracetune.config.dialects.simpletuner.values import (
     is_number,
     is_off,
     not_zero,
-    read_sidecar,
 )
-from gracetune.config.draft import Draft, Origin, Path
-from gracetune.config.spelling import misspelt
+from gracetune.config.draft import Origin, Path
 
 
 def _whole(value: Any) -> Any:
@@ -29,20 +29,6 @@ def _whole(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-_ROWS: dict[str, tuple[str, Converter]] = {
-    "validation_step_interval": ("every_steps", not_zero),
-    "validation_epoch_interval": ("every_epochs", _whole),
-    "validation_on_startup": ("at_start", as_flag),
-    "validation_disable": ("enabled", inverse),
-    "validation_seed": ("seed", as_number),
-    "validation_guidance": ("guidance", as_number),
-    "validation_guidance_rescale": ("guidance_rescale", as_number),
-    "validation_num_inference_steps": ("steps", as_number),
-    "num_validation_images": ("images_per_prompt", as_number),
-    "validation_num_video_frames": ("num_frames", as_number),
-    "framerate": ("fps", as_number),
-    "validation_negative_prompt": ("negative_prompt", as_text),
-}
 _DEFAULTS: dict[str, Any] = {
     "every_steps": 100,
     "guidance": 7.5,
@@ -52,38 +38,41 @@ _DEFAULTS: dict[str, Any] = {
 _DEFAULT_SIZE = (256, 256)
 
 
-def read_validation(options: Options, draft: Draft) -> None:
-    for name, (field, convert) in _ROWS.items():
-        options.put(draft, name, ("validation", field), convert)
-    drawn_anew = "validation_randomize" if options.is_on("validation_randomize") else "validation_seed"
-    if drawn_anew != "validation_seed" or as_number(options.get("validation_seed")) == -1:
-        draft.put(("validation", "seed"), None, options.origin(drawn_anew))
+def _seed(options: Block, family: str) -> None:
+    random = "validation_randomize" if options.is_on("validation_randomize") else "validation_seed"
+    if random != "validation_seed" or as_number(options.get("validation_seed")) == -1:
+        options.assign(("validation", "seed"), None, random)
+
+
+def _defaults(options: Block, family: str) -> None:
     for field, value in _DEFAULTS.items():
         if field != "every_steps" or "validation_epoch_interval" not in options:
-            draft.default(("validation", field), value, PEER)
-    if options.switch(draft, "eval_loss_disable"):
+            options.default(("validation", field), value)
+
+
+def _held_out_loss(options: Block, family: str) -> None:
+    if options.switch("eval_loss_disable"):
         options.take("eval_loss_disable")
     else:
-        options.put(draft, "eval_steps_interval", ("validation", "loss_every_steps"), not_zero)
-    _prompts(options, draft)
+        options.put("eval_steps_interval", ("validation", "loss_every_steps"), not_zero)
 
 
-def _prompts(options: Options, draft: Draft) -> None:
-    sizes = _sizes(options, draft)
+def _prompts(options: Block, family: str) -> None:
+    sizes = _sizes(options)
     if len(sizes) == 1:
         for field, pixels in zip(("width", "height"), sizes[0], strict=True):
-            draft.put(("validation", field), pixels, _size_origin(options))
+            options.draft.put(("validation", field), pixels, _size_origin(options))
     index = 0
-    for prompt, origin in _wanted(options, draft):
+    for prompt, origin in _wanted(options):
         for size in sizes if len(sizes) > 1 else (None,):
             entry = prompt if size is None else {**prompt, "width": size[0], "height": size[1]}
             for field, value in entry.items():
                 path: Path = ("validation", "prompts", index, field)
-                draft.put(path, value, _field_origin(options, field, value, origin))
+                options.draft.put(path, value, _field_origin(options, field, value, origin))
             index += 1
 
 
-def _field_origin(options: Options, field: str, value: Any, origin: Origin) -> Origin:
+def _field_origin(options: Block, field: str, value: Any, origin: Origin) -> Origin:
     if field in ("width", "height"):
         return _size_origin(options)
     shared = "validation_lycoris_strength"
@@ -92,12 +81,12 @@ def _field_origin(options: Options, field: str, value: Any, origin: Origin) -> O
     return origin
 
 
-def _size_origin(options: Options) -> Origin:
+def _size_origin(options: Block) -> Origin:
     given = "validation_resolution" in options
     return options.origin("validation_resolution") if given else Origin("default", "validation_resolution", PEER)
 
 
-def _sizes(options: Options, draft: Draft) -> list[tuple[int, int]]:
+def _sizes(options: Block) -> list[tuple[int, int]]:
     """`1024`, `1024x768`, or several with commas; below 128 it is a number of megapixels."""
     value = options.get("validation_resolution")
     if value is None:
@@ -105,7 +94,7 @@ def _sizes(options: Options, draft: Draft) -> list[tuple[int, int]]:
     parts = [str(part).strip().lower() for part in (value if isinstance(value, list) else str(value).split(","))]
     sizes = [_size(part) for part in parts if part]
     if not sizes or None in sizes or isinstance(value, Mapping | bool):
-        options.problem(draft, "validation_resolution", "a size such as 1024x1024, or several with commas",
+        options.problem("validation_resolution", "a size such as 1024x1024, or several with commas",
                         'write "1024x1024"')  # fmt: skip
         return [_DEFAULT_SIZE]
     return [size for size in sizes if size is not None]
@@ -124,14 +113,14 @@ def _size(text: str) -> tuple[int, int] | None:
 Wanted = list[tuple[dict[str, Any], Origin]]
 
 
-def _wanted(options: Options, draft: Draft) -> Wanted:
+def _wanted(options: Block) -> Wanted:
     wanted: Wanted = []
     if "user_prompt_library" in options:
-        wanted += _library(options, draft)
+        wanted += _library(options)
     prompt = as_text(options.get("validation_prompt"))
     if prompt not in (None, "", "None"):
         wanted.append(({"prompt": prompt}, options.origin("validation_prompt")))
-    wanted += _inputs(options, draft)
+    wanted += _inputs(options)
     if wanted and "validation_lycoris_strength" in options:
         strength = as_number(options.take("validation_lycoris_strength"))
         wanted = [({"adapter_strength": strength, **entry}, origin) for entry, origin in wanted]
@@ -139,16 +128,24 @@ def _wanted(options: Options, draft: Draft) -> Wanted:
 
 
 _TEXT_KEYS = ("prompt", "caption", "tags")
-_ENTRY_KEYS = (*_TEXT_KEYS, "adapter_strength", "bbox_entities", "bbox_keyframes", "lyrics")
+PROMPT: Table[None] = Table(
+    *read_elsewhere("prompt caption tags adapter_strength"),
+    *noted("is not drawn into sample images here", "bbox_entities bbox_keyframes lyrics"),
+)
+"""One prompt of the file that `user_prompt_library` names."""
+INPUT: Table[None] = Table(*read_elsewhere("path prompt"), expected="path or prompt")
+"""One entry of `validation_input`."""
 
 
-def _library(options: Options, draft: Draft) -> Wanted:
-    document = read_sidecar(draft, options, "user_prompt_library", "a JSON file of prompts")
+def _library(options: Block) -> Wanted:
+    document = read_sidecar(options, "user_prompt_library", "a JSON file of prompts")
     if document is None:
         return []
     data, name = document.data, document.name
     if not isinstance(data, Mapping):
-        draft.problem("(file)", data, "a mapping of names to prompts", 'write {"portrait": "a photo of …"}', name)
+        options.draft.problem(
+            "(file)", data, "a mapping of names to prompts", 'write {"portrait": "a photo of …"}', name
+        )
         return []
     wanted: Wanted = []
     for key, entry in data.items():
@@ -156,44 +153,69 @@ def _library(options: Options, draft: Draft) -> Wanted:
         if isinstance(entry, str):
             wanted.append(({"prompt": entry}, origin))
         elif isinstance(entry, Mapping) and any(text in entry for text in _TEXT_KEYS):
-            wanted.append((_entry(entry, str(key), draft, name), origin))
+            place = replace(options.without_nulls({}, str(key)), elsewhere=name)
+            wanted.append((_entry(entry, place), origin))
         else:
-            draft.problem(str(key), entry, "a prompt, or a mapping with `prompt`", 'write "a photo of …"', name)
+            options.draft.problem(str(key), entry, "a prompt, or a mapping with `prompt`", 'write "a photo of …"', name)
     return wanted
 
 
-def _entry(entry: Mapping[Any, Any], key: str, draft: Draft, file: str) -> dict[str, Any]:
-    for field, value in entry.items():
-        if field not in _ENTRY_KEYS:
-            hint = misspelt(field, _ENTRY_KEYS)
-            draft.problem(f"{key}.{field}", value, f"one of {', '.join(_ENTRY_KEYS)}", hint, file)
-        elif field not in (*_TEXT_KEYS, "adapter_strength") and not is_off(value):
-            draft.note(f"{file}: {key}.{field} is not drawn into sample images here")
+def _entry(entry: Mapping[Any, Any], place: Block) -> dict[str, Any]:
+    block = replace(place, values={str(field): value for field, value in entry.items()})
+    for field, value in block.values.items():
+        if field not in PROMPT:
+            report_unknown(block, field, PROMPT)
+        elif PROMPT.keys[field].note and not is_off(value):
+            block.note(f"{block.file}: {block.key(field)} {PROMPT.keys[field].note}")
     found: dict[str, Any] = {"prompt": next(entry[text] for text in _TEXT_KEYS if text in entry)}
     if entry.get("adapter_strength") is not None:
         found["adapter_strength"] = as_number(entry["adapter_strength"])
     return found
 
 
-def _inputs(options: Options, draft: Draft) -> Wanted:
+def _inputs(options: Block) -> Wanted:
     """Pictures to start from, each with its prompt."""
     entries = from_json(options.take("validation_input"))
     if entries is None:
         return []
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
-        options.problem(draft, "validation_input", "a list of mappings with `path` and `prompt`",
+        options.problem("validation_input", "a list of mappings with `path` and `prompt`",
                         'write [{"path": "start.png", "prompt": "…"}]')  # fmt: skip
         return []
     wanted: Wanted = []
     for index, entry in enumerate(entries):
         key = f"{options.key('validation_input')}[{index}]"
         for field in entry:
-            if field not in ("path", "prompt"):
-                draft.problem(f"{key}.{field}", entry[field], "path or prompt", f"remove `{field}`", options.file)
-        if not all(isinstance(entry.get(field), str) for field in ("path", "prompt")):
-            draft.problem(key, entry, "a mapping with the texts `path` and `prompt`",
+            if field not in INPUT:
+                hint = f"remove `{field}`"
+                options.draft.problem(f"{key}.{field}", entry[field], INPUT.expected, hint, options.file)
+        if not all(isinstance(entry.get(field), str) for field in INPUT):
+            options.draft.problem(key, entry, "a mapping with the texts `path` and `prompt`",
                           'write {"path": "start.png", "prompt": "…"}', options.file)  # fmt: skip
             continue
         origin = Origin("file", key, options.file)
         wanted.append(({"prompt": entry["prompt"], "references": [entry["path"]]}, origin))
     return wanted
+
+
+VALIDATION: Table[str] = Table(
+    Key("validation_step_interval", ("validation", "every_steps"), not_zero),
+    Key("validation_epoch_interval", ("validation", "every_epochs"), _whole),
+    Key("validation_on_startup", ("validation", "at_start"), as_flag),
+    Key("validation_disable", ("validation", "enabled"), inverse),
+    Key("validation_seed", ("validation", "seed"), as_number),
+    Key("validation_guidance", ("validation", "guidance"), as_number),
+    Key("validation_guidance_rescale", ("validation", "guidance_rescale"), as_number),
+    Key("validation_num_inference_steps", ("validation", "steps"), as_number),
+    Key("num_validation_images", ("validation", "images_per_prompt"), as_number),
+    Key("validation_num_video_frames", ("validation", "num_frames"), as_number),
+    Key("framerate", ("validation", "fps"), as_number),
+    Key("validation_negative_prompt", ("validation", "negative_prompt"), as_text),
+    Rule(_seed, "validation_seed"),
+    Rule(_defaults, "validation_epoch_interval"),
+    Rule(_held_out_loss, "eval_steps_interval eval_loss_disable"),
+    Rule(
+        _prompts,
+        "validation_prompt user_prompt_library validation_input validation_resolution validation_lycoris_strength",
+    ),
+)

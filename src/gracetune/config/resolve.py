@@ -16,6 +16,7 @@ from gracetune.config.dialects.table import Dialect
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
+from gracetune.config.families import FAMILIES
 from gracetune.config.limits import beyond_limits
 from gracetune.config.plain import DEEPEST, NotPlainError, plain
 from gracetune.config.rules import Broken, broken_rules
@@ -218,8 +219,9 @@ _MISSED = ("nothing", "nothing (null)", "neither steps nor epochs")
 
 # Stand-ins for required values that are missing, so that the rules between the others can still be checked.
 _DATASET = {"id": "unknown", "path": "unknown"}
-_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", **_DATASET,
-                              "prompt": "unknown", "model": {"family": "wan"}, "datasets": [_DATASET]}  # fmt: skip
+_STAND_INS: dict[str, Any] = {"family": FAMILIES[0], "name": "unknown", "output_dir": "unknown", **_DATASET,
+                              "prompt": "unknown", "model": {"family": FAMILIES[0]},
+                              "datasets": [_DATASET]}  # fmt: skip
 
 
 def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:

@@ -9,20 +9,21 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gracetune.config.families import FAMILIES
-from gracetune.config.installed_families import GROUP, InstalledFamilies
+from gracetune.config.families import FAMILIES, GROUP, FamilyPackages
 from gracetune.errors import ConfigError
-from gracetune.models.installed import WithInstalled
+from gracetune.models.family_parts import FamilyParts
 
 OURS = ("wan", "sdxl")
 SRC = Path(__file__).resolve().parents[3] / "src"
 
 
-def installed(*points: tuple[str, str]) -> InstalledFamilies:
-    return InstalledFamilies(tuple(EntryPoint(name, value, GROUP) for name, value in points), OURS)
+def installed(*points: tuple[str, str]) -> FamilyPackages:
+    ours = tuple(EntryPoint(name, f"gracetune.models.{name}", GROUP) for name in OURS)
+    return FamilyPackages(ours, tuple(EntryPoint(name, value, GROUP) for name, value in points))
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_names_come_after_ours_each_once() -> None:
-    assert installed(("a", "p"), ("b", "q"), ("a", "r")).names == ("a", "b")
+    assert installed(("a", "p"), ("b", "q"), ("a", "r")).names == (*OURS, "a", "b")
 
 
 def test_a_part_is_found_by_module_and_name(package: str) -> None:
@@ -96,16 +97,16 @@ def test_a_name_that_is_taken_is_refused_as_soon_as_it_is_asked_for(points: tupl
     families = installed(*points)
     with pytest.raises(ConfigError, match="two families of this name"):
         families.part(points[0][0], "keys", "KEYS")
-    assert families.names == tuple(name for name, _ in points[:1] if name not in OURS)
+    assert families.names == (*OURS, *(name for name, _ in points[:1] if name not in OURS))
 
 
 def test_a_mapping_lists_all_and_imports_only_what_is_asked_for(package: str) -> None:
-    parts = WithInstalled({"wan": ("w",), "sdxl": ("s",)}, "keys", "KEYS", installed(("mine", package), ("gone", "no")))
+    parts: FamilyParts[Any] = FamilyParts("keys", "KEYS", installed(("mine", package), ("gone", "no")))
     assert list(parts) == ["wan", "sdxl", "mine", "gone"]
     assert len(parts) == 4
     assert "gone" in parts
     assert "other" not in parts
-    assert (parts["wan"], parts["mine"]) == (("w",), ("a", "b"))
+    assert (parts["wan"].family, parts["mine"]) == ("wan", ("a", "b"))
     with pytest.raises(ConfigError, match="no\\.keys cannot be imported"):
         parts["gone"]
     with pytest.raises(KeyError):
@@ -135,7 +136,7 @@ def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path:
     families = json.loads(schema)["$defs"]["Model"]["properties"]["family"]["enum"]
     assert families == [*FAMILIES, "outside"]
     assert done.returncode == 1
-    assert "no_such_package.flavours cannot be imported" in refused + done.stderr
+    assert "no_such_package.names cannot be imported" in refused + done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -24,6 +24,7 @@ from gracetune.config.dialects.simpletuner.keys import (
 from gracetune.config.dialects.simpletuner.optimizer import MATCHES, OTHERS
 from gracetune.config.dialects.simpletuner.reader import KNOWN, OPTIONS, OURS
 from gracetune.config.dialects.table import Effect
+from gracetune.config.families import readable_names
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import LYCORIS, problems, resolve, write
 
@@ -93,7 +94,9 @@ def test_env_names_lead_to_known_options() -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_option_we_do_not_do_is_refused_when_on_and_passes_when_off(tmp_path: Path, name: str) -> None:
     refusal = REFUSED[name]
-    family = refusal.families[0] if refusal.families else "wan"
+    acts = [names.family for names in readable_names() if name in names.simpletuner.own_options]
+    assert bool(acts) == refusal.of_families
+    family = acts[0] if acts else "wan"
     flavours = {"wan": "t2v-480p-14b-2.1", "flux": "dev", "sdxl": "base-1.0"}
     around: dict[str, Any] = {"model_family": family, "model_flavour": flavours[family]}
     if refusal.switch:

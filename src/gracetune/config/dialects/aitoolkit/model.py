@@ -12,56 +12,21 @@ from gracetune.config.dialects.block import Block
 from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
 from gracetune.config.dialects.values import precision
 from gracetune.config.draft import Said
-from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.families import find_flavour, names_of, readable_names
+from gracetune.config.family_names import Arch, FamilyNames, Flavour
 from gracetune.config.spelling import misspelt
 
 if TYPE_CHECKING:
     from gracetune.config.dialects.aitoolkit.job import Job
 
 
-@dataclass(frozen=True)
-class Arch:
-    """One of ai-toolkit's model classes that we train."""
-
-    family: str
-    flavours: tuple[str, ...]
-    """The weights it may be given; the only one is known without looking at `name_or_path`."""
-    starts_from_image: str = "never"
-    """Whether clips are learnt from their first frame: `never`, `always`, or `do_i2v` where the dataset says."""
-    references: str | None = None
-    """How control images reach the model: cut like the target (`reference_strict`) or in their own shape."""
-
-
-ARCHS = {
-    "wan21": Arch("wan", ("t2v-1.3b-2.1", "t2v-14b-2.1")),
-    "wan21_i2v": Arch("wan", ("i2v-14b-480p-2.1", "i2v-14b-720p-2.1"), "always"),
-    "wan22_14b": Arch("wan", ("t2v-14b-2.2",)),
-    "wan22_14b_i2v": Arch("wan", ("i2v-14b-2.2",), "always"),
-    "wan22_5b": Arch("wan", ("ti2v-5b-2.2",), "do_i2v"),
-    "qwen_image": Arch("qwen_image", ("t2i", "t2i-2512")),
-    "qwen_image_edit": Arch("qwen_image", ("edit",), references="reference_strict"),
-    "qwen_image_edit_plus": Arch("qwen_image", ("edit-2509", "edit-2511"), references="reference_loose"),
-    "flux": Arch("flux", ("dev", "krea", "schnell")),
-    "flux_kontext": Arch("flux", ("kontext",), references="reference_strict"),
-    "sdxl": Arch("sdxl", ("base-1.0",)),
-}
-
-# What the tag behind the colon says about the weights. Upstream drops it; the published names agree with it.
-TAGS = {
-    "wan21:1b": "t2v-1.3b-2.1",
-    "wan21:14b": "t2v-14b-2.1",
-    "wan21_i2v:14b480p": "i2v-14b-480p-2.1",
-    "wan21_i2v:14b": "i2v-14b-720p-2.1",
-    "qwen_image:2512": "t2i-2512",
-    "qwen_image_edit_plus:2509": "edit-2509",
-    "qwen_image_edit_plus:2511": "edit-2511",
-}
-
-# The legacy switches in upstream's order of asking; those of models we do not train lead to a refusal.
-SWITCHES = {
-    "is_v2": "sd2", "is_v3": "sd3", "is_xl": "sdxl", "is_pixart": "pixart", "is_pixart_sigma": "pixart_sigma",
-    "is_auraflow": "auraflow", "is_flux": "flux", "is_lumina2": "lumina2", "is_vega": "vega", "is_ssd": "ssd",
-}  # fmt: skip
+SWITCHES = (
+    "is_v2", "is_v3", "is_xl", "is_pixart", "is_pixart_sigma", "is_auraflow", "is_flux", "is_lumina2", "is_vega",
+    "is_ssd",
+)  # fmt: skip
+"""What files had before `arch`, in upstream's order of asking. Some mean an arch of a family of ours."""
+_OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
+"""Of the others, those whose arch is not called like the switch."""
 
 OTHER_ARCHS = (
     "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
@@ -76,6 +41,7 @@ OTHER_ARCHS = (
 class Target:
     """What the rest of the job needs to know about the model it trains."""
 
+    names: FamilyNames
     arch: Arch
     name: str
     """The arch as the file has it; empty where it is none of ours."""
@@ -95,7 +61,7 @@ class Target:
 
     @property
     def transformer(self) -> bool:
-        return self.arch.family != "sdxl"
+        return not self.names.aitoolkit.unet
 
     @property
     def dual_expert(self) -> bool:
@@ -104,21 +70,33 @@ class Target:
 
 # Stands in for an arch we do not train, so that the other keys' problems are still found. Never built: the arch's own
 # problem stays.
-_UNKNOWN_ARCH = Arch("flux", (), references="reference_loose")
+_STAND_IN = "flux"
+_UNKNOWN_ARCH = Arch((), references="reference_loose")
+
+
+def archs() -> dict[str, tuple[FamilyNames, Arch]]:
+    """Every arch of a family of ours, and of the installed packages that can be read."""
+    known: dict[str, tuple[FamilyNames, Arch]] = {}
+    for names in readable_names():
+        for name, arch in names.aitoolkit.archs.items():
+            known.setdefault(name, (names, arch))
+    return known
 
 
 def find_target(block: Block, *, dtype: Any, adapter: bool) -> Target:
     """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
-    name = block.get("arch")
+    known, name = archs(), block.get("arch")
     if name is None:
-        name = next((arch for switch, arch in SWITCHES.items() if block.get(switch) is True), None)
-    plain = name.partition(":")[0] if isinstance(name, str) else None
-    arch, name = (ARCHS[plain], str(name)) if plain in ARCHS else (_UNKNOWN_ARCH, "")
+        name = next((_arch_of(switch, known) for switch in SWITCHES if block.get(switch) is True), None)
+    plain = name.partition(":")[0] if isinstance(name, str) else ""
+    names, arch = known.get(plain, (names_of(_STAND_IN), _UNKNOWN_ARCH))
+    name = str(name) if plain in known else ""
     kwargs = block.get("model_kwargs")
     return Target(
+        names=names,
         arch=arch,
         name=name,
-        flavour=_find_flavour(block.get("name_or_path"), arch, name),
+        flavour=_find_flavour(block.get("name_or_path"), names, arch, name),
         dtype=dtype,
         adapter=adapter,
         match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
@@ -126,22 +104,27 @@ def find_target(block: Block, *, dtype: Any, adapter: bool) -> Target:
     )
 
 
-def _find_flavour(path: Any, arch: Arch, name: str) -> Flavour | None:
+def _arch_of(switch: str, known: Mapping[str, tuple[FamilyNames, Arch]]) -> str:
+    ours = next((name for name, (_, arch) in known.items() if arch.switch == switch), None)
+    return ours or _OTHER_SWITCHES.get(switch) or switch.removeprefix("is_")
+
+
+def _find_flavour(path: Any, names: FamilyNames, arch: Arch, name: str) -> Flavour | None:
     """From the weights' published name, the arch's tag, or an arch that has only one."""
-    published, guess = _published(arch.family, path), _guess(arch, name)
+    published, guess = _published(names, path), _guess(arch, name)
     if path is None or _is_of_another(arch, published):
         return None
-    return published or (find_flavour(arch.family, guess) if guess else None)
+    return published or (find_flavour(names.family, guess) if guess else None)
 
 
-def _published(family: str, path: Any) -> Flavour | None:
+def _published(names: FamilyNames, path: Any) -> Flavour | None:
     if not isinstance(path, str):
         return None
-    return next((known for known in flavours(family) if known.weights.lower() == path.strip().lower()), None)
+    return next((known for known in names.flavours if known.weights.lower() == path.strip().lower()), None)
 
 
 def _guess(arch: Arch, name: str) -> str | None:
-    return TAGS.get(name) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
+    return arch.tags.get(name.partition(":")[2]) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
 
 
 def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
@@ -149,31 +132,33 @@ def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
 
 
 def _arch(block: Block, job: Job) -> None:
+    known = archs()
     name = found = block.get("arch")
     key = "arch"
     if name is None:
         switch = next((switch for switch in SWITCHES if block.flag(switch, False)), None)
-        name, key = (SWITCHES[switch], switch) if switch else (None, key)
+        name, key = (_arch_of(switch, known), switch) if switch else (None, key)
         found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
     plain = name.partition(":")[0] if isinstance(name, str) else None
-    if plain not in ARCHS:
+    if plain not in known:
         other = "train it with ai-toolkit, or choose one of these models"
-        hint = other if plain in OTHER_ARCHS else misspelt(plain, ARCHS, other, write="arch: {}")
-        block.problem(key, f"one of {', '.join(ARCHS)}", hint, found=found)
+        hint = other if plain in OTHER_ARCHS else misspelt(plain, known, other, write="arch: {}")
+        block.problem(key, f"one of {', '.join(known)}", hint, found=found)
 
 
 def _weights(block: Block, job: Job) -> None:
-    path, arch, flavour = block.get("name_or_path"), job.target.arch, job.target.flavour
-    published = _published(arch.family, path)
+    path, target = block.get("name_or_path"), job.target
+    published = _published(target.names, path)
     if path is None:
-        known = find_flavour(arch.family, _guess(arch, job.target.name) or "") or next(iter(flavours(arch.family)))
+        guess = _guess(target.arch, target.name)
+        known = find_flavour(target.names.family, guess or "") or target.names.flavours[0]
         block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
     else:
         block.assign(("model", "path"), path, "name_or_path")
-        _mistaken(block, path, job.target, published)
-    if flavour is not None:
-        block.assign(("model", "flavour"), flavour.name, "name_or_path" if published else "arch")
-    block.assign(("model", "family"), arch.family, "arch")
+        _mistaken(block, path, target, published)
+    if target.flavour is not None:
+        block.assign(("model", "flavour"), target.flavour.name, "name_or_path" if published else "arch")
+    block.assign(("model", "family"), target.names.family, "arch")
 
 
 def _mistaken(block: Block, path: Any, target: Target, published: Flavour | None) -> None:
@@ -181,10 +166,11 @@ def _mistaken(block: Block, path: Any, target: Target, published: Flavour | None
     arch = target.arch
     if isinstance(path, str) and path.startswith(("http://", "https://")):
         block.problem("name_or_path", "a hub id, a folder or a file", "download the file and name it here")
-    if arch is ARCHS["flux"] and isinstance(path, str) and "flex." in path.lower():
-        block.problem("name_or_path", "FLUX.1 weights: Flex is another model", "choose another model")
+    for mark, expected in arch.other_models.items():
+        if isinstance(path, str) and mark in path.lower():
+            block.problem("name_or_path", expected, "choose another model")
     if _is_of_another(arch, published):
-        named = " or ".join(known.weights for known in flavours(arch.family) if known.name in arch.flavours)
+        named = " or ".join(known.weights for known in target.names.flavours if known.name in arch.flavours)
         block.problem("name_or_path", f"weights of {target.name}, such as {named}", "change arch or the weights")
 
 
@@ -200,8 +186,7 @@ def _base(block: Block, job: Job) -> None:
 
 
 def _text_encoder(block: Block, job: Job) -> None:
-    # upstream's Wan quantises both alike
-    read_text_encoder(block, "qtype" if job.target.arch.family == "wan" else "qtype_te")
+    read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
 
 
 def _extras(block: Block, job: Job) -> None:

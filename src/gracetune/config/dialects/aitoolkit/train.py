@@ -87,7 +87,7 @@ def _is_flow(block: Block, job: Job) -> bool:
 
 
 def _scheduler(block: Block, job: Job) -> None:
-    name, family = block.get("noise_scheduler"), job.target.arch.family
+    name, family = block.get("noise_scheduler"), job.target.names.family
     if job.target.transformer:
         if name is None:
             key = block.key("noise_scheduler")
@@ -223,11 +223,12 @@ def _attention(block: Block, job: Job) -> None:
 
 
 def _guidance_embedding(block: Block, job: Job) -> None:
-    """The web interface writes it for every model; only Flux has such an embedding."""
+    """The web interface writes it for every model; few have such an embedding."""
     if not block.flag("bypass_guidance_embedding", False):
         return
-    if job.target.arch.family == "flux":
-        block.refuse("bypass_guidance_embedding", "false: Flux is trained with its guidance embedding")
+    why = job.target.names.aitoolkit.guidance_embedding
+    if why:
+        block.refuse("bypass_guidance_embedding", why)
     else:
         block.list_unused(HARMLESS, "bypass_guidance_embedding")
 

@@ -23,24 +23,8 @@ from gracetune.config.dialects.table import (
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number
 from gracetune.config.draft import Origin
-
-_ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
-_CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
-_CONTEXT_FEED_FORWARD = ("ff_context.net.0.proj", "ff_context.net.2")
-_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", *_CONTEXT_FEED_FORWARD, "proj_mlp", "proj_out")
-
-_FLUX_TARGETS: dict[str, tuple[str, ...]] = {
-    "mmdit": _ATTENTION,
-    "all": (*_ATTENTION, *_CONTEXT),
-    "context": _CONTEXT,
-    "context+ffs": (*_CONTEXT, *_CONTEXT_FEED_FORWARD),
-    "all+ffs": (*_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
-    "all+ffs+embedder": ("x_embedder", *_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
-    "ai-toolkit": (*_ATTENTION, *_CONTEXT, *_FEED_FORWARD, "norm.linear", "norm1.linear", "norm1_context.linear"),
-    "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
-    "nano": ("single_transformer_blocks.7.proj_out",),
-}
-_TARGETS = {"wan": _ATTENTION, "qwen_image": _ATTENTION, "sdxl": _ATTENTION}
+from gracetune.config.families import names_of
+from gracetune.config.family_names import LoraTargets
 
 
 def _adapter(options: Block, family: str) -> None:
@@ -77,20 +61,19 @@ def _dora(options: Block, family: str) -> None:
 def _lora_targets(options: Block, family: str) -> None:
     if "peft_lora_target_modules" in options:
         _named_targets(options)
-    elif family == "flux":
-        _flux_targets(options)
-    elif family in _TARGETS:
-        options.default(("adapter", "targets"), list(_TARGETS[family]))
-
-
-def _flux_targets(options: Block) -> None:
-    name = options.get("flux_lora_target")
-    if name is None:
-        options.default(("adapter", "targets"), list(_FLUX_TARGETS["all"]), "flux_lora_target")
-    elif isinstance(name, str) and name in _FLUX_TARGETS:
-        options.assign(("adapter", "targets"), list(_FLUX_TARGETS[name]), "flux_lora_target")
     else:
-        options.refuse("flux_lora_target", f"one of {', '.join(_FLUX_TARGETS)}", "choose one of them")
+        _family_targets(options, names_of(family).simpletuner.targets)
+
+
+def _family_targets(options: Block, targets: LoraTargets) -> None:
+    name = options.get(targets.option) if targets.option else None
+    if name is None:
+        if targets.default:
+            options.default(("adapter", "targets"), list(targets.default), targets.option)
+    elif isinstance(name, str) and name in targets.groups:
+        options.assign(("adapter", "targets"), list(targets.groups[name]), targets.option)
+    else:
+        options.refuse(targets.option, f"one of {', '.join(targets.groups)}", "choose one of them")
 
 
 def _named_targets(options: Block) -> None:

@@ -35,13 +35,12 @@ from gracetune.config.dialects.table import (
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number, is_off
 from gracetune.config.draft import Path
-from gracetune.config.families import find_flavour
+from gracetune.config.families import find_flavour, names_of
+from gracetune.config.family_names import ClipLength
 from gracetune.config.spelling import misspelt
 
 _CAPTION_DROPOUT = 0.1
 _TRAINED = ("image", "video", "audio")
-_SECONDS = 5
-_WAN_FPS = 15
 
 
 @dataclass(frozen=True)
@@ -268,31 +267,28 @@ def _video(entry: Block, setting: Setting) -> None:
     block = known_block(entry, "video", VIDEO)
     if block is not None:
         apply(block, VIDEO, None, path)
-    if is_image_to_video(entry):
+    if is_image_to_video(entry, family):
         setting.options.assign((*path, "image_to_video"), True, "model_flavour")
-    if family == "wan" and entry.draft.get((*path, "bucket_strategy")) != "resolution_frames":
+    clips = names_of(family).simpletuner.clips
+    if clips is not None and entry.draft.get((*path, "bucket_strategy")) != "resolution_frames":
         rate = as_number(setting.options.get("framerate"))
-        frames = int(rate * _SECONDS) if is_number(rate) and 0 < rate < 1000 else _WAN_FPS * _SECONDS
-        entry.default((*path, "num_frames"), _eight_and_one(frames), entry.key("video.num_frames"))
-    _fit_frames(entry, family, path)
+        frames = int((rate if is_number(rate) and 0 < rate < 1000 else clips.fps) * clips.seconds)
+        entry.default((*path, "num_frames"), clips.fitting(frames), entry.key("video.num_frames"))
+    _fit_frames(entry, clips, path)
 
 
-def _fit_frames(entry: Block, family: str, path: Path) -> None:
-    """Wan takes 8k+1 frames in SimpleTuner; another number is rounded down there, and so here."""
+def _fit_frames(entry: Block, clips: ClipLength | None, path: Path) -> None:
+    """Another number of frames than the family takes in SimpleTuner is rounded down there, and so here."""
     draft = entry.draft
     for field in ("num_frames", "min_frames"):
         frames, origin = draft.get((*path, field)), draft.origin((*path, field))
-        if family == "wan" and isinstance(frames, int) and frames > 1 and frames % 8 != 1 and origin:
-            fitting = _eight_and_one(frames)
+        if clips is not None and isinstance(frames, int) and clips.fitting(frames) < frames and origin:
+            fitting = clips.fitting(frames)
             draft.put((*path, field), fitting, origin)
-            draft.note(f"{origin.key}: {frames} frames become {fitting} (8k+1), as in SimpleTuner")
+            draft.note(f"{origin.key}: {frames} frames become {fitting} ({clips.step}k+1), as in SimpleTuner")
     if draft.get((*path, "num_frames")) is not None:
         frames = draft.get((*path, "num_frames"))
         entry.default((*path, "min_frames"), frames, entry.key("video.min_frames"))
-
-
-def _eight_and_one(frames: int) -> int:
-    return max(1, (frames - 1) // 8 * 8 + 1)
 
 
 def _audio(entry: Block, setting: Setting) -> None:

@@ -25,6 +25,7 @@ from gracetune.config.dialects.table import (
 from gracetune.config.dialects.values import as_number, is_off
 from gracetune.config.draft import OUR_DEFAULT
 from gracetune.config.environment import Environment
+from gracetune.config.families import flavours
 from gracetune.config.spelling import misspelt
 
 _EMBEDS = ("text_embeds", "image_embeds", "conditioning_image_embeds")
@@ -56,7 +57,8 @@ def read_datasets(options: Block, family: str, environment: Environment) -> int:
     if not count:
         if len(draft.problems) == before:
             _ask_for_datasets(options)
-        stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if family == "stable_audio" else "image"}
+        sounds = any(flavour.makes == "audio" for flavour in flavours(family))
+        stand_in = {"id": "unread", "path": "unread", "dataset_type": "audio" if sounds else "image"}
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
         draft.unread.add(("datasets", 0))
     return count

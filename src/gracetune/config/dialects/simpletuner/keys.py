@@ -12,7 +12,7 @@ from typing import Any
 from gracetune.config.dialects.block import Block
 from gracetune.config.dialects.table import Key, Table, Unless, noted, read_elsewhere, refused
 from gracetune.config.dialects.values import is_off
-from gracetune.config.families import FAMILIES
+from gracetune.config.families import FAMILIES, names_of
 
 PEER = "SimpleTuner"
 ALIASES = {
@@ -36,8 +36,8 @@ class Off(Unless):
     """It stands at its default, or SimpleTuner itself would do nothing with it in such a config."""
 
     defaults: tuple[Any, ...] = (None,)
-    families: tuple[str, ...] = ()
-    """Where it acts; empty means in every family."""
+    of_families: bool = False
+    """It acts in the families that name it (`SimpleTunerNames.own_options`), not in every one."""
     switch: str = ""
     """The option that has to be on for this one to act."""
     same_as: str = ""
@@ -51,20 +51,20 @@ class Off(Unless):
 
     def holds(self, block: Block, name: str) -> bool:
         value = block.get(name)
-        if self.families and not family_of(block):
+        if self.of_families and not family_of(block):
             return True  # a family that has to be mended first
         if self.at_default(value) or (self.same_as and value == block.get(self.same_as)):
             return True
         if self.switch and is_off(block.get(self.switch), 0):
             return True
-        return self.is_inert(block)
+        return self.is_inert(block, name)
 
     def at_default(self, value: Any) -> bool:
         return any(is_off(value, default) for default in self.defaults)
 
-    def is_inert(self, block: Block) -> bool:
+    def is_inert(self, block: Block, name: str) -> bool:
         """Whether SimpleTuner itself would do nothing with it in a config like this one."""
-        if self.families and family_of(block) not in self.families:
+        if self.of_families and name not in names_of(family_of(block)).simpletuner.own_options:
             return True
         if self.off_by and block.is_on(self.off_by):
             return True
@@ -197,18 +197,19 @@ def _not_done(
     name: str,
     default: Any,
     why: str,
-    families: tuple[str, ...] = (),
     *,
+    of_families: bool = False,
     switch: str = "",
     same_as: str = "",
     off_by: str = "",
     lora_type: str = "",
 ) -> Key:
-    return refused(name, Off((default,), families, switch, same_as, off_by, lora_type), why)
+    return refused(name, Off((default,), of_families, switch, same_as, off_by, lora_type), why)
 
 
 _WEIGHTS = "a part of the model from elsewhere is not supported: one model, with an optional VAE and text encoder"
 _BASE = "pretrained_model_name_or_path"
+_GUIDANCE = "the guidance embedding is trained at a constant 1.0"
 _REGULARISER = "this auxiliary loss is not implemented"
 
 NOT_DONE = (
@@ -219,14 +220,14 @@ NOT_DONE = (
     _not_done("distillation_method", None, "distillation is not implemented"),
     _not_done("crepa_enabled", False, _REGULARISER),
     _not_done("irepa_enabled", False, _REGULARISER),
-    _not_done("urepa_enabled", False, _REGULARISER, ("sdxl",)),
+    _not_done("urepa_enabled", False, _REGULARISER, of_families=True),
     _not_done("layersync_enabled", False, _REGULARISER),
     _not_done("nextlat_enabled", False, _REGULARISER),
     _not_done("internal_guidance_enabled", False, _REGULARISER),
     _not_done("twinflow_enabled", False, "TwinFlow is not implemented"),
     _not_done("xm_enabled", False, "candidate selection (XM) is not implemented"),
     _not_done("mixflow_enabled", False, "MixFlow sampling is not implemented"),
-    _not_done("diff2flow_enabled", False, "the diffusion-to-flow bridge is not implemented", ("sdxl",)),
+    _not_done("diff2flow_enabled", False, "the diffusion-to-flow bridge is not implemented", of_families=True),
     _not_done("scheduled_sampling_max_step_offset", 0, "scheduled sampling is not implemented"),
     _not_done(
         "assistant_lora_path",
@@ -253,26 +254,28 @@ NOT_DONE = (
     _not_done("ema_warmup_steps", 0, "the average starts with the first step", switch="use_ema"),
     _not_done("input_perturbation_steps", 0, "the perturbation does not fade out", switch="input_perturbation"),
     _not_done("soft_min_snr_sigma_data", None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
-    _not_done("snr_weight", 1.0, "the loss is not scaled", ("sdxl",)),
+    _not_done("snr_weight", 1.0, "the loss is not scaled", of_families=True),
     _not_done("flow_custom_timesteps", None, "a fixed list of timesteps is not implemented"),
     _not_done("flow_cubic_schedule_weights", None, "a spline over timesteps is not implemented"),
-    _not_done("flux_fast_schedule", False, "the few-step schedule is not implemented", ("flux",)),
-    _not_done("flux_guidance_mode", "constant", "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    _not_done("flux_guidance_value", 1.0, "the guidance embedding is trained at a constant 1.0", ("flux",)),
-    _not_done("flux_attention_masked_training", False, "attention masking is not implemented for Flux", ("flux",)),
-    _not_done("t5_padding", "unmodified", "text embeddings are padded as the model was trained", ("flux", "wan")),
-    _not_done("wan_force_2_1_time_embedding", False, "each Wan release keeps its own time embedding", ("wan",)),
-    _not_done("rescale_betas_zero_snr", False, "zero-terminal-SNR schedules are not implemented", ("sdxl",)),
-    _not_done("refiner_training", False, "the refiner is not supported", ("sdxl",)),
-    _not_done("sdxl_refiner_uses_full_range", False, "the refiner is not supported", ("sdxl",)),
-    _not_done("timestep_bias_strategy", None, "this bias over timesteps is not implemented", ("sdxl",)),
+    _not_done("flux_fast_schedule", False, "the few-step schedule is not implemented", of_families=True),
+    _not_done("flux_guidance_mode", "constant", _GUIDANCE, of_families=True),
+    _not_done("flux_guidance_value", 1.0, _GUIDANCE, of_families=True),
+    _not_done(
+        "flux_attention_masked_training", False, "attention masking is not implemented for Flux", of_families=True
+    ),
+    _not_done("t5_padding", "unmodified", "text embeddings are padded as the model was trained", of_families=True),
+    _not_done("wan_force_2_1_time_embedding", False, "each Wan release keeps its own time embedding", of_families=True),
+    _not_done("rescale_betas_zero_snr", False, "zero-terminal-SNR schedules are not implemented", of_families=True),
+    _not_done("refiner_training", False, "the refiner is not supported", of_families=True),
+    _not_done("sdxl_refiner_uses_full_range", False, "the refiner is not supported", of_families=True),
+    _not_done("timestep_bias_strategy", None, "this bias over timesteps is not implemented", of_families=True),
     _not_done("max_upscale_threshold", None, "filter by minimum_image_size instead"),
     _not_done("enable_nsfw_check", False, "images are not classified; take them out of the folder yourself"),
     _not_done("max_grounding_entities", 0, "grounding is not implemented"),
     _not_done("pretrained_transformer_model_name_or_path", None, _WEIGHTS, same_as=_BASE),
     _not_done("pretrained_transformer_subfolder", "transformer", _WEIGHTS),
-    _not_done("pretrained_unet_model_name_or_path", None, _WEIGHTS, ("sdxl",), same_as=_BASE),
-    _not_done("pretrained_unet_subfolder", "unet", _WEIGHTS, ("sdxl",)),
+    _not_done("pretrained_unet_model_name_or_path", None, _WEIGHTS, of_families=True, same_as=_BASE),
+    _not_done("pretrained_unet_subfolder", "unet", _WEIGHTS, of_families=True),
 )
 
 

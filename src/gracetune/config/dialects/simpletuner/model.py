@@ -9,28 +9,10 @@ from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import family_of
 from gracetune.config.dialects.table import Key, Rule, Table
 from gracetune.config.dialects.values import as_flag, choice, names
-from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours
+from gracetune.config.families import FAMILIES, find_flavour, flavours, names_of, readable_names
+from gracetune.config.family_names import DefaultVae, Flavour
 from gracetune.config.spelling import misspelt
-
-_FLAVOURS: dict[str, dict[str, str]] = {
-    "wan": {
-        "t2v-480p-1.3b-2.1": "t2v-1.3b-2.1",
-        "t2v-480p-14b-2.1": "t2v-14b-2.1",
-        "i2v-14b-2.1": "i2v-14b-480p-2.1",
-        "i2v-14b-2.1-720p": "i2v-14b-720p-2.1",
-    },
-    "qwen_image": {
-        "v1.0": "t2i",
-        "v2.0": "t2i-2512",
-        "edit-v1": "edit",
-        "edit-v2": "edit-2509",
-        "edit-v2+": "edit-2509",
-        "edit-v3": "edit-2511",
-    },
-}
-"""Where the names differ. The others, and the two experts of a flavour (`…-high`, `…-low`), are spelt alike."""
-
-_DEFAULT_FLAVOURS = {"wan": "t2v-480p-1.3b-2.1", "qwen_image": "v2.1", "flux": "krea", "sdxl": "base-1.0"}
+from gracetune.errors import ConfigError
 
 OTHER_FAMILIES = names("""
     ace_step anima auraflow boogu_image bria chroma cosmos cosmos2image cosmos3 deepfloyd ernie flux2 flux3_image
@@ -41,10 +23,6 @@ OTHER_FAMILIES = names("""
 """)
 """Families SimpleTuner trains and we do not."""
 
-_NOT_SDXL = "sdxl-vae"
-_SDXL_VAE = "madebyollin/sdxl-vae-fp16-fix"
-_STAGE_SHIFT = 5.0
-
 
 def read_family(options: Block) -> str | None:
     """The family; "" where it has to be mended first; None for a model that is SimpleTuner's and not ours.
@@ -53,6 +31,11 @@ def read_family(options: Block) -> str | None:
     """
     if family_of(options):
         options.assign(("model", "family"), family_of(options), "model_family")
+        try:
+            names_of(family_of(options))
+        except ConfigError as error:  # of an installed package that is broken
+            options.draft.problems += error.problems
+            return None
         return family_of(options)
     value = options.get("model_family")
     family = value.strip().lower() if isinstance(value, str) else value
@@ -68,29 +51,24 @@ def read_family(options: Block) -> str | None:
     return None if lacking else ""
 
 
-_LACKING = {
-    "wan": "animegen-t2v-high animegen-t2v-low flf2v-14b-2.1 flf2v-14b-2.2-high flf2v-14b-2.2-low "
-    "vace-1.3b-2.1 vace-14b-2.1",
-    "qwen_image": "v2.1",
-    "flux": "fluxbooru libreflux",
-    "sdxl": "refiner-1.0 base-0.9 refiner-0.9",
-}
-"""SimpleTuner's flavours of our families that we do not train."""
-
-
 def lacks_flavour(options: Block, family: str) -> bool:
     """Whether the config is for a model we do not have; there is nothing more to say about it then."""
-    if options.get("model_flavour") not in _LACKING.get(family, "").split():
+    if options.get("model_flavour") not in names_of(family).simpletuner.untrained_flavours:
         return False
-    ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
-    options.problem("model_flavour", f"a flavour we train: {', '.join(dict.fromkeys(ours))}",
+    options.problem("model_flavour", f"a flavour we train: {', '.join(_flavour_names(family))}",
                     "choose one of them, or train this one with SimpleTuner itself")  # fmt: skip
     return True
 
 
-def is_image_to_video(options: Block) -> bool:
-    flavour = options.draft.get(("model", "flavour"))
-    return isinstance(flavour, str) and flavour.startswith("i2v-")
+def _flavour_names(family: str) -> list[str]:
+    """Under SimpleTuner's names first, then under ours."""
+    names = names_of(family)
+    return list(dict.fromkeys([*names.simpletuner.flavours, *(known.name for known in names.flavours)]))
+
+
+def is_image_to_video(options: Block, family: str) -> bool:
+    flavour = find_flavour(family, str(options.draft.get(("model", "flavour"))))
+    return flavour is not None and flavour.from_picture
 
 
 def _flavour(options: Block, family: str) -> None:
@@ -102,16 +80,16 @@ def _flavour(options: Block, family: str) -> None:
         return
     found, expert = _find(family, given)
     if found is None:
-        ours = [*_FLAVOURS.get(family, {}), *(known.name for known in flavours(family))]
+        ours = _flavour_names(family)
         hint = misspelt(given, ours, "choose one of them")
-        options.problem("model_flavour", f"one of {', '.join(dict.fromkeys(ours))}", hint)
+        options.problem("model_flavour", f"one of {', '.join(ours)}", hint)
         return
     options.assign(("model", "flavour"), found.name, "model_flavour")
     if expert:
         _one_expert(options, expert)
-    if found.name == "schnell" and not options.is_on("disable_assistant_lora"):
-        options.refuse("model_flavour", "SimpleTuner trains schnell under an assistant adapter, on few steps; "
-                       "that is not implemented", 'choose "dev" or "krea"')  # fmt: skip
+    refused = names_of(family).simpletuner.refused_flavours.get(found.name)
+    if refused is not None and not options.is_on(refused.unless):
+        options.refuse("model_flavour", refused.why, refused.hint)
 
 
 def _one_expert(options: Block, expert: str) -> None:
@@ -123,15 +101,14 @@ def _one_expert(options: Block, expert: str) -> None:
     )
 
 
-def stage_shift(options: Block) -> float | None:
+def stage_shift(options: Block, family: str) -> float | None:
     """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
-    if options.draft.get(("model", "experts")) is None or options.draft.get(("model", "flavour")) != "i2v-14b-2.2":
+    shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
+    if options.draft.get(("model", "experts")) is None or shift is None:
         return None
-    if options.take("flow_schedule_shift") not in (None, _STAGE_SHIFT):
-        options.note(
-            f"{options.key('flow_schedule_shift')}: SimpleTuner trains this flavour at {_STAGE_SHIFT:g}; so do we"
-        )
-    return _STAGE_SHIFT
+    if options.take("flow_schedule_shift") not in (None, shift):
+        options.note(f"{options.key('flow_schedule_shift')}: SimpleTuner trains this flavour at {shift:g}; so do we")
+    return shift
 
 
 def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
@@ -143,7 +120,7 @@ def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
     if whole is not None and whole.dual_expert:
         return whole, expert
     text = given.strip().lower()
-    return find_flavour(family, _FLAVOURS.get(family, {}).get(text, text)), ""
+    return find_flavour(family, names_of(family).simpletuner.flavours.get(text, text)), ""
 
 
 def _flavour_not_given(options: Block, family: str) -> None:
@@ -154,33 +131,39 @@ def _flavour_not_given(options: Block, family: str) -> None:
         if known is not None:
             options.assign(("model", "flavour"), known.name, "pretrained_model_name_or_path")
         return
-    default = _DEFAULT_FLAVOURS.get(family)
+    names = names_of(family).simpletuner
+    default = names.default_flavour
     if default is None:
         return
     found, _ = _find(family, default)
     if found is None:
-        ours = ", ".join(_FLAVOURS.get(family, {}))
         expected = f"a flavour: SimpleTuner would take {default}, which we do not train"
-        options.draft.problem("model_flavour", None, expected, f"choose one of {ours}")
+        options.draft.problem("model_flavour", None, expected, f"choose one of {', '.join(names.flavours)}")
     else:
         options.default(("model", "flavour"), found.name, "model_flavour")
 
 
 def _parts(options: Block, family: str) -> None:
     vae = options.get("pretrained_vae_model_name_or_path")
-    if family == "sdxl":
-        options.default(("model", "vae_path"), _SDXL_VAE, "pretrained_vae_model_name_or_path")
+    names = names_of(family).simpletuner
+    if names.vae is not None:
+        options.default(("model", "vae_path"), names.vae.weights, "pretrained_vae_model_name_or_path")
     if vae is not None and vae == options.get("pretrained_model_name_or_path"):
         options.take("pretrained_vae_model_name_or_path")
-    elif family != "sdxl" and isinstance(vae, str) and _NOT_SDXL in vae:
+    elif (other := _of_another_family(vae, family)) is not None:
         options.take("pretrained_vae_model_name_or_path")
-        options.note(f"{options.key('pretrained_vae_model_name_or_path')}: an SDXL VAE does not fit {family}; "
-                   "the model's own is used, as SimpleTuner does")  # fmt: skip
+        options.note(f"{options.key('pretrained_vae_model_name_or_path')}: {other.title} does not fit {family}; "
+                     "the model's own is used, as SimpleTuner does")  # fmt: skip
     else:
         options.put("pretrained_vae_model_name_or_path", ("model", "vae_path"))
-    encoder = "qwen_text_encoder_model_name_or_path"
-    if family == "qwen_image" and options.get(encoder) != options.get("pretrained_model_name_or_path"):
+    encoder = names.text_encoder_option
+    if encoder and options.get(encoder) != options.get("pretrained_model_name_or_path"):
         options.put(encoder, ("model", "text_encoder_path"))
+
+
+def _of_another_family(vae: Any, family: str) -> DefaultVae | None:
+    others = (names.simpletuner.vae for names in readable_names() if names.family != family)
+    return next((one for one in others if one is not None and isinstance(vae, str) and one.mark in vae), None)
 
 
 _MIXED = {"no": "fp32"}

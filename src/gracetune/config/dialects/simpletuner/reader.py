@@ -37,6 +37,7 @@ from gracetune.config.dialects.table import Effect, Key, Rule, Table, apply, dec
 from gracetune.config.dialects.values import as_text, is_off
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
+from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.syntax import Document
 
 _ENTRY_MARKS = frozenset({"instance_data_dir", "instance_data_root", "dataset_type", "cache_dir_vae"})
@@ -79,8 +80,10 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
 
 def _nothing_more_to_say(draft: Draft) -> None:
     """A model we do not train is one problem, not fifty: everything else is taken for granted."""
-    stand_in = {"name": "unread", "output_dir": "unread", "model": {"family": "wan"}, "training": {"max_steps": 1},
-                "datasets": [{"id": "unread", "path": "unread", "dataset_type": "video"}]}  # fmt: skip
+    family = FAMILIES[0]
+    dataset = {"id": "unread", "path": "unread", "dataset_type": flavours(family)[0].makes}
+    stand_in = {"name": "unread", "output_dir": "unread", "model": {"family": family}, "training": {"max_steps": 1},
+                "datasets": [dataset]}  # fmt: skip
     draft.put_tree((), stand_in, OUR_DEFAULT)
 
 
@@ -136,7 +139,7 @@ def _switch(key: Key) -> str:
 
 def _is_inert(options: Block, key: Key) -> bool:
     off = key.unless
-    return isinstance(off, Off) and not off.at_default(options.get(key.name)) and off.is_inert(options)
+    return isinstance(off, Off) and not off.at_default(options.get(key.name)) and off.is_inert(options, key.name)
 
 
 IDENTITY: Table[str] = Table(Rule(_output, "output_dir"), Rule(_name, "tracker_run_name output_dir"))

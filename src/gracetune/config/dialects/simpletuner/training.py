@@ -10,6 +10,7 @@ from gracetune.config.dialects.simpletuner.model import stage_shift
 from gracetune.config.dialects.table import Key, Rule, Table
 from gracetune.config.dialects.values import as_flag, as_list, as_number, as_text, choice, is_number, not_zero
 from gracetune.config.draft import OUR_DEFAULT
+from gracetune.config.families import names_of
 
 
 def _checkpointing(value: Any) -> Any:
@@ -133,14 +134,15 @@ _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v_prediction", "flow_matc
 
 def _noise(options: Block, family: str) -> None:
     """Offset noise acts on epsilon and v models only, and only behind its switch."""
-    if family == "sdxl" and options.switch("offset_noise"):
+    ddpm = names_of(family).objective == "ddpm"
+    if ddpm and options.switch("offset_noise"):
         options.take("offset_noise")
         options.put("noise_offset", ("objective", "noise_offset"), as_number)
         options.put("noise_offset_probability", ("objective", "noise_offset_probability"), as_number)
         options.default(("objective", "noise_offset"), 0.1, "noise_offset")
         options.default(("objective", "noise_offset_probability"), 0.25, "noise_offset_probability")
     prediction = options.get("prediction_type")
-    if family != "sdxl" or prediction is None:
+    if not ddpm or prediction is None:
         return
     if isinstance(prediction, str) and prediction in _PREDICTIONS:
         options.put("prediction_type", ("objective", "prediction"), choice(_PREDICTIONS))
@@ -149,11 +151,11 @@ def _noise(options: Block, family: str) -> None:
 
 
 def is_flow(options: Block, family: str) -> bool:
-    return family in ("wan", "qwen_image", "flux") or options.draft.get(("objective", "prediction")) == "flow"
+    return names_of(family).objective == "flow" or options.draft.get(("objective", "prediction")) == "flow"
 
 
 def _timesteps(options: Block, family: str) -> None:
-    if not family or family == "stable_audio":
+    if not family or names_of(family).objective == "cosine":
         return
     if not is_flow(options, family):
         options.default(("objective", "timesteps"), "uniform")
@@ -164,12 +166,12 @@ def _timesteps(options: Block, family: str) -> None:
     options.put("flow_sigmoid_scale", ("objective", "sigmoid_scale"), as_number)
     options.put("flow_beta_schedule_alpha", ("objective", "beta_alpha"), as_number)
     options.put("flow_beta_schedule_beta", ("objective", "beta_beta"), as_number)
-    _shift(options)
+    _shift(options, family)
 
 
-def _shift(options: Block) -> None:
+def _shift(options: Block, family: str) -> None:
     path = ("objective", "flow_shift")
-    forced = stage_shift(options)
+    forced = stage_shift(options, family)
     if forced is not None:
         options.assign(path, forced, "model_flavour")
     elif options.switch("flow_schedule_auto_shift"):
@@ -177,9 +179,7 @@ def _shift(options: Block) -> None:
     elif "flow_schedule_shift" in options:
         # 0 leaves the noise levels as they were drawn, which is what a shift of 1 does
         options.put("flow_schedule_shift", path, lambda value: not_zero(value) or 1.0)
-    elif (
-        options.draft.get(("model", "flavour")) != "t2v-14b-2.2"
-    ):  # SimpleTuner has no such flavour, and so no default for it
+    elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
         options.default(path, 3.0, "flow_schedule_shift")
 
 

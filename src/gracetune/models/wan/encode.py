@@ -1,30 +1,42 @@
-"""Clips and pictures as Wan denoises them.
+"""Clips, images and captions as Wan reads them.
 
 B samples, F frames, H x W pixels; latents have z channels, f = (F - 1) / 4 + 1 frames and h x w cells. Entries are in
-the placement's dtype, which is the one they are read in; the VAE itself works in float32.
+the placement's dtype, which is the one they are read in; the VAE itself works in float32. A caption is UMT5's last
+states of the real tokens; `predict` fills up to 512 with zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.utils.import_utils import is_ftfy_available
 from PIL import Image
 from torch import Tensor, nn
 from transformers import CLIPImageProcessorPil
 
-from gracetune.cache.encoder import EncoderId
+from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask
+from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask, release
+from gracetune.models.common.pipelines import load_tokenizer
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, ModelFacts, Placement
-from gracetune.models.wan.facts import MASK_CHANNELS, inspect
-from gracetune.models.wan.load import load_image_encoder, load_image_processor, load_vae
+from gracetune.models.wan.load import (
+    MASK_CHANNELS,
+    TEXT_TOKENS,
+    inspect,
+    load_image_encoder,
+    load_image_processor,
+    load_umt5,
+    load_vae,
+)
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
@@ -157,3 +169,59 @@ def _check(facts: ModelFacts, options: EncodeOptions) -> None:
         hint = "video.image_to_video: false, or the weights of i2v-14b-2.2 or ti2v-5b-2.2"
         expected = f"false: {facts.flavour} starts from text alone"
         raise ConfigError([Problem("video.image_to_video", "true", expected, hint)])
+
+
+_clean: Callable[[str], str] = prompt_clean
+_has_ftfy: Callable[[], bool] = is_ftfy_available
+
+
+class WanTextEncoder:
+    reads_pictures = False
+
+    def __init__(self, model: nn.Module, tokenizer: Any, placement: Placement, identity: EncoderId) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._placement = placement
+        self._id = identity
+
+    @property
+    def id(self) -> EncoderId:
+        return self._id
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
+        if not prompts:
+            return []
+        found = embedded(self._model, self._tokenizer, [prompt.text for prompt in prompts], self._placement.device)
+        return [{"prompt_embeds": embeds.to("cpu", self._placement.dtype, copy=True)} for embeds in found]
+
+    def close(self) -> None:
+        release([self._model])
+
+
+def embedded(model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device) -> list[Tensor]:
+    """[tokens, width] for each caption."""
+    # Always the full length: an embedding's last bits must not depend on the captions it is computed with.
+    tokens = tokenizer(
+        [_clean(caption) for caption in captions],
+        padding="max_length",
+        max_length=TEXT_TOKENS,
+        truncation=True,
+        return_tensors="pt",
+    ).to(device)
+    states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    lengths = tokens.attention_mask.sum(dim=1).tolist()
+    return [caption[:length] for caption, length in zip(states, lengths, strict=True)]
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> WanTextEncoder:
+    settings = {
+        "class": "UMT5EncoderModel, last hidden state",
+        "dtype": str(placement.dtype),
+        "max length": str(TEXT_TOKENS),
+        "tokenizer": files_digest(source.part("tokenizer")),
+        # The pipeline mends broken characters only where this package is installed.
+        "cleaned by": f"ftfy {version('ftfy')}" if _has_ftfy() else "html and whitespace",
+    }
+    identity = encoder_id("text", source, ["text_encoder"], settings)
+    return WanTextEncoder(load_umt5(source, placement), load_tokenizer(source), placement, identity)

@@ -16,6 +16,8 @@ import pytest
 from gracetune.config.families import FAMILIES, GROUP, FamilyPackages
 from gracetune.errors import ConfigError
 from gracetune.models.family_parts import FamilyParts
+from unit.config.aitoolkit_jobs import job
+from unit.config.simpletuner_files import GOOD, IMAGES
 
 OURS = ("wan", "sdxl")
 SRC = Path(__file__).resolve().parents[3] / "src"
@@ -177,3 +179,65 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
         assert problem["key"] == f"the installed family {family}"
         assert found in problem["found"]
         assert problem["expected"]
+
+
+def test_a_package_says_what_the_peers_call_it_and_a_broken_one_stops_no_other(tmp_path: Path) -> None:
+    head = "from gracetune.config.family_names import *\n"
+    sources = {
+        "whole": head + "NAMES = FamilyNames('whole', (Flavour('a', 'b/c', 'image'), Flavour('d', 'e/f', 'image')),\n"
+        "    objective='flow', simpletuner=SimpleTunerNames(flavours={'v4': 'd'}, targets=LoraTargets(('to_q',))),\n"
+        "    aitoolkit=AiToolkitNames(archs={'whole_big': Arch(('d',), tags={'x': 'd'}, switch='is_vega')}))",
+        "words": "NAMES = 'whole'",
+        "empty": head + "NAMES = FamilyNames('empty', ())",
+        "another": head + "NAMES = FamilyNames('whole', (Flavour('a', 'b/c', 'image'),))",
+        "raising": "{}['a']",
+    }
+    for family, code in sources.items():
+        (tmp_path / f"{family}_package").mkdir()
+        (tmp_path / f"{family}_package" / "names.py").write_text(code)
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    points = "".join(f"{family} = {family}_package\n" for family in sources)
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{points}")
+    datasets = [{"id": "a", "path": "a"}]
+    files: dict[str, Any] = {
+        family: {"gracetune": 1, "name": "x", "output_dir": "o", "model": {"family": family}, "datasets": datasets,
+                 "training": {"max_steps": 1}}
+        for family in ("words", "empty", "another", "raising")
+    }  # fmt: skip
+    peers = {"arch": {"arch": "whole_big:x", "name_or_path": "/w"}, "switch": {"is_vega": True, "name_or_path": "/w"}}
+    for name, model in peers.items():
+        files[name] = job()
+        files[name]["config"]["process"][0]["model"] = model
+    files["simpletuner"] = {**GOOD, "model_family": "whole", "model_flavour": "v4", "data_backend_config": "data.json"}
+    files["missing"] = {**GOOD, "model_family": "words", "data_backend_config": "data.json"}
+    for name, document in {**files, "data": IMAGES}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    program = (
+        "import json, sys\nfrom pathlib import Path\n"
+        "from gracetune.config import Environment, load\nfrom gracetune.errors import ConfigError\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        config = load(Path(name + '.json'), environment=Environment({})).config\n"
+        "        found[name] = [config.model.family, config.model.flavour, list(config.adapter.targets)]\n"
+        "    except ConfigError as error:\n"
+        "        found[name] = [problem.found for problem in error.problems]\n"
+        "print(json.dumps(found))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(tmp_path)))}
+    command = [sys.executable, "-c", program, *files]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout) == {
+        "words": ["NAMES = 'whole'"],
+        "empty": ["NAMES.flavours = ()"],
+        "another": ["family='whole' in another_package.names.NAMES"],
+        "raising": ["raising_package.names cannot be imported: KeyError: 'a'"],
+        "arch": ["whole", "d", []],
+        "switch": ["whole", "d", []],
+        "simpletuner": ["whole", "d", ["to_q"]],
+        "missing": ["NAMES = 'whole'"],
+    }

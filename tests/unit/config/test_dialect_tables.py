@@ -10,6 +10,7 @@ import pytest
 
 from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.block import Block, Reading
+from gracetune.config.dialects.listing import document
 from gracetune.config.dialects.table import (
     Dialect,
     Effect,
@@ -52,10 +53,10 @@ def test_a_key_stands_in_a_table_once() -> None:
         Table(Key("steps"), Key("steps"))
 
 
-def test_rules_are_part_of_the_record() -> None:
-    rules = {dialect.name: {name for rule in dialect.rules for name in rule.keys} for dialect in DIALECTS}
-    assert {"optimizer", "folder_path", "prompts", "quantize"} <= rules["ai-toolkit"]
-    assert {"model_flavour", "lora_type", "parquet", "apply_preset"} <= rules["simpletuner"]
+def test_the_page_of_keys_is_made_from_the_tables() -> None:
+    page = Path(__file__).parents[3] / "docs" / "dialect-keys.md"
+    hint = "PYTHONPATH=src python -m gracetune.config.dialects.listing > docs/dialect-keys.md"
+    assert page.read_text(encoding="utf-8") == document(), hint
 
 
 # -- a third dialect ---------------------------------------------------------------------------------------------------

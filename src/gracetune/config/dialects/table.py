@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -109,44 +110,33 @@ def read_elsewhere(names: str) -> tuple[Key, ...]:
     return tuple(Key(name) for name in names.split())
 
 
-@dataclass(frozen=True, init=False)
 class Rule(Generic[C]):
     """Reads keys that mean something together, or of which one decides about another."""
 
-    apply: Callable[[Block, C], None]
-    keys: tuple[str, ...]
-
     def __init__(self, apply: Callable[[Block, C], None], *keys: str) -> None:
-        object.__setattr__(self, "apply", apply)
-        object.__setattr__(self, "keys", tuple(name for text in keys for name in text.split()))
+        """Several keys may be written in one text, with spaces."""
+        self.apply = apply
+        self.keys = tuple(name for text in keys for name in text.split())
 
 
-@dataclass(frozen=True, init=False)
 class Table(Generic[C]):
     """Every key of one mapping. `C` is what the rules have to know besides the mapping itself."""
 
-    entries: tuple[Key | Rule[C], ...]
-    expected: str
-    """What an unknown key is told was expected; `{section}` is the name of the mapping."""
-    otherwise: str
-    """What to do about an unknown key that is like none of these."""
-    keys: Mapping[str, Key] = field(compare=False)
-
     def __init__(self, *entries: Key | Rule[C], expected: str = "", otherwise: str = "") -> None:
-        own = [entry.name for entry in entries if isinstance(entry, Key)]
-        twice = sorted({name for name in own if own.count(name) > 1})
+        """`expected` and `otherwise` are for keys that are unknown: what was expected, in which `{section}` is the name
+        of the mapping, and what to do about one that is like none of these."""
+        own = Counter(entry.name for entry in entries if isinstance(entry, Key))
+        twice = sorted(name for name, count in own.items() if count > 1)
         if twice:
             raise ValueError(f"in the table twice: {', '.join(twice)}")
-        keys: dict[str, Key] = {}
-        for entry in entries:
-            if isinstance(entry, Key):
-                keys[entry.name] = entry
-            else:
-                keys |= {name: Key(name) for name in entry.keys if name not in keys}
-        object.__setattr__(self, "entries", entries)
-        object.__setattr__(self, "keys", keys)
-        object.__setattr__(self, "expected", expected or f"one of {', '.join(keys)}")
-        object.__setattr__(self, "otherwise", otherwise)
+        self.entries = entries
+        self.keys: Mapping[str, Key] = {
+            key.name: key
+            for entry in entries
+            for key in ([entry] if isinstance(entry, Key) else [Key(name) for name in entry.keys if name not in own])
+        }
+        self.expected = expected or f"one of {', '.join(self.keys)}"
+        self.otherwise = otherwise
 
     def __contains__(self, name: object) -> bool:
         return name in self.keys
@@ -243,7 +233,3 @@ class Dialect:
     """What follows from values that flags may have changed."""
     variables_in_text: bool = False
     """`${NAME}` is filled in before a file is parsed, which need not be well-formed until then."""
-
-    @property
-    def rules(self) -> tuple[Rule[Any], ...]:
-        return tuple(entry for table in self.tables.values() for entry in table.entries if isinstance(entry, Rule))

@@ -43,9 +43,9 @@ def _table(table: Table[Any]) -> Iterator[str]:
     if elsewhere:
         yield f"- decide how the others are read: {_names(elsewhere)}"
     for effect in (Effect.NOTED, Effect.REFUSED):
-        for note, names in _by_note(table, effect).items():
+        for note, listed in _by_note(table, effect).items():
             what = "noted" if effect is Effect.NOTED else "refused"
-            yield f"- {what} ({note}): {_names(names)}"
+            yield f"- {what} ({note}): {_names(listed)}"
 
 
 def _in_no_rule(table: Table[Any], ruled: set[str]) -> Iterator[str]:

@@ -10,8 +10,8 @@ from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.planning.footprint import Footprint
 from gracetune.models.family_parts import FamilyParts
+from gracetune.models.footprint import Footprint
 
 if TYPE_CHECKING:
     from gracetune.models.spec import ModelSpec

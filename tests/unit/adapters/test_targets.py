@@ -6,11 +6,11 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.adapters import trainable
 from gracetune.adapters.attach import describe
 from gracetune.adapters.targets import ModuleInfo, Modules, names, select
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
-from gracetune.memory.planning import trainable
 from gracetune.models.flux.names import NAMES as FLUX
 from gracetune.models.registry import FOOTPRINTS
 

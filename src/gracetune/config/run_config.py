@@ -28,6 +28,7 @@ from gracetune.config.base import (
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
+from gracetune.config.optimizers import OptimizerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
 """LoKr takes a huge one for "as it is": ai-toolkit writes 9999999999. `limits.py` has what others may be."""
@@ -140,9 +141,7 @@ class AutomagicLimits(Section):
 
 
 class Optimizer(Section):
-    name: Literal[
-        "adamw", "adamw_8bit", "adafactor", "lion", "prodigy", "prodigy_plus_schedule_free", "automagic"
-    ] = "adamw"  # fmt: skip
+    name: OptimizerName = "adamw"
     lr: NonNegativeFloat = 1e-4
     weight_decay: NonNegativeFloat | None = None
     """Unset, like all that follow, means the optimizer's own default."""

@@ -23,9 +23,9 @@ from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
 from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
-from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import state_tensors
 from gracetune.optim.ramp import Window
+from gracetune.optim.rates import KeepsRates
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
     EffectiveBatchChanged,
@@ -248,7 +248,7 @@ class Logging:
 
 def learning_rates(job: Job) -> dict[str, float]:
     """By group; the mean where every element has a rate of its own."""
-    if not isinstance(job.optimizer, Automagic):
+    if not isinstance(job.optimizer, KeepsRates):
         return {group.get("name") or "all": float(group["lr"]) for group in job.optimizer.param_groups}
     return {name or "all": float(rate) for name, rate in job.optimizer.learning_rates().items()}
 

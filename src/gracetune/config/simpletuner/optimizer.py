@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gracetune.config.draft import Draft
-from gracetune.config.run_config import Optimizer
+from gracetune.config.optimizers import OPTIMIZER_NAMES
 from gracetune.config.simpletuner.values import PEER, Options, as_flag, as_number, from_json, names
 from gracetune.config.spelling import misspelt
 
@@ -63,7 +63,6 @@ OTHERS = names("""
 """)
 """SimpleTuner's optimizers that none of ours stands in for."""
 
-_OURS = tuple(Optimizer.model_json_schema()["properties"]["name"]["enum"])
 _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "gradient_release")
 """Settings that change speed or rounding, not the rule an optimizer follows."""
 
@@ -93,14 +92,14 @@ def read_optimizer(options: Options, draft: Draft) -> None:
 
 
 def _unmatched(options: Options, draft: Draft, name: Any) -> None:
-    if name in _OURS:
+    if name in OPTIMIZER_NAMES:
         options.put(draft, "optimizer", ("optimizer", "name"))
         _settings(options, draft)
         _betas(options, draft)
     elif isinstance(name, str) and name in OTHERS:
         options.refuse(draft, "optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
     else:
-        hint = misspelt(name, [*MATCHES, *_OURS, *OTHERS], 'write "adamw_bf16"')
+        hint = misspelt(name, [*MATCHES, *OPTIMIZER_NAMES, *OTHERS], 'write "adamw_bf16"')
         options.problem(draft, "optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 

@@ -619,6 +619,11 @@ class Reach:
             for name in self.package.modules if pattern.startswith("gracetune") else ():
                 if re.fullmatch(pattern, name):
                     self.add_constants(name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # "gracetune.optim.lion:Lion", by name
+            if re.fullmatch(r"gracetune(\.\w+)+:\w+", node.value) and (
+                found := self.package.qualified(node.value.replace(":", "."))
+            ):
+                self.add(found)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]:
                 if name in self.package.modules:

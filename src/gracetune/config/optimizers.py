@@ -11,7 +11,7 @@ from pydantic import AfterValidator
 
 from gracetune.config.registry import Registry
 
-OPTIMIZERS: Final = Registry.find(
+OPTIMIZERS: Final[Registry] = Registry.find(
     "optimizer",
     "gracetune.optimizers",
     {

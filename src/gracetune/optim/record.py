@@ -114,8 +114,9 @@ def optimizer_record(name: str) -> OptimizerRecord:
 # -- parts that several records are made of ---------------------------------------------------------------------------
 
 
-def class_of(module: str, name: str, package: str = "") -> Load:
-    """A class by name; `package` is what to install where an optional one is missing."""
+def class_of(place: str, package: str = "") -> Load:
+    """The class at `module:Name`; `package` is what to install where an optional one is missing."""
+    module, _, name = place.partition(":")
 
     def load(parameters: Sequence[Tensor]) -> type[Optimizer]:
         if package and importlib.util.find_spec(module.partition(".")[0]) is None:

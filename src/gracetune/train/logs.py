@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gracetune import __version__
 from gracetune.config.run_config import RunConfig
@@ -248,9 +249,10 @@ class Logging:
 
 def learning_rates(job: Job) -> dict[str, float]:
     """By group; the mean where every element has a rate of its own."""
-    if not isinstance(job.optimizer, KeepsRates):
-        return {group.get("name") or "all": float(group["lr"]) for group in job.optimizer.param_groups}
-    return {name or "all": float(rate) for name, rate in job.optimizer.learning_rates().items()}
+    optimizer: Optimizer | KeepsRates = job.optimizer
+    if isinstance(optimizer, KeepsRates):
+        return {name or "all": float(rate) for name, rate in optimizer.learning_rates().items()}
+    return {group.get("name") or "all": float(group["lr"]) for group in optimizer.param_groups}
 
 
 def memory_event(job: Job, machine: Machine) -> MemorySampled:

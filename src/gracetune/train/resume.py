@@ -103,8 +103,9 @@ def restore(
     """Returns what the user should know. A dry run leaves the folder as it is."""
     runtime = job.runtime
     told: list[str] = []
-    if rates is not None and isinstance(job.optimizer, KeepsRates):
-        job.optimizer.load_rates(rates.rates, rates.signs)
+    optimizer: Optimizer | KeepsRates = job.optimizer
+    if rates is not None and isinstance(optimizer, KeepsRates):
+        optimizer.load_rates(rates.rates, rates.signs)
         told.append(f"optimizer.rates_from: {rates}")
     elif start.checkpoint is None:
         told += _rates_beside(config)

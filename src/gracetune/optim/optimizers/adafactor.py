@@ -45,7 +45,7 @@ def _notes(asked: Asked, _groups: Sequence[ParamGroup]) -> list[str]:
 
 
 RECORD = OptimizerRecord(
-    load=class_of("transformers.optimization", "Adafactor", "transformers"),
+    load=class_of("transformers.optimization:Adafactor", "transformers"),
     state_size=_state_size,
     prepare=_prepare,
     no_effect={"stochastic_accumulation": _FP32, "stochastic_rounding": _FP32},

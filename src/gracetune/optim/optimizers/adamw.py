@@ -20,7 +20,7 @@ def _fused_where_possible(arguments: Arguments, parameters: Sequence[Tensor]) ->
 
 
 RECORD = OptimizerRecord(
-    load=class_of("torch.optim", "AdamW"),
+    load=class_of("torch.optim:AdamW"),
     state_size=per_element(8, "two fp32 moments"),
     prepare=_fused_where_possible,
 )

@@ -23,7 +23,7 @@ def _load(parameters: Sequence[Tensor]) -> type[Optimizer]:
     if elsewhere is not None:
         expected = f"parameters on a CUDA GPU; these are on {elsewhere}"
         raise ConfigError([Problem("optimizer.name", "adamw_8bit", expected, "--set optimizer.name=adamw")])
-    return class_of("bitsandbytes.optim", "AdamW8bit", "bitsandbytes")(parameters)
+    return class_of("bitsandbytes.optim:AdamW8bit", "bitsandbytes")(parameters)
 
 
 def _state_size(tensors: Sequence[TrainedTensors], _options: Mapping[str, Any]) -> StateSize:

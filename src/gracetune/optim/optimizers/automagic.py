@@ -87,7 +87,7 @@ def _limits(asked: Asked, stage: Stage) -> Limits:
 
 
 RECORD = OptimizerRecord(
-    load=class_of("gracetune.optim.automagic", "Automagic"),
+    load=class_of("gracetune.optim.automagic:Automagic"),
     state_size=_state_size,
     own_keys=("limits", "high_noise", "low_noise", "rates_from"),
     in_section=dict.fromkeys(_LIMITS, "limits"),

@@ -35,7 +35,7 @@ def low_rate(asked: Asked, _groups: Sequence[ParamGroup]) -> list[str]:
 
 
 RECORD = OptimizerRecord(
-    load=class_of("prodigyopt", "Prodigy", "prodigyopt"),
+    load=class_of("prodigyopt:Prodigy", "prodigyopt"),
     state_size=_state_size,
     hidden=("fsdp_in_use",),
     notes=low_rate,

@@ -18,7 +18,7 @@ def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -
 
 
 RECORD = OptimizerRecord(
-    load=class_of("prodigyplus.prodigy_plus_schedulefree", "ProdigyPlusScheduleFree", "prodigy-plus-schedule-free"),
+    load=class_of("prodigyplus.prodigy_plus_schedulefree:ProdigyPlusScheduleFree", "prodigy-plus-schedule-free"),
     state_size=_state_size,
     hidden=("fused_back_pass",),
     constant_rate="averaging takes the place of a falling rate",

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from gracetune.config.families import Flavour
+from gracetune.extension import Flavour
 
 FLAVOURS = (Flavour("v0.3", "fal/AuraFlow-v0.3", "image"),)

@@ -15,9 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import gracetune
-from gracetune.config.environment import Environment
-from gracetune.durable import sync_folder
+from gracetune.extension import Environment, __version__, sync_folder
 
 from .automagic import AutomagicFeature
 from .caches import CacheFeature
@@ -97,7 +95,7 @@ class Session:
         features = {name: part.report() for name, part in parts.items()}
         body = {
             "version": REPORT_VERSION,
-            "gracetune": gracetune.__version__,
+            "gracetune": __version__,
             "outcome": outcome,
             "features": features,
         }

@@ -26,7 +26,7 @@ from gracetune.data.refs import SampleRef
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Entry = dict[str, Tensor]
+Entry = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends import InMemoryBackend, LocalRanks, OpenedBackend, open_backend
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import ConfigError, Dataset, InMemoryBackend, LocalRanks, OpenedBackend, Problem, open_backend
 from gracetune_simpletuner import telling
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads

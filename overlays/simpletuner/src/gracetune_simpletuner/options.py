@@ -9,19 +9,25 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gracetune.config.alloc_conf import OPTION_NAMES
-from gracetune.config.base import Section
-from gracetune.config.draft import Draft, Origin
-from gracetune.config.environment import Environment, memory_settings
-from gracetune.config.memory_options import MemoryOptions
-from gracetune.config.run_config import BatchRamp, Cache
-from gracetune.config.simpletuner.gh200 import read_gh200
-from gracetune.config.simpletuner.values import Options
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import (
+    ALLOCATOR_OPTIONS,
+    BatchRamp,
+    Cache,
+    ConfigError,
+    Draft,
+    Environment,
+    MemoryOptions,
+    Origin,
+    Problem,
+    Section,
+    SimpleTunerOptions,
+    memory_settings,
+    read_gh200,
+)
 
 BLOCKS = ("cache_config", "gh200_optimizations")
 _RAMP = ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
-OURS = (*BLOCKS, *OPTION_NAMES, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
+OURS = (*BLOCKS, *ALLOCATOR_OPTIONS, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
 """What the guides write into a config and upstream does not know: at its top level, where upstream refuses it."""
 _S = TypeVar("_S", bound=Section)
 
@@ -97,7 +103,7 @@ def read_options(
         draft.put(("memory", name), setting.value, Origin("environment", setting.variable))
     for name, value in (("batch_size", batch_size), ("gradient_accumulation_steps", accumulation)):
         draft.put(("training", name), value, Origin("file", name, file))
-    read_gh200(Options.block(blocks, file, ""), draft)
+    read_gh200(SimpleTunerOptions.block(blocks, file, ""), draft)
     cache = _section(Cache, draft, ("cache",))
     if "unified_memory" in (cache.vae_cache_type, cache.text_cache_type):
         draft.default(("memory", "enable_uvm_hints"), True, "unified_memory caches")

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from gracetune import __version__ as __version__
     from gracetune.adapters.files import write as _write_adapter_tensors
+    from gracetune.adapters.formats.record import Format as _ExportFormat
     from gracetune.adapters.formats.registry import FORMATS as FORMATS
-    from gracetune.adapters.formats.registry import Format as _ExportFormat
     from gracetune.adapters.opening import open_adapter as open_adapter
     from gracetune.adapters.opening import save as _save_adapter
     from gracetune.adapters.state import AdapterState as AdapterState
@@ -156,7 +156,10 @@ if TYPE_CHECKING:
     from gracetune.optim.record import per_element as per_element
     from gracetune.telemetry.events import Event as Event
     from gracetune.telemetry.events import Record as Record
+    from gracetune.telemetry.events import StepDone as StepDone
     from gracetune.telemetry.hub import Sink as Sink
+    from gracetune.telemetry.hub import TrackedRun as TrackedRun
+    from gracetune.telemetry.hub import Tracker as Tracker
     from gracetune.train.run import RunOptions as RunOptions
     from gracetune.train.run import train as train
     from gracetune.train.view import View as View
@@ -315,7 +318,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "tiny_model": "gracetune.models.tiny:cached",
     # adapters and their files
     "write_adapter_tensors": "gracetune.adapters.files:write",
-    "ExportFormat": "gracetune.adapters.formats.registry:Format",
+    "ExportFormat": "gracetune.adapters.formats.record:Format",
     "FORMATS": "gracetune.adapters.formats.registry:FORMATS",
     "open_adapter": "gracetune.adapters.opening:open_adapter",
     "save_adapter": "gracetune.adapters.opening:save",
@@ -345,7 +348,10 @@ _HOMES: Final[Mapping[str, str]] = {
     # events
     "Event": "gracetune.telemetry.events:Event",
     "Record": "gracetune.telemetry.events:Record",
+    "StepDone": "gracetune.telemetry.events:StepDone",
     "Sink": "gracetune.telemetry.hub:Sink",
+    "TrackedRun": "gracetune.telemetry.hub:TrackedRun",
+    "Tracker": "gracetune.telemetry.hub:Tracker",
     # runs
     "RunOptions": "gracetune.train.run:RunOptions",
     "train": "gracetune.train.run:train",

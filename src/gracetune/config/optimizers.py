@@ -37,19 +37,17 @@ class KnowsOwnKeys(Protocol):
 
 def reads_key(optimizer: str, key: str) -> bool:
     """Whether this optimizer reads a key of the `optimizer` section that not every optimizer reads."""
-    return key in _found(optimizer).own_keys
+    return key in _record(optimizer).own_keys
 
 
-def _found(name: str) -> KnowsOwnKeys:
-    record = OPTIMIZERS.load(name)
-    if not isinstance(record, KnowsOwnKeys):
-        raise OPTIMIZERS.rejected(name, repr(record), "an OptimizerRecord of gracetune.extension")
-    return record
+def _record(name: str) -> KnowsOwnKeys:
+    found: KnowsOwnKeys = OPTIMIZERS.load_as(name, KnowsOwnKeys)  # type: ignore[type-abstract]
+    return found
 
 
 def _importable(name: str) -> str:
     """`config check` already names a package that is broken, not only a run."""
-    _found(name)
+    _record(name)
     return name
 
 

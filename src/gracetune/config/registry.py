@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from gracetune.errors import ConfigError, Problem
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,17 @@ class Registry:
         """Ours first; every name once."""
         return tuple(dict.fromkeys((*self.ours, *(point.name for point in self.installed))))
 
+    def load_as(self, name: str, kind: type[T]) -> T:
+        """The record, which has to be of this class or protocol."""
+        record = self.load(name)
+        if not isinstance(record, kind):
+            raise self.rejected(name, repr(record), f"a record of the class {kind.__name__}")
+        return record
+
     def load(self, name: str) -> Any:
         """The record. A name that two packages use (we count) is rejected, and so is one that cannot be imported."""
+        if name not in self.names:
+            raise KeyError(name)
         points = [point for point in self.installed if point.name == name]
         if name in self.ours and not points:
             return EntryPoint(name, self.ours[name], self.group).load()

@@ -105,10 +105,7 @@ class OptimizerRecord:
 
 
 def optimizer_record(name: str) -> OptimizerRecord:
-    record = OPTIMIZERS.load(name)
-    if not isinstance(record, OptimizerRecord):
-        raise OPTIMIZERS.rejected(name, repr(record), "an OptimizerRecord of gracetune.extension")
-    return record
+    return OPTIMIZERS.load_as(name, OptimizerRecord)
 
 
 # -- parts that several records are made of ---------------------------------------------------------------------------

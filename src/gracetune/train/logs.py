@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from gracetune import __version__
 from gracetune.config.run_config import RunConfig
+from gracetune.config.trackers import tracker
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
@@ -39,11 +40,9 @@ from gracetune.telemetry.events import (
     StepDone,
     Warned,
 )
-from gracetune.telemetry.hub import Sink, Telemetry
+from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun
 from gracetune.telemetry.progress import Progress
 from gracetune.telemetry.sinks.jsonl import JsonlSink
-from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
-from gracetune.telemetry.sinks.wandb import WandbSink, import_wandb
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
@@ -61,8 +60,8 @@ _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memo
 
 def check_trackers(config: RunConfig, *, main: bool) -> None:
     """A tracker that is not installed, a webhook that is no address: an error before hours of caching, not after."""
-    if main and "wandb" in config.logging.trackers:
-        import_wandb()
+    for name in config.logging.trackers if main else ():
+        tracker(name).check()
     if config.logging.webhook is not None:
         WebhookSink(config.logging.webhook)
 
@@ -74,10 +73,8 @@ def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bo
     asked = config.logging
     try:
         sinks: list[Sink] = [JsonlSink(folder.logs / EVENTS), _Bar(view)]
-        if "tensorboard" in asked.trackers:
-            sinks.append(TensorBoardSink(folder.logs / "tensorboard", folder.path))
-        if "wandb" in asked.trackers:
-            sinks.append(WandbSink(asked.project, folder.path))
+        run = TrackedRun(asked.project, folder.path, folder.logs)
+        sinks += [tracker(name).open(run) for name in dict.fromkeys(asked.trackers)]
         if asked.webhook is not None:
             sinks.append(WebhookSink(asked.webhook))
     except TelemetryError as error:

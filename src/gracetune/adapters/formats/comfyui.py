@@ -16,6 +16,7 @@ from torch import Tensor
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.formats.layers import Convention
 from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Spelling,
     Written,
@@ -87,3 +88,6 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
     if layer.algorithm in ("ia3", "diag_oft", "full_delta"):  # for ComfyUI OFT's alpha is a constraint
         return None
     return None if _is_lora(layer) and plain else layer.alpha
+
+
+FORMAT = Format(write, read)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gracetune.adapters.formats.layers import Convention, LayerError, common_alpha, common_rank
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Written,
     cast,
@@ -156,3 +157,6 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, OverflowError):
         return None
+
+
+FORMAT = Format(write, read)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracetune.adapters.formats.layers import Convention
 from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import Spelling, Written, original_refusal, original_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
@@ -30,3 +31,6 @@ def lycoris_alpha(layer: Layer) -> float | None:
     if layer.algorithm in ("ia3", "full_delta"):
         return None
     return 0.0 if layer.algorithm == "diag_oft" else layer.alpha
+
+
+FORMAT = Format(write, read)

@@ -89,15 +89,6 @@ if TYPE_CHECKING:
     from gracetune.memory.layer import UnifiedMemory as UnifiedMemory
     from gracetune.memory.managed import ManagedHeap as ManagedHeap
     from gracetune.memory.native import Unavailable as Unavailable
-    from gracetune.memory.planning.footprint import Block as _FootprintBlock
-    from gracetune.memory.planning.footprint import Codec as _FootprintCodec
-    from gracetune.memory.planning.footprint import Encoder as _FootprintEncoder
-    from gracetune.memory.planning.footprint import Footprint as Footprint
-    from gracetune.memory.planning.footprint import Kept as _FootprintKept
-    from gracetune.memory.planning.footprint import Linear as _FootprintLinear
-    from gracetune.memory.planning.footprint import PixelLatents as PixelLatents
-    from gracetune.memory.planning.footprint import Stream as _FootprintStream
-    from gracetune.memory.planning.footprint import Text as _FootprintText
     from gracetune.memory.sensors import HostSensor as HostSensor
     from gracetune.memory.weights.files import open_weights as open_weights
     from gracetune.models.common.encoding import encoder_id as encoder_id
@@ -115,6 +106,15 @@ if TYPE_CHECKING:
     from gracetune.models.common.tiny_parts import save as _save_tiny
     from gracetune.models.common.tiny_parts import t5_options as t5_options
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
+    from gracetune.models.footprint import Block as _FootprintBlock
+    from gracetune.models.footprint import Codec as _FootprintCodec
+    from gracetune.models.footprint import Encoder as _FootprintEncoder
+    from gracetune.models.footprint import Footprint as Footprint
+    from gracetune.models.footprint import Kept as _FootprintKept
+    from gracetune.models.footprint import Linear as _FootprintLinear
+    from gracetune.models.footprint import PixelLatents as PixelLatents
+    from gracetune.models.footprint import Stream as _FootprintStream
+    from gracetune.models.footprint import Text as _FootprintText
     from gracetune.models.geometry import geometry_from as geometry_from
     from gracetune.models.keys import KeyMap as KeyMap
     from gracetune.models.keys import Rule as _KeyRule
@@ -244,15 +244,15 @@ _HOMES: Final[Mapping[str, str]] = {
     "UnifiedMemory": "gracetune.memory.layer:UnifiedMemory",
     "ManagedHeap": "gracetune.memory.managed:ManagedHeap",
     "Unavailable": "gracetune.memory.native:Unavailable",
-    "Footprint": "gracetune.memory.planning.footprint:Footprint",
-    "FootprintBlock": "gracetune.memory.planning.footprint:Block",
-    "FootprintCodec": "gracetune.memory.planning.footprint:Codec",
-    "FootprintEncoder": "gracetune.memory.planning.footprint:Encoder",
-    "FootprintKept": "gracetune.memory.planning.footprint:Kept",
-    "FootprintLinear": "gracetune.memory.planning.footprint:Linear",
-    "FootprintStream": "gracetune.memory.planning.footprint:Stream",
-    "FootprintText": "gracetune.memory.planning.footprint:Text",
-    "PixelLatents": "gracetune.memory.planning.footprint:PixelLatents",
+    "Footprint": "gracetune.models.footprint:Footprint",
+    "FootprintBlock": "gracetune.models.footprint:Block",
+    "FootprintCodec": "gracetune.models.footprint:Codec",
+    "FootprintEncoder": "gracetune.models.footprint:Encoder",
+    "FootprintKept": "gracetune.models.footprint:Kept",
+    "FootprintLinear": "gracetune.models.footprint:Linear",
+    "FootprintStream": "gracetune.models.footprint:Stream",
+    "FootprintText": "gracetune.models.footprint:Text",
+    "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "HostSensor": "gracetune.memory.sensors:HostSensor",
     "open_weights": "gracetune.memory.weights.files:open_weights",
     # data and caches

@@ -108,6 +108,11 @@ def optimizer_record(name: str) -> OptimizerRecord:
     return OPTIMIZERS.load_as(name, OptimizerRecord)
 
 
+def optimizer_state(tensors: Sequence[TrainedTensors], asked: Asked) -> StateSize:
+    """What the optimizer that a config asks for keeps of these tensors."""
+    return optimizer_record(asked.name).state_size(tensors, asked.options)
+
+
 # -- parts that several records are made of ---------------------------------------------------------------------------
 
 

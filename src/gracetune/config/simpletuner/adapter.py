@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from gracetune.config.adapter_kinds import by_lycoris_name
 from gracetune.config.draft import Draft
 from gracetune.config.simpletuner.values import (
     PEER,
@@ -103,15 +104,9 @@ def _named_targets(options: Options, draft: Draft) -> None:
         options.put(draft, "peft_lora_target_modules", ("adapter", "targets"), as_list)
 
 
-_ALGORITHMS = {
-    "lora": "locon",
-    "locon": "locon",
-    "lokr": "lokr",
-    "loha": "loha",
-    "ia3": "ia3",
-    "diag-oft": "diag_oft",
-    "full": "full_delta",
-}
+_LOCON = {"lora": "locon", "locon": "locon"}
+"""LyCORIS has two names for it."""
+_ALGORITHMS = {**_LOCON, **by_lycoris_name(), **_LOCON}
 _FULL_DIMENSION = 10000
 """The dimension people write when they mean that nothing should be decomposed."""
 

@@ -1,0 +1,138 @@
+"""What is trained: which matrices and convolutions, and what an adapter adds to each. Pure.
+
+Which layers are chosen is decided by `targets.choose`, the shapes of their tensors by the algorithms' records; tests
+build peft's and lycoris-lora's modules and compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import Computation
+from gracetune.adapters.options import FIELDS, kind_of
+from gracetune.adapters.targets import ModuleInfo, choose, options_for
+from gracetune.config.run_config import Adapter
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.footprint import Block, Footprint, Linear
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Equal trainable tensors."""
+
+    shape: Dimensions
+    count: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape) * self.count
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of matrix that is trained or carries an adapter, with the options that hold for it."""
+
+    block: Block
+    linear: Linear
+    adapter: Adapter
+
+    @property
+    def record(self) -> Algorithm:
+        """A full fine-tune trains what a whole difference has."""
+        return algorithm("full_delta" if self.adapter.kind == "full_finetune" else self.adapter.kind)
+
+    def tensors(self) -> Iterator[Tensors]:
+        for shape in self.record.shapes(self.linear, self.adapter).values():
+            yield Tensors(shape, self.block.count)
+
+    def computation(self) -> Computation:
+        return self.record.on(self.linear, self.adapter)
+
+    def reference(self, why: str) -> Computation:
+        return self.record.reference(self.linear.outputs, self.adapter, why)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The targets of one denoiser; `unmatched` are patterns that select nothing this footprint knows."""
+
+    targets: tuple[Target, ...]
+    unmatched: tuple[str, ...] = ()
+
+
+def select(footprint: Footprint, adapter: Adapter) -> Selection:
+    """Apply `adapter.targets`, `exclude` and `by_module`. Without targets a full fine-tune selects every matrix."""
+    pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
+    if not adapter.targets and adapter.kind != "full_finetune":
+        pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
+    layers = [(f"{block.name}.{linear.name}", _module(linear)) for block, linear in pairs]
+    choice = choose(layers, adapter.targets or ("*",), adapter.exclude)
+    present = {name for _path, info in layers for name in info.classes}
+    targets = tuple(
+        Target(*pairs[place], _options(adapter, layers[place][1], pairs[place][1], present))
+        for place in range(len(pairs))
+        if place in choice.taken
+    )
+    return Selection(targets, choice.unmatched if adapter.targets else ())
+
+
+def _is_default(linear: Linear, adapter: Adapter) -> bool:
+    return linear.default or (linear.conv_default and adapter.conv_rank is not None)
+
+
+def _module(linear: Linear) -> ModuleInfo:
+    """As far as a footprint knows it."""
+    owners = (linear.owner,) if linear.owner else ()
+    if linear.kernel:
+        return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners)
+    return ModuleInfo("Linear", "linear", owners)
+
+
+def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
+    """What to tell about an adapter without a convolution of more than one pixel."""
+    options = {"adapter.conv_rank": adapter.conv_rank, "adapter.conv_alpha": adapter.conv_alpha}
+    given = [name for name, value in options.items() if value is not None]
+    if not given:
+        return ()
+    why = "adapter.targets names no convolution" if adapter.targets else "no convolution is among the adapted layers"
+    return (f"{' and '.join(given)}: no effect, because {why}",)
+
+
+_SIZES = ("rank", "factor", "full_rank", "decompose_both")
+"""The options of one layer that decide what is counted here."""
+
+
+def _options(adapter: Adapter, info: ModuleInfo, linear: Linear, present: Collection[str]) -> Adapter:
+    entry = options_for(info, adapter.by_module, present)
+    own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
+    changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
+    changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZES}
+    kind = kind_of(own.get("algo"))
+    if kind is not None:
+        changes["kind"] = kind
+    try:
+        return Adapter.model_validate(adapter.model_dump() | changes) if changes else adapter
+    except ValidationError as error:
+        key = f"adapter.by_module.{entry}"
+        raise ConfigError(
+            [Problem(f"{key} ({fault['loc'][0]})", str(fault["input"]), fault["msg"], "correct it")
+             for fault in error.errors()]
+        ) from error  # fmt: skip
+
+
+def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:
+    """Every trained tensor of one denoiser."""
+    tensors = [tensor for target in selection.targets for tensor in target.tensors()]
+    if adapter.kind == "full_finetune" and not adapter.targets:
+        # Biases, norms and embeddings: too small to be worth their shapes.
+        every = select(footprint, Adapter(kind="full_finetune")).targets
+        rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
+        tensors.append(Tensors((rest,), 1))
+    return tuple(tensors)

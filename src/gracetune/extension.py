@@ -16,12 +16,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from gracetune import __version__ as __version__
+    from gracetune.adapters.algorithms.record import Algorithm as _AdapterAlgorithm
+    from gracetune.adapters.algorithms.record import FirstValues as _AdapterFirstValues
+    from gracetune.adapters.algorithms.record import Options as _AdapterOptions
+    from gracetune.adapters.algorithms.record import Tensors as _AdapterTensors
+    from gracetune.adapters.algorithms.record import WeightShape as WeightShape
+    from gracetune.adapters.computation import Computation as _AdapterComputation
     from gracetune.adapters.files import write as _write_adapter_tensors
     from gracetune.adapters.formats.record import Format as _ExportFormat
     from gracetune.adapters.formats.registry import FORMATS as FORMATS
     from gracetune.adapters.opening import open_adapter as open_adapter
     from gracetune.adapters.opening import save as _save_adapter
+    from gracetune.adapters.options import LayerOptions as LayerOptions
     from gracetune.adapters.state import AdapterState as AdapterState
+    from gracetune.adapters.state import Layer as _AdapterLayer
     from gracetune.adapters.state import Stage as Stage
     from gracetune.adapters.statistics import norms as _adapter_norms
     from gracetune.cache.encoder import Entry as Entry
@@ -167,6 +175,12 @@ if TYPE_CHECKING:
     from gracetune.units import format_bytes as format_bytes
 
     ALLOCATOR_OPTIONS = _ALLOCATOR_OPTIONS
+    AdapterAlgorithm = _AdapterAlgorithm
+    AdapterComputation = _AdapterComputation
+    AdapterFirstValues = _AdapterFirstValues
+    AdapterLayer = _AdapterLayer
+    AdapterOptions = _AdapterOptions
+    AdapterTensors = _AdapterTensors
     CONFIG_FILE = _CONFIG_FILE
     CachePlace = _CachePlace
     CheckpointPart = _CheckpointPart
@@ -244,15 +258,6 @@ _HOMES: Final[Mapping[str, str]] = {
     "UnifiedMemory": "gracetune.memory.layer:UnifiedMemory",
     "ManagedHeap": "gracetune.memory.managed:ManagedHeap",
     "Unavailable": "gracetune.memory.native:Unavailable",
-    "Footprint": "gracetune.models.footprint:Footprint",
-    "FootprintBlock": "gracetune.models.footprint:Block",
-    "FootprintCodec": "gracetune.models.footprint:Codec",
-    "FootprintEncoder": "gracetune.models.footprint:Encoder",
-    "FootprintKept": "gracetune.models.footprint:Kept",
-    "FootprintLinear": "gracetune.models.footprint:Linear",
-    "FootprintStream": "gracetune.models.footprint:Stream",
-    "FootprintText": "gracetune.models.footprint:Text",
-    "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "HostSensor": "gracetune.memory.sensors:HostSensor",
     "open_weights": "gracetune.memory.weights.files:open_weights",
     # data and caches
@@ -293,6 +298,15 @@ _HOMES: Final[Mapping[str, str]] = {
     "t5_tokenizer": "gracetune.models.common.tiny_parts:t5_tokenizer",
     "TINY_WIDTH": "gracetune.models.common.tiny_parts:WIDTH",
     "TinyWeights": "gracetune.models.common.tiny_parts:Weights",
+    "Footprint": "gracetune.models.footprint:Footprint",
+    "FootprintBlock": "gracetune.models.footprint:Block",
+    "FootprintCodec": "gracetune.models.footprint:Codec",
+    "FootprintEncoder": "gracetune.models.footprint:Encoder",
+    "FootprintKept": "gracetune.models.footprint:Kept",
+    "FootprintLinear": "gracetune.models.footprint:Linear",
+    "FootprintStream": "gracetune.models.footprint:Stream",
+    "FootprintText": "gracetune.models.footprint:Text",
+    "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "geometry_from": "gracetune.models.geometry:geometry_from",
     "KeyMap": "gracetune.models.keys:KeyMap",
     "KeyRule": "gracetune.models.keys:Rule",
@@ -317,11 +331,19 @@ _HOMES: Final[Mapping[str, str]] = {
     "SampleRequest": "gracetune.models.spec:SampleRequest",
     "tiny_model": "gracetune.models.tiny:cached",
     # adapters and their files
+    "AdapterAlgorithm": "gracetune.adapters.algorithms.record:Algorithm",
+    "AdapterFirstValues": "gracetune.adapters.algorithms.record:FirstValues",
+    "AdapterOptions": "gracetune.adapters.algorithms.record:Options",
+    "AdapterTensors": "gracetune.adapters.algorithms.record:Tensors",
+    "WeightShape": "gracetune.adapters.algorithms.record:WeightShape",
+    "AdapterComputation": "gracetune.adapters.computation:Computation",
     "write_adapter_tensors": "gracetune.adapters.files:write",
     "ExportFormat": "gracetune.adapters.formats.record:Format",
     "FORMATS": "gracetune.adapters.formats.registry:FORMATS",
     "open_adapter": "gracetune.adapters.opening:open_adapter",
     "save_adapter": "gracetune.adapters.opening:save",
+    "LayerOptions": "gracetune.adapters.options:LayerOptions",
+    "AdapterLayer": "gracetune.adapters.state:Layer",
     "AdapterState": "gracetune.adapters.state:AdapterState",
     "Stage": "gracetune.adapters.state:Stage",
     "adapter_norms": "gracetune.adapters.statistics:norms",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors import safe_open
 
 from runs.made import pictures
 
@@ -119,7 +121,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 def test_the_table_lists_the_files_that_each_change_touches() -> None:
     rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| a")]
     listed = {row[0].strip(): {*re.findall(r"`([\w./]+)`", row[1])} for row in rows}
-    assert len(listed) == 7  # of ten
+    assert len(listed) == 8  # of ten
     family = listed.pop("a model family")
     assert not family, "a family's files have a table of their own"
     assert listed == {change.title: {*change.files} - {"pyproject.toml"} for change in changes()}
@@ -180,7 +182,7 @@ def seen(scratch: Scratch, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "output_dir": str(folder / "out"),
         "model": {"family": "auraflow", "path": str(model), "base_precision": "fp32"},
         "datasets": [{"id": "pictures", "path": str(pictures(folder / "pictures")), "resolution": 64}],
-        "adapter": {"kind": "lora", "rank": 2},
+        "adapter": {"kind": "outer"},
         "training": {"max_steps": 2, "mixed_precision": "fp32"},
         "optimizer": {"name": "sgd", "options": {"momentum": 0.9}, "lr": 1e-3},
         "checkpoints": {"every_steps": 2, "format": "plain"},
@@ -188,7 +190,8 @@ def seen(scratch: Scratch, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(config))
     job = ["train", str(folder / "job.yaml")]
-    commands = [["families"], job, [*job, "--max-steps", "3"]]
+    inspect = ["adapter", "inspect", str(folder / "out" / "ten.safetensors"), "--json"]
+    commands = [["families"], job, [*job, "--max-steps", "3"], inspect]
     done = subprocess.run(
         [sys.executable, "-B", "-c", DRIVER, str(model), json.dumps(commands)],
         env=scratch.environment, capture_output=True, text=True, timeout=240, check=False,
@@ -218,3 +221,21 @@ def test_a_command(seen: Seen) -> None:
 def test_a_telemetry_sink(seen: Seen) -> None:
     lines = (seen.run / "logs" / "steps.csv").read_text().splitlines()
     assert [int(line.partition(",")[0]) for line in lines] == [1, 2, 3]
+
+
+def test_an_adapter_algorithm(seen: Seen) -> None:
+    assert "outer" in seen.printed[3]
+
+
+def test_a_checkpoint_part(seen: Seen) -> None:
+    """The second `train` went on from a checkpoint that has it."""
+    *_, state = sorted(seen.run.glob("checkpoints/*/host.json"))
+    assert json.loads(state.read_text())["host"] == platform.node()
+    lines = map(json.loads, (seen.run / "logs" / "events.jsonl").read_text().splitlines())
+    assert [line["resumed_step"] for line in lines if line["kind"] == "RunStarted"] == [None, 2]
+
+
+def test_an_export_format(seen: Seen) -> None:
+    with safe_open(seen.run / "ten.safetensors", "pt") as file:
+        keys = [*file.keys()]
+    assert all(key.startswith(("joint_transformer_blocks.", "single_transformer_blocks.")) for key in keys)

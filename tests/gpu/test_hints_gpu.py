@@ -241,7 +241,7 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
                     with torch.cuda.stream(ring.stream):
                         torch.cuda._sleep(5_000_000)  # two or three milliseconds
                     outcome = source.next()
-                    torch.cuda.synchronize()  # the host does not run ahead: each wait is over when the next is judged
+                    torch.cuda.current_stream().synchronize()  # the host does not run ahead of the steps
                     if isinstance(outcome, Batch):
                         outcome.tensors["latents"].view(-1)[:1].add_(1)
                     if heard:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator
 
-FULL_FINETUNE = "full_finetune"
-"""No adapter: the weights themselves are trained."""
 _REGISTRY: Any = importlib.import_module("gracetune.adapters.algorithms.registry")
+FULL_FINETUNE: str = _REGISTRY.FULL_FINETUNE
 
 
 class AdapterAlgorithm(Protocol):

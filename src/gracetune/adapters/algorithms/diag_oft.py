@@ -26,6 +26,7 @@ class DiagOft(Algorithm):
 
     file_tensors = ("oft_blocks", "rescale")
     needed = frozenset({"oft_blocks"})
+    always_fp32 = ("rescale",)
     marks = ("oft_blocks",)
 
     def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
@@ -68,6 +69,9 @@ class DiagOft(Algorithm):
 
     def outputs(self, tensors: Tensors) -> int | None:
         return tensors["oft_blocks"].shape[0] * tensors["oft_blocks"].shape[1]
+
+    def columns(self, tensors: Tensors) -> int | None:
+        return None
 
     def alpha_in(self, format: str, alpha: float) -> float | None:
         """A file's alpha is OFT's constraint: LyCORIS writes that there is none, for ComfyUI it is left out."""

@@ -60,6 +60,9 @@ class FullDelta(Algorithm):
     def outputs(self, tensors: Tensors) -> int | None:
         return tensors["diff"].shape[0]
 
+    def columns(self, tensors: Tensors) -> int | None:
+        return None  # `misfit` compares the whole shape
+
     def weight_shape(self, tensors: Tensors) -> Dimensions | None:
         return tuple(tensors["diff"].shape)
 

@@ -68,6 +68,9 @@ class Ia3(Algorithm):
     def outputs(self, tensors: Tensors) -> int | None:
         return None  # it may scale either side
 
+    def columns(self, tensors: Tensors) -> int | None:
+        return None
+
     def misfit(self, tensors: Tensors, shape: Dimensions) -> str | None:
         wanted = shape[1] if bool(tensors[FLAG].item()) else shape[0]
         found = tensors["weight"].numel()

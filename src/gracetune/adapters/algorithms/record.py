@@ -163,6 +163,8 @@ class Algorithm(ABC):
     """Those that are in every layer. Empty where another record's layers become this one's (`Lora.assemble`)."""
     spellings: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Other programs' names: patterns of a key's end, and the tensor each means."""
+    always_fp32: ClassVar[tuple[str, ...]] = ()
+    """Names in files of tensors that are written in fp32 whatever the file's precision is."""
     marks: ClassVar[tuple[str, ...]] = ()
     """How names begin that only this algorithm has, or an earlier one of the registry."""
     row_tensors: ClassVar[tuple[str, ...]] = ()
@@ -195,9 +197,9 @@ class Algorithm(ABC):
     def outputs(self, tensors: Tensors) -> int | None:
         """Rows of the weight; None where the tensors do not tell."""
 
+    @abstractmethod
     def columns(self, tensors: Tensors) -> int | None:
-        """Inputs times kernel; None where the tensors do not tell."""
-        return None
+        """Inputs times kernel. None is for changes that are made of the weight, and for those with a `norm`."""
 
     def weight_shape(self, tensors: Tensors) -> Dimensions | None:
         """Where the tensors alone tell it: those of a matrix."""

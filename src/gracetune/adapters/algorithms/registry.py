@@ -20,8 +20,8 @@ GROUP = "gracetune.adapters"
 OURS = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
 """One file of this folder each. A later one may have the tensors of an earlier one and more, as DoRA and LoCon have
 LoRA's: what a file holds is looked up from the end."""
-RESERVED = "full_finetune"
-"""Says that the weights themselves are trained; no algorithm may be called so."""
+FULL_FINETUNE = "full_finetune"
+"""The kind that is no adapter: the weights themselves are trained. No algorithm may be called so."""
 _POINTS: tuple[EntryPoint, ...] = tuple(entry_points(group=GROUP))
 NAMES: tuple[str, ...] = tuple(dict.fromkeys((*OURS, *(point.name for point in _POINTS))))
 
@@ -29,12 +29,14 @@ NAMES: tuple[str, ...] = tuple(dict.fromkeys((*OURS, *(point.name for point in _
 @cache
 def algorithm(name: str) -> Algorithm:
     """The record of a name in `NAMES`. One of another package that cannot be used is a `ConfigError`."""
+    if name not in NAMES:
+        raise ValueError(f"no adapter algorithm is called {name}: there are {', '.join(NAMES)}")
     points = [point for point in _POINTS if point.name == name]
     if not points:
         found: Algorithm = importlib.import_module(f"gracetune.adapters.algorithms.{name}").ALGORITHM
         return found
-    if len(points) > 1 or name in (*OURS, RESERVED):
-        places = [*(["gracetune itself"] if name in (*OURS, RESERVED) else []), *(point.value for point in points)]
+    if len(points) > 1 or name in (*OURS, FULL_FINETUNE):
+        places = [*(["gracetune itself"] if name in (*OURS, FULL_FINETUNE) else []), *(point.value for point in points)]
         raise _refused(name, f"two algorithms of this name: {', '.join(places)}", "one")
     place = points[0].value
     try:

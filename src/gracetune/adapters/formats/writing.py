@@ -12,6 +12,7 @@ from torch import Tensor
 from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
 from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats import fusing
@@ -27,8 +28,7 @@ Written = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the header's entries the format itself needs."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
-_ALWAYS_FP32 = (MAGNITUDE, "rescale", "lora_magnitude_vector")
-"""Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They cost next to nothing."""
+_ALWAYS_FP32 = tuple(name for record in records() for name in record.always_fp32)
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """The header's word that a file's dora_scale by rows is ComfyUI's."""
 

@@ -35,7 +35,7 @@ class Dora(LowRank):
     file_tensors = ("lora_A.weight", "lora_B.weight", "dora_scale")
     spellings = ((r"\.lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?", "magnitude"),)
     always_fp32 = ("dora_scale", "lora_magnitude_vector")
-    """Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They cost next to nothing."""
+    """Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They are small."""
     marks = ("dora_scale", "magnitude")
     proportional_to = ("lora_B.weight",)
 

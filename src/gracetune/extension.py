@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from gracetune.config.base import PositiveFloat as PositiveFloat
     from gracetune.config.base import Section as Section
     from gracetune.config.dataset_config import Dataset as Dataset
+    from gracetune.config.dialects.gh200 import read_guide_options as read_guide_options
     from gracetune.config.draft import Draft as Draft
     from gracetune.config.draft import Origin as Origin
     from gracetune.config.environment import ALLOCATOR_VARIABLES as ALLOCATOR_VARIABLES
@@ -58,14 +59,20 @@ if TYPE_CHECKING:
     from gracetune.config.environment import claim_allocator_options as claim_allocator_options
     from gracetune.config.environment import memory_settings as memory_settings
     from gracetune.config.environment import torch_accepts_uvm_options as torch_accepts_uvm_options
-    from gracetune.config.families import Flavour as Flavour
+    from gracetune.config.family_names import AiToolkitNames as AiToolkitNames
+    from gracetune.config.family_names import Arch as Arch
+    from gracetune.config.family_names import ClipLength as ClipLength
+    from gracetune.config.family_names import DefaultVae as DefaultVae
+    from gracetune.config.family_names import FamilyNames as FamilyNames
+    from gracetune.config.family_names import Flavour as Flavour
+    from gracetune.config.family_names import LoraTargets as LoraTargets
+    from gracetune.config.family_names import RefusedFlavour as RefusedFlavour
+    from gracetune.config.family_names import SimpleTunerNames as SimpleTunerNames
     from gracetune.config.memory_options import MemoryOptions as MemoryOptions
     from gracetune.config.run_config import BatchRamp as BatchRamp
     from gracetune.config.run_config import Cache as Cache
     from gracetune.config.run_config import RunConfig as RunConfig
     from gracetune.config.run_config import Training as Training
-    from gracetune.config.simpletuner.gh200 import read_gh200 as read_gh200
-    from gracetune.config.simpletuner.values import Options as _SimpleTunerOptions
     from gracetune.config.spelling import misspelt as misspelt
     from gracetune.data.backend import Backend as Backend
     from gracetune.data.backend import FileStat as FileStat
@@ -197,7 +204,6 @@ if TYPE_CHECKING:
     RampWindow = _RampWindow
     RateLimits = _RateLimits
     SavedPart = _SavedPart
-    SimpleTunerOptions = _SimpleTunerOptions
     TINY_WIDTH = _TINY_WIDTH
     TinyWeights = _TinyWeights
     adapter_norms = _adapter_norms
@@ -224,6 +230,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "PositiveFloat": "gracetune.config.base:PositiveFloat",
     "Section": "gracetune.config.base:Section",
     "Dataset": "gracetune.config.dataset_config:Dataset",
+    "read_guide_options": "gracetune.config.dialects.gh200:read_guide_options",
     "Draft": "gracetune.config.draft:Draft",
     "Origin": "gracetune.config.draft:Origin",
     "ALLOCATOR_VARIABLES": "gracetune.config.environment:ALLOCATOR_VARIABLES",
@@ -231,14 +238,20 @@ _HOMES: Final[Mapping[str, str]] = {
     "Environment": "gracetune.config.environment:Environment",
     "memory_settings": "gracetune.config.environment:memory_settings",
     "torch_accepts_uvm_options": "gracetune.config.environment:torch_accepts_uvm_options",
-    "Flavour": "gracetune.config.families:Flavour",
+    "AiToolkitNames": "gracetune.config.family_names:AiToolkitNames",
+    "Arch": "gracetune.config.family_names:Arch",
+    "ClipLength": "gracetune.config.family_names:ClipLength",
+    "DefaultVae": "gracetune.config.family_names:DefaultVae",
+    "FamilyNames": "gracetune.config.family_names:FamilyNames",
+    "Flavour": "gracetune.config.family_names:Flavour",
+    "LoraTargets": "gracetune.config.family_names:LoraTargets",
+    "RefusedFlavour": "gracetune.config.family_names:RefusedFlavour",
+    "SimpleTunerNames": "gracetune.config.family_names:SimpleTunerNames",
     "MemoryOptions": "gracetune.config.memory_options:MemoryOptions",
     "BatchRamp": "gracetune.config.run_config:BatchRamp",
     "Cache": "gracetune.config.run_config:Cache",
     "RunConfig": "gracetune.config.run_config:RunConfig",
     "Training": "gracetune.config.run_config:Training",
-    "read_gh200": "gracetune.config.simpletuner.gh200:read_gh200",
-    "SimpleTunerOptions": "gracetune.config.simpletuner.values:Options",
     "misspelt": "gracetune.config.spelling:misspelt",
     # machines and memory
     "CachePlace": "gracetune.cache.slabs:Where",

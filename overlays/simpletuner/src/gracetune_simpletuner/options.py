@@ -20,9 +20,8 @@ from gracetune.extension import (
     Origin,
     Problem,
     Section,
-    SimpleTunerOptions,
     memory_settings,
-    read_gh200,
+    read_guide_options,
 )
 
 BLOCKS = ("cache_config", "gh200_optimizations")
@@ -103,7 +102,7 @@ def read_options(
         draft.put(("memory", name), setting.value, Origin("environment", setting.variable))
     for name, value in (("batch_size", batch_size), ("gradient_accumulation_steps", accumulation)):
         draft.put(("training", name), value, Origin("file", name, file))
-    read_gh200(SimpleTunerOptions.block(blocks, file, ""), draft)
+    read_guide_options(blocks, draft)
     cache = _section(Cache, draft, ("cache",))
     if "unified_memory" in (cache.vae_cache_type, cache.text_cache_type):
         draft.default(("memory", "enable_uvm_hints"), True, "unified_memory caches")

@@ -36,14 +36,11 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import LatentEncoder as LatentEncoder
     from gracetune.cache.encoder import Prompt as Prompt
     from gracetune.cache.encoder import TextEncoder as TextEncoder
-    from gracetune.cache.slabs import CacheRole as CacheRole
-    from gracetune.cache.slabs import CacheType as CacheType
-    from gracetune.cache.slabs import ManagedSlab as ManagedSlab
-    from gracetune.cache.slabs import MemorySlab as MemorySlab
-    from gracetune.cache.slabs import Residence as Residence
-    from gracetune.cache.slabs import Slab as Slab
-    from gracetune.cache.slabs import Where as _CachePlace
-    from gracetune.cache.slabs import choose_residence as choose_residence
+    from gracetune.cache.residence import CacheRole as CacheRole
+    from gracetune.cache.residence import CacheType as CacheType
+    from gracetune.cache.residence import Residence as Residence
+    from gracetune.cache.residence import Where as _CachePlace
+    from gracetune.cache.residence import choose_residence as choose_residence
     from gracetune.checkpoint.pieces import Piece as _CheckpointPart
     from gracetune.checkpoint.pieces import Saved as _SavedPart
     from gracetune.config.alloc_conf import OPTION_NAMES as _ALLOCATOR_OPTIONS
@@ -76,10 +73,13 @@ if TYPE_CHECKING:
     from gracetune.config.spelling import misspelt as misspelt
     from gracetune.data.backend import Backend as Backend
     from gracetune.data.backend import FileStat as FileStat
-    from gracetune.data.backends import InMemoryBackend as InMemoryBackend
-    from gracetune.data.backends import LocalRanks as LocalRanks
-    from gracetune.data.backends import OpenedBackend as OpenedBackend
-    from gracetune.data.backends import open_backend as open_backend
+    from gracetune.data.backends.in_memory import InMemoryBackend as InMemoryBackend
+    from gracetune.data.backends.listing import Listing as _FileListing
+    from gracetune.data.backends.open import open_backend as open_backend
+    from gracetune.data.backends.record import DatasetBackend as DatasetBackend
+    from gracetune.data.backends.record import Opening as Opening
+    from gracetune.data.backends.shared import Storage as Storage
+    from gracetune.data.errors import MissingFileError as MissingFileError
     from gracetune.data.media.load import Sample as Sample
     from gracetune.data.media.load import to_pixels as to_pixels
     from gracetune.data.refs import Augmentation as Augmentation
@@ -90,7 +90,6 @@ if TYPE_CHECKING:
     from gracetune.diffusion.schedule import Ddpm as Ddpm
     from gracetune.diffusion.schedule import Flow as Flow
     from gracetune.diffusion.schedule import NoiseSchedule as NoiseSchedule
-    from gracetune.durable import sync_folder as sync_folder
     from gracetune.errors import ConfigError as ConfigError
     from gracetune.errors import GracetuneError as GracetuneError
     from gracetune.errors import MachineError as MachineError
@@ -98,14 +97,16 @@ if TYPE_CHECKING:
     from gracetune.hardware import probe as probe
     from gracetune.hardware.allocation import host_reserve as host_reserve
     from gracetune.hardware.machine import Machine as Machine
+    from gracetune.hostmem.sensors import HostSensor as HostSensor
+    from gracetune.hostmem.sharing import LocalRanks as LocalRanks
+    from gracetune.hostmem.slab import MemorySlab as MemorySlab
+    from gracetune.hostmem.slab import Slab as Slab
     from gracetune.memory.errors import MemoryPressure as MemoryPressure
     from gracetune.memory.errors import UnifiedMemoryError as UnifiedMemoryError
-    from gracetune.memory.errors import WeightFileError as WeightFileError
     from gracetune.memory.layer import UnifiedMemory as UnifiedMemory
     from gracetune.memory.managed import ManagedHeap as ManagedHeap
+    from gracetune.memory.managed_slab import ManagedSlab as ManagedSlab
     from gracetune.memory.native import Unavailable as Unavailable
-    from gracetune.memory.sensors import HostSensor as HostSensor
-    from gracetune.memory.weights.files import open_weights as open_weights
     from gracetune.models.common.encoding import encoder_id as encoder_id
     from gracetune.models.common.encoding import files_digest as files_digest
     from gracetune.models.common.flow_shift import read_shift as read_shift
@@ -169,6 +170,9 @@ if TYPE_CHECKING:
     from gracetune.optim.record import TrainedTensors as TrainedTensors
     from gracetune.optim.record import class_of as class_of
     from gracetune.optim.record import per_element as per_element
+    from gracetune.storage.atomic import sync_folder as sync_folder
+    from gracetune.storage.errors import WeightFileError as WeightFileError
+    from gracetune.storage.safetensors_headers import open_weights as open_weights
     from gracetune.telemetry.events import Event as Event
     from gracetune.telemetry.events import Record as Record
     from gracetune.telemetry.events import StepDone as StepDone
@@ -192,6 +196,7 @@ if TYPE_CHECKING:
     CachePlace = _CachePlace
     CheckpointPart = _CheckpointPart
     ExportFormat = _ExportFormat
+    FileListing = _FileListing
     FootprintBlock = _FootprintBlock
     FootprintCodec = _FootprintCodec
     FootprintEncoder = _FootprintEncoder
@@ -217,11 +222,13 @@ if TYPE_CHECKING:
 _HOMES: Final[Mapping[str, str]] = {
     # errors, units, files
     "__version__": "gracetune:__version__",
-    "sync_folder": "gracetune.durable:sync_folder",
     "ConfigError": "gracetune.errors:ConfigError",
     "GracetuneError": "gracetune.errors:GracetuneError",
     "MachineError": "gracetune.errors:MachineError",
     "Problem": "gracetune.errors:Problem",
+    "sync_folder": "gracetune.storage.atomic:sync_folder",
+    "WeightFileError": "gracetune.storage.errors:WeightFileError",
+    "open_weights": "gracetune.storage.safetensors_headers:open_weights",
     "format_bytes": "gracetune.units:format_bytes",
     "GIB": "gracetune.units:GIB",
     # configs and their dialects
@@ -254,25 +261,24 @@ _HOMES: Final[Mapping[str, str]] = {
     "Training": "gracetune.config.run_config:Training",
     "misspelt": "gracetune.config.spelling:misspelt",
     # machines and memory
-    "CachePlace": "gracetune.cache.slabs:Where",
-    "CacheRole": "gracetune.cache.slabs:CacheRole",
-    "CacheType": "gracetune.cache.slabs:CacheType",
-    "choose_residence": "gracetune.cache.slabs:choose_residence",
-    "ManagedSlab": "gracetune.cache.slabs:ManagedSlab",
-    "MemorySlab": "gracetune.cache.slabs:MemorySlab",
-    "Residence": "gracetune.cache.slabs:Residence",
-    "Slab": "gracetune.cache.slabs:Slab",
+    "CachePlace": "gracetune.cache.residence:Where",
+    "CacheRole": "gracetune.cache.residence:CacheRole",
+    "CacheType": "gracetune.cache.residence:CacheType",
+    "choose_residence": "gracetune.cache.residence:choose_residence",
+    "Residence": "gracetune.cache.residence:Residence",
     "probe": "gracetune.hardware:probe",
     "host_reserve": "gracetune.hardware.allocation:host_reserve",
     "Machine": "gracetune.hardware.machine:Machine",
+    "HostSensor": "gracetune.hostmem.sensors:HostSensor",
+    "LocalRanks": "gracetune.hostmem.sharing:LocalRanks",
+    "MemorySlab": "gracetune.hostmem.slab:MemorySlab",
+    "Slab": "gracetune.hostmem.slab:Slab",
     "MemoryPressure": "gracetune.memory.errors:MemoryPressure",
     "UnifiedMemoryError": "gracetune.memory.errors:UnifiedMemoryError",
-    "WeightFileError": "gracetune.memory.errors:WeightFileError",
     "UnifiedMemory": "gracetune.memory.layer:UnifiedMemory",
     "ManagedHeap": "gracetune.memory.managed:ManagedHeap",
+    "ManagedSlab": "gracetune.memory.managed_slab:ManagedSlab",
     "Unavailable": "gracetune.memory.native:Unavailable",
-    "HostSensor": "gracetune.memory.sensors:HostSensor",
-    "open_weights": "gracetune.memory.weights.files:open_weights",
     # data and caches
     "Entry": "gracetune.cache.encoder:Entry",
     "LatentEncoder": "gracetune.cache.encoder:LatentEncoder",
@@ -280,10 +286,13 @@ _HOMES: Final[Mapping[str, str]] = {
     "TextEncoder": "gracetune.cache.encoder:TextEncoder",
     "Backend": "gracetune.data.backend:Backend",
     "FileStat": "gracetune.data.backend:FileStat",
-    "InMemoryBackend": "gracetune.data.backends:InMemoryBackend",
-    "LocalRanks": "gracetune.data.backends:LocalRanks",
-    "open_backend": "gracetune.data.backends:open_backend",
-    "OpenedBackend": "gracetune.data.backends:OpenedBackend",
+    "InMemoryBackend": "gracetune.data.backends.in_memory:InMemoryBackend",
+    "FileListing": "gracetune.data.backends.listing:Listing",
+    "open_backend": "gracetune.data.backends.open:open_backend",
+    "DatasetBackend": "gracetune.data.backends.record:DatasetBackend",
+    "Opening": "gracetune.data.backends.record:Opening",
+    "Storage": "gracetune.data.backends.shared:Storage",
+    "MissingFileError": "gracetune.data.errors:MissingFileError",
     "Sample": "gracetune.data.media.load:Sample",
     "to_pixels": "gracetune.data.media.load:to_pixels",
     "Augmentation": "gracetune.data.refs:Augmentation",

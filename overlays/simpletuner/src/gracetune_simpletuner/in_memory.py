@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.extension import ConfigError, Dataset, InMemoryBackend, LocalRanks, OpenedBackend, Problem, open_backend
+from gracetune.extension import ConfigError, Dataset, InMemoryBackend, LocalRanks, Problem, Storage, open_backend
 from gracetune_simpletuner import telling
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
@@ -37,7 +37,7 @@ class Staged:
 
     id: str
     root: str
-    backend: OpenedBackend
+    backend: Storage
     counts: Counts
     files: set[str] = field(default_factory=set)
 

@@ -22,8 +22,6 @@ import pytest
 import yaml
 from safetensors import safe_open
 
-from runs.made import pictures
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").partition("\n## Ten changes\n")[2]
 BLOCK = re.compile(r"^`([\w./]+)`\n\n```(\w+)\n(.*?)^```$", re.M | re.S)
@@ -121,7 +119,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Scratch:
 def test_the_table_lists_the_files_that_each_change_touches() -> None:
     rows = [line.strip("|").split("|") for line in PAGE.splitlines() if line.startswith("| a")]
     listed = {row[0].strip(): {*re.findall(r"`([\w./]+)`", row[1])} for row in rows}
-    assert len(listed) == 8  # of ten
+    assert len(listed) == 10
     family = listed.pop("a model family")
     assert not family, "a family's files have a table of their own"
     assert listed == {change.title: {*change.files} - {"pyproject.toml"} for change in changes()}
@@ -162,14 +160,12 @@ print(asked)
 class Seen:
     """What the commands left behind."""
 
-    folder: Path
-    printed: list[str]
+    run: Path
+    printed: dict[str, str]
     schedule_used: int
-    stderr: str
 
-    @property
-    def run(self) -> Path:
-        return self.folder / "out"
+    def json(self, command: str) -> Any:
+        return json.loads(self.printed[command])
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +177,7 @@ def seen(scratch: Scratch, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "name": "ten",
         "output_dir": str(folder / "out"),
         "model": {"family": "auraflow", "path": str(model), "base_precision": "fp32"},
-        "datasets": [{"id": "pictures", "path": str(pictures(folder / "pictures")), "resolution": 64}],
+        "datasets": [{"id": "colours", "type": "colours", "path": "four", "colours": {"count": 4}, "resolution": 64}],
         "adapter": {"kind": "outer"},
         "training": {"max_steps": 2, "mixed_precision": "fp32"},
         "optimizer": {"name": "sgd", "options": {"momentum": 0.9}, "lr": 1e-3},
@@ -189,16 +185,25 @@ def seen(scratch: Scratch, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         "logging": {"trackers": ["csv"], "every_steps": 1},
     }
     (folder / "job.yaml").write_text(yaml.safe_dump(config))
-    job = ["train", str(folder / "job.yaml")]
-    inspect = ["adapter", "inspect", str(folder / "out" / "ten.safetensors"), "--json"]
-    commands = [["families"], job, [*job, "--max-steps", "3"], inspect]
+    theirs = json.loads((ROOT / "examples" / "gh200_large_batch.json").read_text())
+    (folder / "theirs.json").write_text(json.dumps({**theirs, "deterministic_kernels": True}))
+    job, out = str(folder / "job.yaml"), folder / "out"
+    commands = {
+        "families": ["families"],
+        "data": ["data", "show", "--no-sheets", job, "--json"],
+        "train": ["train", job],
+        "resume": ["train", job, "--max-steps", "3", "--json"],
+        "adapter": ["adapter", "inspect", str(out / "ten.safetensors"), "--json"],
+        "again": ["config", "show", str(out / "config.yaml"), "--json"],
+        "theirs": ["config", "show", str(folder / "theirs.json"), "--json"],
+    }
     done = subprocess.run(
-        [sys.executable, "-B", "-c", DRIVER, str(model), json.dumps(commands)],
-        env=scratch.environment, capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, "-B", "-c", DRIVER, str(model), json.dumps([*commands.values()])],
+        env=scratch.environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     *parts, last = done.stdout.split("\0")
     assert parts[1::2] == ["0"] * len(commands), done.stdout + done.stderr
-    return Seen(folder, parts[::2], int(last), done.stderr)
+    return Seen(out, dict(zip(commands, parts[::2], strict=True)), int(last))
 
 
 def test_a_model_family(seen: Seen) -> None:
@@ -210,12 +215,23 @@ def test_an_optimizer(seen: Seen) -> None:
     assert json.loads(state.read_text())["optimizer"] == "SGD"
 
 
+def test_a_dataset_backend(seen: Seen) -> None:
+    assert seen.json("data")["datasets"][0]["samples"] == 4, "images that are in no folder"
+    assert seen.json("resume")["step"] == 3
+    # The run's own copy of its config, from which it can be started again, has the options too.
+    assert seen.json("again")["config"]["datasets"][0]["colours"] == {"count": 4}
+
+
 def test_a_noise_schedule(seen: Seen) -> None:
     assert seen.schedule_used > 0
 
 
 def test_a_command(seen: Seen) -> None:
-    assert "auraflow" in seen.printed[0].split()
+    assert "auraflow" in seen.printed["families"].split()
+
+
+def test_a_dialect_key(seen: Seen) -> None:
+    assert seen.json("theirs")["config"]["training"]["deterministic"] is True
 
 
 def test_a_telemetry_sink(seen: Seen) -> None:
@@ -224,7 +240,9 @@ def test_a_telemetry_sink(seen: Seen) -> None:
 
 
 def test_an_adapter_algorithm(seen: Seen) -> None:
-    assert "outer" in seen.printed[3]
+    (file,) = seen.json("adapter")["files"]
+    assert file["usable"]
+    assert [one["algorithms"] for one in file["adapters"]] == [["outer"]]
 
 
 def test_a_checkpoint_part(seen: Seen) -> None:

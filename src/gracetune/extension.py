@@ -204,7 +204,7 @@ if TYPE_CHECKING:
     FootprintLinear = _FootprintLinear
     FootprintStream = _FootprintStream
     FootprintText = _FootprintText
-    KeyRule = _KeyRule
+    KeyMapRule = _KeyRule
     PictureCodec = _PictureCodec
     RampWindow = _RampWindow
     RateLimits = _RateLimits
@@ -331,7 +331,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "PixelLatents": "gracetune.models.footprint:PixelLatents",
     "geometry_from": "gracetune.models.geometry:geometry_from",
     "KeyMap": "gracetune.models.keys:KeyMap",
-    "KeyRule": "gracetune.models.keys:Rule",
+    "KeyMapRule": "gracetune.models.keys:Rule",
     "CONFIG_FILE": "gracetune.models.layout:CONFIG",
     "part_config": "gracetune.models.layout:part_config",
     "pipeline_name": "gracetune.models.layout:pipeline_name",

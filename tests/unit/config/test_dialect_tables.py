@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from gracetune.config.dialects import DIALECTS
-from gracetune.config.dialects.block import Block, Reading
 from gracetune.config.dialects.listing import document
+from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
 from gracetune.config.dialects.table import (
     Dialect,
     Effect,
     IsFalse,
     Key,
+    KeyRule,
+    KeyTable,
     OneOf,
-    Rule,
-    Table,
     apply,
     check,
     noted,
@@ -35,7 +35,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_key_says_what_is_done_with_it(table: Table[Any]) -> None:
+def test_every_key_says_what_is_done_with_it(table: KeyTable[Any]) -> None:
     for name, key in table.keys.items():
         assert key.name == name
         if key.effect is Effect.ACTS:
@@ -50,7 +50,7 @@ def test_every_key_says_what_is_done_with_it(table: Table[Any]) -> None:
 
 def test_a_key_stands_in_a_table_once() -> None:
     with pytest.raises(ValueError, match="steps"):
-        Table(Key("steps"), Key("steps"))
+        KeyTable(Key("steps"), Key("steps"))
 
 
 def test_the_page_of_keys_is_made_from_the_tables() -> None:
@@ -62,25 +62,25 @@ def test_the_page_of_keys_is_made_from_the_tables() -> None:
 # -- a third dialect ---------------------------------------------------------------------------------------------------
 
 
-def _length(block: Block, batch: int) -> None:
+def _length(block: PeerBlock, batch: int) -> None:
     if "images" in block:
         block.assign(("training", "max_steps"), as_number(block.get("images")) // batch, "images")
 
 
-OPTIONS: Table[int] = Table(
+OPTIONS: KeyTable[int] = KeyTable(
     Key("learning_rate", ("optimizer", "lr"), as_number, default=1e-3),
-    Rule(_length, "images"),
+    KeyRule(_length, "images"),
     *noted("not used", "threads colour", IsFalse()),
     refused("magic", OneOf((0,)), "0: there is none"),
 )
 
 
 def _read(document: Document, draft: Draft, environment: Environment) -> None:
-    reading = Reading("Third", draft)
-    block = Block(reading, document.data)
+    reading = PeerFile("Third", draft)
+    block = PeerBlock(reading, document.data)
     check(block, OPTIONS)
     apply(block, OPTIONS, 2)
-    reading.list_unused()
+    reading.note_unused()
 
 
 THIRD = Dialect("third", lambda data: "images" in data, _read, {"the file": OPTIONS})

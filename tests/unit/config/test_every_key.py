@@ -19,7 +19,7 @@ from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
 from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, PARQUET, VIDEO
 from gracetune.config.dialects.simpletuner.keys import PASSED_ON
 from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS
-from gracetune.config.dialects.table import Always, Effect, Key, Table
+from gracetune.config.dialects.table import Always, Effect, Key, KeyTable
 from gracetune.errors import ConfigError
 from runs.option_probes import adapter, digest
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, SDXL, WAN, dataset, job
@@ -318,7 +318,7 @@ DATASET_CONFIGS: list[dict[str, Any]] = [
         (SDXL_CONFIG, [STILL, MASK, MASKED]),
     ]
 ]  # fmt: skip
-DATASET_TABLES: dict[str, Table[Any]] = {
+DATASET_TABLES: dict[str, KeyTable[Any]] = {
     "": ENTRY, "video": VIDEO, "audio": AUDIO, "parquet": PARQUET, "caption_shuffle": SHUFFLE, "in_memory": IN_MEMORY,
 }  # fmt: skip
 DATASET_VALUES: dict[str, list[Any]] = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import OPTION_NAMES
-from gracetune.config.dialects.block import Block, Reading
-from gracetune.config.dialects.table import Key, Rule, Table, apply, known_block
+from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, known_block
 from gracetune.config.dialects.values import as_flag, as_given, as_list, as_number, is_number
 from gracetune.config.draft import Draft, Path
 
@@ -19,30 +19,30 @@ _FLAGS = ("use_uvm", "enable_uvm_hints")
 _SWITCH = "enable_batch_size_rampup"
 
 
-def read_gh200(options: Block) -> None:
+def read_gh200(options: PeerBlock) -> None:
     apply(options, GUIDES, None)
 
 
 def read_guide_options(values: Mapping[str, Any], draft: Draft) -> None:
     """The same from a mapping that is all the guides' own, as an overlay takes it out of a config."""
-    read_gh200(Block(Reading(GUIDE, draft), {name: value for name, value in values.items() if value is not None}))
+    read_gh200(PeerBlock(PeerFile(GUIDE, draft), {name: value for name, value in values.items() if value is not None}))
 
 
-def read_in_memory(block: Block, dataset: Path) -> None:
+def read_in_memory(block: PeerBlock, dataset: Path) -> None:
     """How one dataset is staged, where it has a block that says so."""
     staging = known_block(block, "in_memory", IN_MEMORY)
     if staging is not None:
         apply(staging, IN_MEMORY, None, dataset)
 
 
-def _optimizations(options: Block, _: None) -> None:
+def _optimizations(options: PeerBlock, _: None) -> None:
     gh200 = known_block(options, "gh200_optimizations", OPTIMIZATIONS)
     if gh200 is not None:
         apply(gh200, OPTIMIZATIONS, None)
     _ramp(options, gh200)
 
 
-def _ramp(options: Block, gh200: Block | None) -> None:
+def _ramp(options: PeerBlock, gh200: PeerBlock | None) -> None:
     """On where it is switched on, or where an initial size stands at the top level, as the checklist says it."""
     ramp, draft = ("training", "ramp"), options.draft
     if gh200 is not None and gh200.get(_SWITCH) is not None:
@@ -66,13 +66,13 @@ def _batch(draft: Draft, name: str) -> int:
     return int(value) if is_number(value) and 0 < value < 1_000_000 else 1
 
 
-def _cache(options: Block, _: None) -> None:
+def _cache(options: PeerBlock, _: None) -> None:
     cache = known_block(options, "cache_config", CACHE)
     if cache is not None:
         apply(cache, CACHE, None)
 
 
-def _trainer(options: Block, _: None) -> None:
+def _trainer(options: PeerBlock, _: None) -> None:
     if "use_gh200_trainer" not in options:
         return
     value = as_flag(options.get("use_gh200_trainer"))
@@ -96,26 +96,26 @@ _RAMP = tuple(
     Key(name, ("training", "ramp", name), as_number)
     for name in ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
 )
-OPTIMIZATIONS: Table[None] = Table(*_MEMORY, *_RAMP, Key(_SWITCH))
-CACHE: Table[None] = Table(
+OPTIMIZATIONS: KeyTable[None] = KeyTable(*_MEMORY, *_RAMP, Key(_SWITCH))
+CACHE: KeyTable[None] = KeyTable(
     Key("vae_cache_type", ("cache", "vae_cache_type"), _lower),
     Key("text_cache_type", ("cache", "text_cache_type"), _lower),
     Key("cache_dir", ("cache", "cache_dir"), as_given),
     Key("persistent_cache", ("cache", "persistent_cache"), as_flag),
 )
-IN_MEMORY: Table[None] = Table(
+IN_MEMORY: KeyTable[None] = KeyTable(
     Key("compression", ("in_memory", "compression"), lambda value: value if value else "none"),
     Key("num_workers", ("in_memory", "num_workers"), as_number),
     Key("memory_limit_gb", ("in_memory", "memory_limit_gb"), as_number),
     Key("file_extensions", ("in_memory", "file_extensions"), as_list),
 )
 """Below one of `datasets` of a `RunConfig`."""
-GUIDES: Table[None] = Table(
+GUIDES: KeyTable[None] = KeyTable(
     *_MEMORY,
     *_RAMP,
-    Rule(_optimizations, "gh200_optimizations"),
-    Rule(_cache, "cache_config"),
-    Rule(_trainer, "use_gh200_trainer"),
+    KeyRule(_optimizations, "gh200_optimizations"),
+    KeyRule(_cache, "cache_config"),
+    KeyRule(_trainer, "use_gh200_trainer"),
 )
 """At the top of a SimpleTuner file."""
 BLOCKS = ("cache_config", "gh200_optimizations")

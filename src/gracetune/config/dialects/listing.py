@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gracetune.config.dialects import DIALECTS
-from gracetune.config.dialects.table import Effect, Rule, Table
+from gracetune.config.dialects.table import Effect, KeyRule, KeyTable
 from gracetune.config.draft import dotted
 
 _INTRODUCTION = """# Keys of ai-toolkit and SimpleTuner
@@ -32,11 +32,11 @@ def document() -> str:
     return "\n".join(lines)
 
 
-def _table(table: Table[Any]) -> Iterator[str]:
+def _table(table: KeyTable[Any]) -> Iterator[str]:
     alone = [key for key in table.keys.values() if key.path is not None]
     if alone:
         yield f"- one value each: {', '.join(f'`{key.name}` → `{dotted(key.path or ())}`' for key in alone)}"
-    together = [rule.keys for rule in table.entries if isinstance(rule, Rule) and rule.keys]
+    together = [rule.keys for rule in table.entries if isinstance(rule, KeyRule) and rule.keys]
     for names in together:
         yield f"- read together: {_names(names)}"
     elsewhere = [*_in_no_rule(table, {name for names in together for name in names})]
@@ -48,13 +48,13 @@ def _table(table: Table[Any]) -> Iterator[str]:
             yield f"- {what} ({note}): {_names(listed)}"
 
 
-def _in_no_rule(table: Table[Any], ruled: set[str]) -> Iterator[str]:
+def _in_no_rule(table: KeyTable[Any], ruled: set[str]) -> Iterator[str]:
     for name, key in table.keys.items():
         if key.effect is Effect.ACTS and key.path is None and name not in ruled:
             yield name
 
 
-def _by_note(table: Table[Any], effect: Effect) -> dict[str, list[str]]:
+def _by_note(table: KeyTable[Any], effect: Effect) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for key in (key for key in table.keys.values() if key.effect is effect):
         found.setdefault(key.note, []).append(key.name)

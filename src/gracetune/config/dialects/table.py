@@ -2,7 +2,7 @@
 
 A dialect is a record (`Dialect`): how to recognise a file, tables of every key its program knows, and a function that
 goes through them. A key that stands for one value of ours is a `Key` with a path; keys that only mean something
-together are read by a `Rule`. What happens to each key can be listed without a file (`Table.keys`).
+together are read by a `KeyRule`. What happens to each key can be listed without a file (`KeyTable.keys`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.values import Converter, as_given, as_number
 from gracetune.config.draft import Draft, Path
 from gracetune.config.environment import Environment
@@ -35,7 +35,7 @@ class Unless(ABC):
     """When a key that is not done or not used here can be passed over without a word."""
 
     @abstractmethod
-    def holds(self, block: Block, name: str) -> bool: ...
+    def holds(self, block: PeerBlock, name: str) -> bool: ...
 
     def hint(self, name: str) -> str:
         """What to do about it; empty where taking the key out is all there is to say."""
@@ -48,7 +48,7 @@ class OneOf(Unless):
 
     values: tuple[Any, ...]
 
-    def holds(self, block: Block, name: str) -> bool:
+    def holds(self, block: PeerBlock, name: str) -> bool:
         value = block.get(name)
         return value is None or any(as_number(value) == harmless for harmless in self.values)
 
@@ -62,7 +62,7 @@ class OneOf(Unless):
 class IsFalse(Unless):
     """It is false, zero or empty."""
 
-    def holds(self, block: Block, name: str) -> bool:
+    def holds(self, block: PeerBlock, name: str) -> bool:
         return not block.get(name)
 
 
@@ -70,7 +70,7 @@ class IsFalse(Unless):
 class Always(Unless):
     """It decides about speed or messages of another program alone."""
 
-    def holds(self, block: Block, name: str) -> bool:
+    def holds(self, block: PeerBlock, name: str) -> bool:
         return True
 
 
@@ -110,19 +110,19 @@ def read_elsewhere(names: str) -> tuple[Key, ...]:
     return tuple(Key(name) for name in names.split())
 
 
-class Rule(Generic[C]):
+class KeyRule(Generic[C]):
     """Reads keys that mean something together, or of which one decides about another."""
 
-    def __init__(self, apply: Callable[[Block, C], None], *keys: str) -> None:
+    def __init__(self, apply: Callable[[PeerBlock, C], None], *keys: str) -> None:
         """Several keys may be written in one text, with spaces."""
         self.apply = apply
         self.keys = tuple(name for text in keys for name in text.split())
 
 
-class Table(Generic[C]):
+class KeyTable(Generic[C]):
     """Every key of one mapping. `C` is what the rules have to know besides the mapping itself."""
 
-    def __init__(self, *entries: Key | Rule[C], expected: str = "", otherwise: str = "") -> None:
+    def __init__(self, *entries: Key | KeyRule[C], expected: str = "", otherwise: str = "") -> None:
         """`expected` and `otherwise` are for keys that are unknown: what was expected, in which `{section}` is the name
         of the mapping, and what to do about one that is like none of these."""
         own = Counter(entry.name for entry in entries if isinstance(entry, Key))
@@ -148,7 +148,7 @@ class Table(Generic[C]):
         return [name for name, key in self.keys.items() if key.effect is effect]
 
 
-def check(block: Block, table: Table[Any]) -> None:
+def check(block: PeerBlock, table: KeyTable[Any]) -> None:
     """Report keys that are unknown, refuse what is not done here, list what has no effect."""
     for name in block.values:
         key = table.keys.get(name)
@@ -158,20 +158,20 @@ def check(block: Block, table: Table[Any]) -> None:
             decline(block, key)
 
 
-def report_unknown_keys(block: Block, table: Table[Any]) -> None:
+def report_unknown_keys(block: PeerBlock, table: KeyTable[Any]) -> None:
     for name in block.values:
         if name not in table:
             report_unknown(block, name, table)
 
 
-def decline_keys(block: Block, table: Table[Any]) -> None:
+def decline_keys(block: PeerBlock, table: KeyTable[Any]) -> None:
     """Refuse what is not done here and list what has no effect, in the table's order."""
     for name, key in table.keys.items():
         if name in block and key.effect is not Effect.ACTS:
             decline(block, key)
 
 
-def decline(block: Block, key: Key) -> None:
+def decline(block: PeerBlock, key: Key) -> None:
     if key.unless is not None and key.unless.holds(block, key.name):
         return
     if key.effect is Effect.NOTED:
@@ -180,23 +180,23 @@ def decline(block: Block, key: Key) -> None:
         block.refuse(key.name, key.note, key.unless.hint(key.name) if key.unless is not None else "")
 
 
-def report_unknown(block: Block, name: str, table: Table[Any]) -> None:
+def report_unknown(block: PeerBlock, name: str, table: KeyTable[Any]) -> None:
     section = block.place.rpartition(".")[2].partition("[")[0] or "the file"
     home = next((home for home, keys in block.reading.homes.items() if name in keys and keys is not table), None)
     hint = f"move it to `{home}`" if home is not None else misspelt(name, table, table.otherwise)
     block.problem(name, table.expected.format(section=section), hint)
 
 
-def apply(block: Block, table: Table[C], context: C, root: Path = ()) -> None:
+def apply(block: PeerBlock, table: KeyTable[C], context: C, root: Path = ()) -> None:
     """Put what the table's keys say below `root`, and follow its rules, in the table's order."""
     for entry in table.entries:
-        if isinstance(entry, Rule):
+        if isinstance(entry, KeyRule):
             entry.apply(block, context)
         elif entry.path is not None:
             put_row(block, entry, root)
 
 
-def put_row(block: Block, key: Key, root: Path = ()) -> None:
+def put_row(block: PeerBlock, key: Key, root: Path = ()) -> None:
     if key.path is None:
         return
     path = (*root, *key.path)
@@ -206,7 +206,7 @@ def put_row(block: Block, key: Key, root: Path = ()) -> None:
         block.default(path, key.default, key.name)
 
 
-def known_block(block: Block, name: str, table: Table[Any]) -> Block | None:
+def known_block(block: PeerBlock, name: str, table: KeyTable[Any]) -> PeerBlock | None:
     """The mapping below a key, unknown keys in it reported; None where there is none."""
     value = block.take(name)
     if value is None:
@@ -227,7 +227,7 @@ class Dialect:
     recognises: Callable[[Any], bool]
     """Whether a parsed file is of this dialect."""
     read: Callable[[Document, Draft, Environment], None]
-    tables: Mapping[str, Table[Any]] = field(default_factory=dict)
+    tables: Mapping[str, KeyTable[Any]] = field(default_factory=dict)
     """Every mapping of such a file by its name."""
     settle: tuple[Callable[[Draft], None], ...] = ()
     """What follows from values that flags may have changed."""

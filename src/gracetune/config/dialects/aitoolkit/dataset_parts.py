@@ -7,11 +7,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.dataset_keys import NOT_DONE, NOT_USED
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import PEER, section
-from gracetune.config.dialects.block import Block
 from gracetune.config.dialects.gh200 import read_in_memory
-from gracetune.config.dialects.table import Key, Rule, read_elsewhere
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import Key, KeyRule, read_elsewhere
 from gracetune.config.dialects.values import as_number, real, whole
 from gracetune.config.draft import Draft, Origin, Path
 
@@ -25,8 +25,8 @@ TO_DISK = "cache_latents_to_disk"
 class Entry:
     """One entry of the list, its switches read once however many resolutions it has."""
 
-    block: Block
-    job: Job
+    block: PeerBlock
+    job: AiToolkitJob
     trigger: Any
     trigger_key: str
     is_reg: bool
@@ -59,7 +59,7 @@ class Cut:
     root: Path
 
 
-def _resolution(block: Block, cut: Cut) -> None:
+def _resolution(block: PeerBlock, cut: Cut) -> None:
     cut.entry.put((*cut.root, "id"), cut.id, cut.key)
     if block.get("resolution") is None:
         block.default((*cut.root, "resolution"), cut.resolution)
@@ -67,7 +67,7 @@ def _resolution(block: Block, cut: Cut) -> None:
         cut.entry.put((*cut.root, "resolution"), cut.resolution, cut.key)
 
 
-def _folder(block: Block, cut: Cut) -> None:
+def _folder(block: PeerBlock, cut: Cut) -> None:
     """`dataset_path` may be a JSON file of captions by path; its images lie next to it."""
     root = cut.root
     name = next((name for name in ("dataset_path", "folder_path") if block.get(name)), None)
@@ -85,7 +85,7 @@ def _folder(block: Block, cut: Cut) -> None:
         block.assign((*root, "path"), path, name)
 
 
-def _storage(block: Block, cut: Cut) -> None:
+def _storage(block: PeerBlock, cut: Cut) -> None:
     """The same block as in a SimpleTuner dataset."""
     put_storage(cut.entry, cut.root)
 
@@ -96,7 +96,7 @@ def put_storage(entry: Entry, root: Path) -> None:
     read_in_memory(entry.block, root)
 
 
-def _captions(block: Block, cut: Cut) -> None:
+def _captions(block: PeerBlock, cut: Cut) -> None:
     entry, captions = cut.entry, (*cut.root, "captions")
     block.default((*captions, "split_lines"), False)
     name = "caption_type" if block.get("caption_type") else "caption_ext"
@@ -115,7 +115,7 @@ def _captions(block: Block, cut: Cut) -> None:
         entry.put((*captions, "trigger_word"), trigger, entry.trigger_key)
 
 
-def _cache(block: Block, cut: Cut) -> None:
+def _cache(block: PeerBlock, cut: Cut) -> None:
     augmentation = (*cut.root, "augmentation")
     put_latents(cut.entry, cut.root)
     if cut.entry.caching is not None:
@@ -151,7 +151,7 @@ def settle_caches(draft: Draft) -> None:
             draft.put(path, None, own)
 
 
-def _crop(block: Block, cut: Cut) -> None:
+def _crop(block: PeerBlock, cut: Cut) -> None:
     crop = (*cut.root, "crop")
     squares = {"square_crop": True, "buckets": False}
     square = next((name for name, value in squares.items() if block.get(name) is value), None)
@@ -165,7 +165,7 @@ def _crop(block: Block, cut: Cut) -> None:
         block.default((*crop, "style"), "center")
 
 
-def _video(block: Block, cut: Cut) -> None:
+def _video(block: PeerBlock, cut: Cut) -> None:
     entry, video = cut.entry, (*cut.root, "video")
     if not entry.video:
         return
@@ -187,7 +187,7 @@ def _video(block: Block, cut: Cut) -> None:
         block.assign((*video, "image_to_video"), True, "do_i2v")
 
 
-def _mask(block: Block, cut: Cut) -> None:
+def _mask(block: PeerBlock, cut: Cut) -> None:
     mask = (*cut.root, "mask")
     if block.get("mask_path"):
         block.put("mask_path", (*mask, "path"))
@@ -201,7 +201,7 @@ def _visits_after_the_first(value: Any) -> Any:
     return visits - 1 if whole(visits) is not None else visits
 
 
-def _weight(block: Block, cut: Cut) -> None:
+def _weight(block: PeerBlock, cut: Cut) -> None:
     """Images of `is_reg` are learnt like any other and count `reg_weight` on top of their own multiplier."""
     entry, path = cut.entry, (*cut.root, "loss_weight")
     weight, factor = as_number(block.get("loss_multiplier")), entry.job.reg_weight if entry.is_reg else 1.0
@@ -213,7 +213,7 @@ def _weight(block: Block, cut: Cut) -> None:
 
 
 DATASET = section(
-    Rule(_resolution, "resolution"),
+    KeyRule(_resolution, "resolution"),
     Key("batch_size", ("batch_size",), as_number),
     Key("network_weight", ("adapter_strength",), as_number),
     Key("caption_dropout_rate", ("captions", "dropout"), as_number),
@@ -222,15 +222,15 @@ DATASET = section(
     Key("alpha_mask", ("mask", "from_alpha")),
     Key("invert_mask", ("mask", "invert")),
     Key("prior_reg", ("regularisation",)),
-    Rule(_folder, "folder_path dataset_path"),
-    Rule(_storage, "type in_memory"),
-    Rule(_captions, "caption_ext caption_type keep_tokens default_caption trigger_word"),
-    Rule(_cache, "cache_latents", TO_DISK, "flip_x flip_y augmentations augmentations_cache_mode"),
-    Rule(_crop, "buckets square_crop random_crop"),
-    Rule(_video, "num_frames auto_frame_count shrink_video_to_frames fps do_i2v"),
-    Rule(_mask, "mask_path mask_min_value"),
+    KeyRule(_folder, "folder_path dataset_path"),
+    KeyRule(_storage, "type in_memory"),
+    KeyRule(_captions, "caption_ext caption_type keep_tokens default_caption trigger_word"),
+    KeyRule(_cache, "cache_latents", TO_DISK, "flip_x flip_y augmentations augmentations_cache_mode"),
+    KeyRule(_crop, "buckets square_crop random_crop"),
+    KeyRule(_video, "num_frames auto_frame_count shrink_video_to_frames fps do_i2v"),
+    KeyRule(_mask, "mask_path mask_min_value"),
     Key("num_repeats", ("repeats",), _visits_after_the_first),
-    Rule(_weight, "is_reg loss_multiplier"),
+    KeyRule(_weight, "is_reg loss_multiplier"),
     *read_elsewhere("""
         cache_text_embeddings trim_auto_frame_count_tail controls control_path control_path_1 control_path_2
         control_path_3 full_size_control_images control_transparent_color

@@ -6,9 +6,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET, Cut, Entry, put_controls
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
-from gracetune.config.dialects.block import Block, block_at
+from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import apply, check
 from gracetune.config.dialects.values import as_number, whole
 from gracetune.config.spelling import misspelt
@@ -17,7 +17,7 @@ UPSTREAM_RESOLUTION = 512
 STORAGES = ("local", "in_memory")
 
 
-def read_datasets(process: Block, job: Job) -> None:
+def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     entries = [_entry(block, job) for block in _blocks(process)]
     _text_cache(entries, job)
     cuts = _cuts(entries)
@@ -42,7 +42,7 @@ def _cuts(entries: list[Entry]) -> list[Cut]:
     ]
 
 
-def _blocks(process: Block) -> list[Block]:
+def _blocks(process: PeerBlock) -> list[PeerBlock]:
     """`datasets`, or the forks' `dataset` with its single entry."""
     name, single = "datasets", process.get("dataset")
     if single is not None and process.get("datasets") is not None:
@@ -61,7 +61,7 @@ def _blocks(process: Block) -> list[Block]:
     return []
 
 
-def _entry(block: Block, job: Job) -> Entry:
+def _entry(block: PeerBlock, job: AiToolkitJob) -> Entry:
     check(block, DATASET)
     from_length = block.flag("auto_frame_count", False)
     frames = block.get("num_frames")
@@ -87,7 +87,7 @@ def _entry(block: Block, job: Job) -> Entry:
     return entry
 
 
-def _storage(block: Block) -> str | None:
+def _storage(block: PeerBlock) -> str | None:
     """`image` is upstream's only kind of folder; where its files are read from is ours to say."""
     kind = block.get("type")
     if kind is None or kind == "image":
@@ -99,14 +99,14 @@ def _storage(block: Block) -> str | None:
     return None
 
 
-def _image_to_video(block: Block, job: Job, video: bool) -> bool:
+def _image_to_video(block: PeerBlock, job: AiToolkitJob, video: bool) -> bool:
     asked, mode = block.flag("do_i2v", False), job.target.arch.starts_from_image
     if mode != "do_i2v" and block.get("do_i2v") is not None:
         block.list_unused(HARMLESS, "do_i2v")  # the web interface writes it for every model
     return video and (mode == "always" or (mode == "do_i2v" and asked))
 
 
-def _caching(block: Block) -> str | None:
+def _caching(block: PeerBlock) -> str | None:
     on_disk = block.flag("cache_latents_to_disk", False)
     in_memory = block.flag("cache_latents", False)
     caching = "disk" if on_disk else "memory" if in_memory else None
@@ -121,7 +121,7 @@ def _caching(block: Block) -> str | None:
     return caching
 
 
-def _controls(block: Block, job: Job) -> tuple[tuple[str, Any], ...]:
+def _controls(block: PeerBlock, job: AiToolkitJob) -> tuple[tuple[str, Any], ...]:
     """Key and folder of each reference. The numbered keys are the web interface's and win upstream."""
     folders = [
         (block.key(name), block.get(name))
@@ -140,7 +140,7 @@ def _controls(block: Block, job: Job) -> tuple[tuple[str, Any], ...]:
     return tuple(folders)
 
 
-def _report(block: Block, entry: Entry) -> None:
+def _report(block: PeerBlock, entry: Entry) -> None:
     if block.get("controls"):
         block.refuse("controls", "nothing: depth, pose and line images are not made here")
     if block.get("control_transparent_color") not in (None, [0, 0, 0]):
@@ -156,7 +156,7 @@ def _report(block: Block, entry: Entry) -> None:
         block.refuse("caption_ext", "txt: one caption a file, as plain text")
 
 
-def _text_cache(entries: list[Entry], job: Job) -> None:
+def _text_cache(entries: list[Entry], job: AiToolkitJob) -> None:
     """Text embeddings are always cached here; a file that asks for it gets to see where."""
     asking = [entry.block for entry in entries if entry.block.flag("cache_text_embeddings", False)]
     if entries and job.caches_text:
@@ -165,14 +165,14 @@ def _text_cache(entries: list[Entry], job: Job) -> None:
         asking[0].assign(("cache", "text_cache_type"), "disk", "cache_text_embeddings")
 
 
-def _resolutions(block: Block) -> list[tuple[Any, str]]:
+def _resolutions(block: PeerBlock) -> list[tuple[Any, str]]:
     value, key = block.get("resolution"), block.key("resolution")
     if isinstance(value, list) and value:
         return [(as_number(item), f"{key}[{index}]") for index, item in enumerate(value)]
     return [(UPSTREAM_RESOLUTION if value is None else as_number(value), key)]
 
 
-def _id(block: Block, resolution: Any, taken: set[str]) -> str:
+def _id(block: PeerBlock, resolution: Any, taken: set[str]) -> str:
     """Folder name and resolution: the same in every run of the same file, and unlike all others in it."""
     folder = block.get("dataset_path") or block.get("folder_path")
     name = PurePosixPath(folder.replace("\\", "/")).name.removesuffix(".json") if isinstance(folder, str) else ""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gracetune.config.dialects.aitoolkit.quantised import holds_fp8, read_base, read_text_encoder
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
-from gracetune.config.dialects.block import Block
-from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import precision
 from gracetune.config.draft import Said
 from gracetune.config.families import find_flavour, names_of, readable_names
@@ -17,7 +17,7 @@ from gracetune.config.family_names import Arch, FamilyNames, Flavour
 from gracetune.config.spelling import misspelt
 
 if TYPE_CHECKING:
-    from gracetune.config.dialects.aitoolkit.job import Job
+    from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 
 
 SWITCHES = (
@@ -83,7 +83,7 @@ def archs() -> dict[str, tuple[FamilyNames, Arch]]:
     return known
 
 
-def find_target(block: Block, *, dtype: Any, adapter: bool) -> Target:
+def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> Target:
     """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
     known, name = archs(), block.get("arch")
     if name is None:
@@ -131,7 +131,7 @@ def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
     return bool(arch.flavours) and published is not None and published.name not in arch.flavours
 
 
-def _arch(block: Block, job: Job) -> None:
+def _arch(block: PeerBlock, job: AiToolkitJob) -> None:
     known = archs()
     name = found = block.get("arch")
     key = "arch"
@@ -146,7 +146,7 @@ def _arch(block: Block, job: Job) -> None:
         block.problem(key, f"one of {', '.join(known)}", hint, found=found)
 
 
-def _weights(block: Block, job: Job) -> None:
+def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
     path, target = block.get("name_or_path"), job.target
     published = _published(target.names, path)
     if path is None:
@@ -161,7 +161,7 @@ def _weights(block: Block, job: Job) -> None:
     block.assign(("model", "family"), target.names.family, "arch")
 
 
-def _mistaken(block: Block, path: Any, target: Target, published: Flavour | None) -> None:
+def _mistaken(block: PeerBlock, path: Any, target: Target, published: Flavour | None) -> None:
     """Report weights that cannot be what the arch needs."""
     arch = target.arch
     if isinstance(path, str) and path.startswith(("http://", "https://")):
@@ -174,22 +174,22 @@ def _mistaken(block: Block, path: Any, target: Target, published: Flavour | None
         block.problem("name_or_path", f"weights of {target.name}, such as {named}", "change arch or the weights")
 
 
-def _precisions(block: Block, job: Job) -> None:
+def _precisions(block: PeerBlock, job: AiToolkitJob) -> None:
     for name in ("vae_dtype", "te_dtype"):
         value = block.get(name)
         if value is not None and precision(value) != precision(job.target.dtype):
             block.refuse(name, f"{job.target.dtype}: VAE and text encoders follow train.dtype")
 
 
-def _base(block: Block, job: Job) -> None:
+def _base(block: PeerBlock, job: AiToolkitJob) -> None:
     read_base(block, adapter=job.target.adapter)
 
 
-def _text_encoder(block: Block, job: Job) -> None:
+def _text_encoder(block: PeerBlock, job: AiToolkitJob) -> None:
     read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
 
 
-def _extras(block: Block, job: Job) -> None:
+def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
     """VAE and text encoders from another repository than the transformer's."""
     extras = block.get("extras_name_or_path")
     if extras is None or extras == block.get("name_or_path"):
@@ -199,14 +199,14 @@ def _extras(block: Block, job: Job) -> None:
             block.assign(path, extras, "extras_name_or_path")
 
 
-def _compile(block: Block, job: Job) -> None:
+def _compile(block: PeerBlock, job: AiToolkitJob) -> None:
     asked = {name: block.flag(name, False) for name in ("compile", "block_compile") if name in block}
     if asked:
         name = next((name for name, on in asked.items() if on), next(iter(asked)))
         block.assign(("training", "compile"), "on" if asked[name] else "off", name)
 
 
-def _layers(block: Block, job: Job) -> None:
+def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
     """Upstream reads the model's own layer lists only where the model itself is trained."""
     for name in ("ignore_if_contains", "only_if_contains"):
         if job.target.adapter and block.get(name) is not None:
@@ -215,22 +215,22 @@ def _layers(block: Block, job: Job) -> None:
             block.refuse(name, "nothing: a full fine-tune trains every layer")
 
 
-def _v_prediction(block: Block, job: Job) -> None:
+def _v_prediction(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.flag("is_v_pred", False):
         block.assign(("objective", "prediction"), "v_prediction", "is_v_pred")
 
 
-def _kwargs(block: Block, job: Job) -> None:
+def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
     kwargs = block.inner("model_kwargs")
     check(kwargs, MODEL_KWARGS)
     apply(kwargs, MODEL_KWARGS, job)
 
 
-def _references(kwargs: Block, job: Job) -> None:
+def _references(kwargs: PeerBlock, job: AiToolkitJob) -> None:
     kwargs.flag("match_target_res", False)
 
 
-def _experts(kwargs: Block, job: Job) -> None:
+def _experts(kwargs: PeerBlock, job: AiToolkitJob) -> None:
     if not job.target.dual_expert:
         given = [name for name in ("train_high_noise", "train_low_noise") if kwargs.get(name) is not None]
         kwargs.list_unused(HARMLESS, *given)
@@ -246,7 +246,7 @@ def _experts(kwargs: Block, job: Job) -> None:
         kwargs.assign(("model", "experts"), "both", "train_high_noise")
 
 
-def _unused_references(kwargs: Block, job: Job) -> None:
+def _unused_references(kwargs: PeerBlock, job: AiToolkitJob) -> None:
     if job.target.arch.references is None and kwargs.get("match_target_res") is not None:
         kwargs.list_unused(HARMLESS, "match_target_res")
 
@@ -256,16 +256,16 @@ _OTHER_LORA = "nothing: a second LoRA under the trained one is not loaded here"
 MODEL = section(
     Key("vae_path", ("model", "vae_path")),
     Key("te_name_or_path", ("model", "text_encoder_path")),
-    Rule(_arch, "arch", *SWITCHES),
-    Rule(_weights, "name_or_path arch"),
-    Rule(_precisions, "vae_dtype te_dtype"),
-    Rule(_base, "quantize qtype quantize_kwargs"),
-    Rule(_text_encoder, "quantize_te qtype_te"),
-    Rule(_extras, "extras_name_or_path"),
-    Rule(_compile, "compile block_compile"),
-    Rule(_layers, "ignore_if_contains only_if_contains"),
-    Rule(_v_prediction, "is_v_pred"),
-    Rule(_kwargs, "model_kwargs"),
+    KeyRule(_arch, "arch", *SWITCHES),
+    KeyRule(_weights, "name_or_path arch"),
+    KeyRule(_precisions, "vae_dtype te_dtype"),
+    KeyRule(_base, "quantize qtype quantize_kwargs"),
+    KeyRule(_text_encoder, "quantize_te qtype_te"),
+    KeyRule(_extras, "extras_name_or_path"),
+    KeyRule(_compile, "compile block_compile"),
+    KeyRule(_layers, "ignore_if_contains only_if_contains"),
+    KeyRule(_v_prediction, "is_v_pred"),
+    KeyRule(_kwargs, "model_kwargs"),
     refused("accuracy_recovery_adapter", OneOf((None,)), "nothing: it mends quantised weights, and none are here"),
     refused("text_encoder_bits", OneOf((16,)), "16: text encoders are not quantised here"),
     refused("lora_path", OneOf((None,)), _OTHER_LORA),
@@ -296,7 +296,7 @@ MODEL = section(
 
 MODEL_KWARGS = section(
     Key("vae_tiling", ("model", "vae_tiling")),
-    Rule(_references, "match_target_res"),
-    Rule(_experts, "train_high_noise train_low_noise"),
-    Rule(_unused_references, "match_target_res"),
+    KeyRule(_references, "match_target_res"),
+    KeyRule(_experts, "train_high_noise train_low_noise"),
+    KeyRule(_unused_references, "match_target_res"),
 )

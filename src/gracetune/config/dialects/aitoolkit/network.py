@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
-from gracetune.config.dialects.block import Block
-from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number
 from gracetune.config.spelling import misspelt
 
@@ -17,7 +17,7 @@ UPSTREAM_RANK = 4
 _CONV = {"conv": "conv_rank", "conv_alpha": "conv_alpha"}
 
 
-def read_network(process: Block, job: Job) -> None:
+def read_network(process: PeerBlock, job: AiToolkitJob) -> None:
     if process.get("network") is None:
         process.default(("adapter", "kind"), "full_finetune")
         process.note("no `network`: the whole model is fine-tuned, as in ai-toolkit; add one to train an adapter")
@@ -27,12 +27,12 @@ def read_network(process: Block, job: Job) -> None:
     apply(block, NETWORK, job)
 
 
-def _kind_of(block: Block) -> str:
+def _kind_of(block: PeerBlock) -> str:
     name = block.get("type")
     return KINDS.get(name.lower(), "lora") if isinstance(name, str) else "lora"
 
 
-def _kind(block: Block, job: Job) -> None:
+def _kind(block: PeerBlock, job: AiToolkitJob) -> None:
     name = block.get("type")
     if name is None:
         return
@@ -45,13 +45,13 @@ def _kind(block: Block, job: Job) -> None:
         block.problem("type", f"one of {', '.join(KINDS)}", hint)
 
 
-def _rank_of(block: Block) -> tuple[Any, str | None]:
+def _rank_of(block: PeerBlock) -> tuple[Any, str | None]:
     """The rank and its key. `rank` is the older name and wins upstream."""
     name = next((name for name in ("rank", "linear") if block.get(name) is not None), None)
     return (as_number(block.get(name)), name) if name else (UPSTREAM_RANK, None)
 
 
-def _rank(block: Block, job: Job) -> None:
+def _rank(block: PeerBlock, job: AiToolkitJob) -> None:
     rank, name = _rank_of(block)
     if name is not None:
         block.assign(("adapter", "rank"), rank, name)
@@ -59,7 +59,7 @@ def _rank(block: Block, job: Job) -> None:
         block.default(("adapter", "rank"), rank)
 
 
-def _lokr(block: Block, job: Job) -> None:
+def _lokr(block: PeerBlock, job: AiToolkitJob) -> None:
     """Whether both of LoKr's factors stay whole. Upstream does so unless told otherwise."""
     if _kind_of(block) != "lokr":
         return
@@ -76,11 +76,11 @@ def _lokr(block: Block, job: Job) -> None:
         block.assign(("adapter", "full_rank"), True, "lokr_full_rank")
 
 
-def _is_full_rank(block: Block) -> bool:
+def _is_full_rank(block: PeerBlock) -> bool:
     return _kind_of(block) == "lokr" and block.get("lokr_full_rank") is not False
 
 
-def _alpha(block: Block, job: Job) -> None:
+def _alpha(block: PeerBlock, job: AiToolkitJob) -> None:
     if _is_full_rank(block):
         return
     name = next((name for name in ("linear_alpha", "alpha") if block.get(name) is not None), None)
@@ -99,7 +99,7 @@ def _alpha(block: Block, job: Job) -> None:
         )
 
 
-def _conv(block: Block, job: Job) -> None:
+def _conv(block: PeerBlock, job: AiToolkitJob) -> None:
     """`conv` adapts the convolutions beside the linear layers, where a model has any."""
     given = {name: field for name, field in _CONV.items() if block.get(name) is not None}
     if job.target.transformer:
@@ -115,13 +115,13 @@ def _conv(block: Block, job: Job) -> None:
         block.default(("adapter", "conv_rank"), _rank_of(block)[0])  # at full rank upstream adapts these too
 
 
-def _kwargs(block: Block, job: Job) -> None:
+def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
     kwargs = block.inner("network_kwargs")
     check(kwargs, NETWORK_KWARGS)
     apply(kwargs, NETWORK_KWARGS, job)
 
 
-def _layers(kwargs: Block, job: Job) -> None:
+def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
     """Upstream's words are parts of a module's path; ours are patterns over the path inside the denoiser."""
     for name, field in (("ignore_if_contains", "exclude"), ("only_if_contains", "targets")):
         words = kwargs.get(name)
@@ -137,7 +137,7 @@ def _pattern(word: str) -> str:
     return f"*{inside}*" if inside.strip() else word
 
 
-def _schedule(block: Block, job: Job) -> None:
+def _schedule(block: PeerBlock, job: AiToolkitJob) -> None:
     schedule = block.get("alpha_schedule")
     if (isinstance(schedule, dict) and schedule.get("enabled") is False) or schedule is None:
         return
@@ -147,13 +147,13 @@ def _schedule(block: Block, job: Job) -> None:
 NETWORK = section(
     Key("dropout", ("adapter", "dropout"), as_number),
     Key("pretrained_lora_path", ("adapter", "init_from")),
-    Rule(_kind, "type"),
-    Rule(_rank, "linear rank"),
-    Rule(_lokr, "lokr_factor old_lokr_format lokr_full_rank"),
-    Rule(_alpha, "alpha linear_alpha"),
-    Rule(_conv, *_CONV),
-    Rule(_kwargs, "network_kwargs"),
-    Rule(_schedule, "alpha_schedule"),
+    KeyRule(_kind, "type"),
+    KeyRule(_rank, "linear rank"),
+    KeyRule(_lokr, "lokr_factor old_lokr_format lokr_full_rank"),
+    KeyRule(_alpha, "alpha linear_alpha"),
+    KeyRule(_conv, *_CONV),
+    KeyRule(_kwargs, "network_kwargs"),
+    KeyRule(_schedule, "alpha_schedule"),
     refused("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
     refused("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),
     refused("all_layers", OneOf((False,)), "false: norms and embeddings are not adapted here"),
@@ -169,7 +169,7 @@ _OTHER_CHOICES = """
 """
 _ONLY_TWO = "nothing: only ignore_if_contains and only_if_contains choose layers here"
 NETWORK_KWARGS = section(
-    Rule(_layers, "ignore_if_contains only_if_contains"),
+    KeyRule(_layers, "ignore_if_contains only_if_contains"),
     *(refused(name, OneOf((None, False, 0, [], {})), _ONLY_TWO) for name in _OTHER_CHOICES.split()),
     *noted(HARMLESS, "varbose", IsFalse()),
 )

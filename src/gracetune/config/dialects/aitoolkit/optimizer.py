@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
-from gracetune.config.dialects.block import Block
-from gracetune.config.dialects.table import Key, Rule, Table, apply, noted
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, noted
 from gracetune.config.dialects.values import as_number, real
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
@@ -61,7 +61,7 @@ _FEAR_OF_HEIGHTS = 1e-3
 """Above this start, upstream's Automagic falls back to 1e-6."""
 
 
-def read_optimizer(block: Block, job: Job) -> None:
+def read_optimizer(block: PeerBlock, job: AiToolkitJob) -> None:
     """`optimizer` and `lr`, and what the optimizer itself is given."""
     params, name = job.params, block.get("optimizer")
     name = name.lower() if isinstance(name, str) else name if name is not None else "adamw"
@@ -86,7 +86,7 @@ def read_optimizer(block: Block, job: Job) -> None:
         block.default(("optimizer", "options", option), value)
 
 
-def _not_ours(block: Block, name: Any) -> None:
+def _not_ours(block: PeerBlock, name: Any) -> None:
     expected = f"one of {', '.join(OPTIMIZERS)}"
     hint = misspelt(name, OPTIMIZERS, "choose one of them", write="optimizer: {}")
     if name in OTHER_OPTIMIZERS:
@@ -95,7 +95,7 @@ def _not_ours(block: Block, name: Any) -> None:
         block.problem("optimizer", expected, hint, found=name)
 
 
-def _lr(block: Block, peer: Peer) -> None:
+def _lr(block: PeerBlock, peer: Peer) -> None:
     written, key = as_number(block.get("lr")), block.key("lr")
     value, rate = written, real(written)
     if peer.ours == "prodigy" and (written is None or (rate is not None and rate < 0.1)):
@@ -111,7 +111,7 @@ def _lr(block: Block, peer: Peer) -> None:
         block.assign(("optimizer", "lr"), value, "lr")
 
 
-def _params(params: Block, peer: Peer) -> None:
+def _params(params: PeerBlock, peer: Peer) -> None:
     for name, written in params.values.items():
         if written is None:
             continue
@@ -136,14 +136,14 @@ def _place(name: str, value: Any, peer: Peer) -> Path | None:
     return ("optimizer", "options", name) if name in (*peer.options, "eps") else None
 
 
-def _swapping(params: Block, name: str) -> None:
+def _swapping(params: PeerBlock, name: str) -> None:
     if name == "paramiter_swapping_factor":
         params.list_unused(HARMLESS, name)
     elif params.get(name) is not False:
         params.refuse(name, "false: every parameter is trained in every step")
 
 
-def _unknown_param(params: Block, name: str, peer: Peer) -> None:
+def _unknown_param(params: PeerBlock, name: str, peer: Peer) -> None:
     limits = [*_LIMITS, *(f"{stage}_{limit}" for stage in _STAGES for limit in _LIMITS)]
     if name in limits:
         expected, hint = "the automagic optimizer", "write `optimizer: automagic`, or remove it"
@@ -158,7 +158,7 @@ _WARMUPS = ("num_warmup_steps", "warmup_steps")
 _UPSTREAM_WARMUP = 1000
 
 
-def read_schedule(block: Block, job: Job) -> None:
+def read_schedule(block: PeerBlock, job: AiToolkitJob) -> None:
     params = block.inner("lr_scheduler_params")
     for param in params.values:
         if param not in SCHEDULE_PARAMS:
@@ -172,12 +172,12 @@ def read_schedule(block: Block, job: Job) -> None:
     apply(params, SCHEDULE_PARAMS, job)
 
 
-def _schedule_of(block: Block) -> Any:
+def _schedule_of(block: PeerBlock) -> Any:
     name = block.get("lr_scheduler")
     return name if name is not None else "constant"
 
 
-def _no_such_schedule(block: Block, name: Any) -> None:
+def _no_such_schedule(block: PeerBlock, name: Any) -> None:
     hint = misspelt(name, _SCHEDULES, "choose one of them")
     if name in ("step", "polynomial", "piecewise_constant"):
         block.refuse("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
@@ -185,7 +185,7 @@ def _no_such_schedule(block: Block, name: Any) -> None:
         block.problem("lr_scheduler", f"one of {', '.join(_SCHEDULES)}", hint)
 
 
-def _warmup(params: Block, job: Job) -> None:
+def _warmup(params: PeerBlock, job: AiToolkitJob) -> None:
     name = next((name for name in _WARMUPS if params.get(name) is not None), None)
     if name is not None:
         job.put_count(params, ("schedule", "warmup_steps"), name)
@@ -193,12 +193,12 @@ def _warmup(params: Block, job: Job) -> None:
         params.default(("schedule", "warmup_steps"), _UPSTREAM_WARMUP)
 
 
-def _end(params: Block, job: Job) -> None:
+def _end(params: PeerBlock, job: AiToolkitJob) -> None:
     if _schedule_of(job.train).startswith("cosine"):
         params.put("eta_min", ("schedule", "end_lr"), as_number)
 
 
-def _linear(params: Block, job: Job) -> None:
+def _linear(params: PeerBlock, job: AiToolkitJob) -> None:
     """Upstream's `linear` climbs from a third of the rate to all of it, unless its factors say otherwise."""
     if _schedule_of(job.train) != "linear":
         return
@@ -212,7 +212,7 @@ def _linear(params: Block, job: Job) -> None:
     job.train.refuse("lr_scheduler", why, hint)
 
 
-def _refuse_shapes(params: Block, job: Job) -> None:
+def _refuse_shapes(params: PeerBlock, job: AiToolkitJob) -> None:
     quiet = {"factor": 1, "num_cycles": 0.5}
     for param, value in quiet.items():
         if params.get(param) is not None and as_number(params.get(param)) != value:
@@ -224,15 +224,15 @@ def _refuse_shapes(params: Block, job: Job) -> None:
 
 _SET_BY_UPSTREAM = "total_iters max_iterations T_max T_0 T_mult num_training_steps last_epoch"
 """Upstream stretches every schedule over the whole run, whatever these say."""
-SCHEDULE_PARAMS: Table[Job] = Table(
+SCHEDULE_PARAMS: KeyTable[AiToolkitJob] = KeyTable(
     Key("factor"),
     *noted(HARMLESS, "total_iters max_iterations"),
     *(Key(name) for name in ("start_factor", "end_factor", "eta_min")),
     *noted(HARMLESS, "T_max T_0 T_mult"),
-    Rule(_warmup, *_WARMUPS),
+    KeyRule(_warmup, *_WARMUPS),
     *noted(HARMLESS, "num_training_steps last_epoch"),
-    Rule(_end, "eta_min"),
-    Rule(_linear, "start_factor end_factor"),
-    Rule(_refuse_shapes, "factor step_size gamma num_cycles"),
+    KeyRule(_end, "eta_min"),
+    KeyRule(_linear, "start_factor end_factor"),
+    KeyRule(_refuse_shapes, "factor step_size gamma num_cycles"),
     otherwise="remove it",
 )

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.draft import Said, describe
 
 _BASES = "false, or a float8 qtype: base weights are held in the training dtype or in fp8"
 _ENCODERS = "false, or a float8 qtype: text encoders are used in the training dtype"
 
 
-def holds_fp8(block: Block, *, adapter: bool) -> bool:
+def holds_fp8(block: PeerBlock, *, adapter: bool) -> bool:
     """Whether the base is held in fp8: upstream's float8 types say so. Others would be another model to train on."""
     return adapter and block.get("quantize") is True and _is_float8(block.get("qtype"))
 
 
-def read_base(block: Block, *, adapter: bool) -> None:
+def read_base(block: PeerBlock, *, adapter: bool) -> None:
     if not block.flag("quantize", False):
         _list_idle(block, "quantize", "qtype", "quantize_kwargs")
         return
@@ -39,7 +39,7 @@ def read_base(block: Block, *, adapter: bool) -> None:
     )
 
 
-def read_text_encoder(block: Block, name: str) -> None:
+def read_text_encoder(block: PeerBlock, name: str) -> None:
     """Text encoders run once, before training, so fewer bits would gain nothing. Unset, `quantize` decides upstream.
 
     `name` is the key that says how.
@@ -57,7 +57,7 @@ def read_text_encoder(block: Block, name: str) -> None:
         block.refuse("quantize_te", _ENCODERS, hint, found=found)
 
 
-def _list_idle(block: Block, *names: str) -> None:
+def _list_idle(block: PeerBlock, *names: str) -> None:
     block.list_unused(HARMLESS, *(name for name in names if block.get(name)))
 
 

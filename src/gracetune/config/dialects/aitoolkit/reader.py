@@ -18,8 +18,8 @@ from gracetune.config.dialects.aitoolkit.optimizer import SCHEDULE_PARAMS
 from gracetune.config.dialects.aitoolkit.samples import ITEM, SAMPLE, read_samples
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, PEER, section
 from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
-from gracetune.config.dialects.block import Block, Reading, block_at
-from gracetune.config.dialects.table import IsFalse, OneOf, Rule, Table, apply, check, noted, refused
+from gracetune.config.dialects.peer_file import PeerBlock, PeerFile, block_at
+from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Draft, Said
 from gracetune.config.environment import Environment
@@ -45,11 +45,11 @@ def looks_like(data: Any) -> bool:
 
 
 def read(document: Document, draft: Draft, environment: Environment) -> None:
-    reading = Reading(PEER, draft, root="config.process[0].", homes=HOMES)
+    reading = PeerFile(PEER, draft, root="config.process[0].", homes=HOMES)
     top = block_at(reading, _substituted(document, draft, environment), "")
     check(top, TOP)
     apply(top, TOP, None)
-    reading.list_unused()
+    reading.note_unused()
 
 
 _VARIABLE = re.compile(r"\$\{([^}]+)\}")
@@ -79,7 +79,7 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
     return substituted.data
 
 
-def _read_config(top: Block, _: None) -> None:
+def _read_config(top: PeerBlock, _: None) -> None:
     """Stop where this is no training job: nothing below could be read."""
     job, config = top.get("job"), top.get("config")
     if job in OTHER_JOBS:
@@ -96,11 +96,11 @@ def _read_config(top: Block, _: None) -> None:
     apply(block, CONFIG, None)
 
 
-def _named(config: Block) -> Block:
+def _named(config: PeerBlock) -> PeerBlock:
     """`config` with `[name]` replaced by the job's name wherever it is written."""
     name = config.get("name")
     values = _replaced(config.values, name if isinstance(name, str) else "[name]")
-    return Block(config.reading, values, config.place)
+    return PeerBlock(config.reading, values, config.place)
 
 
 def _replaced(value: Any, name: str) -> Any:
@@ -111,7 +111,7 @@ def _replaced(value: Any, name: str) -> Any:
     return {key: _replaced(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value
 
 
-def _read_process(config: Block, _: None) -> None:
+def _read_process(config: PeerBlock, _: None) -> None:
     """The one trainer of the job. Without one there is nothing else to read."""
     processes = config.get("process")
     if not isinstance(processes, list) or not processes or not isinstance(processes[0], Mapping):
@@ -132,7 +132,7 @@ def _read_process(config: Block, _: None) -> None:
     apply(process, PROCESS, config)
 
 
-def _name_and_folder(process: Block, config: Block) -> None:
+def _name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
     """The run's folder is `training_folder/name`, as upstream has it."""
     own = process if process.get("name") is not None else config
     name = own.get("name")
@@ -147,12 +147,12 @@ def _name_and_folder(process: Block, config: Block) -> None:
         place.assign(("output_dir",), folder, "training_folder")
 
 
-def _seed(process: Block, config: Block) -> None:
+def _seed(process: PeerBlock, config: PeerBlock) -> None:
     source = process if process.get("training_seed") is not None else config
     source.put("training_seed", ("training", "seed"), as_number)
 
 
-def _sections(process: Block, config: Block) -> None:
+def _sections(process: PeerBlock, config: PeerBlock) -> None:
     job = make_job(process)
     check(job.model, MODEL)
     apply(job.model, MODEL, job)
@@ -167,20 +167,20 @@ def _sections(process: Block, config: Block) -> None:
         apply(block, table, job)
 
 
-def _guides(process: Block, config: Block) -> None:
+def _guides(process: PeerBlock, config: PeerBlock) -> None:
     """The blocks of the GH200 guides, as SimpleTuner files have them."""
     blocks = {name: process.get(name) for name in gh200.BLOCKS}
     gh200.read_gh200(process.without_nulls(blocks, process.place))
 
 
-def _ours(process: Block, config: Block) -> None:
+def _ours(process: PeerBlock, config: PeerBlock) -> None:
     """At last the block of our own sections."""
     value = process.get(native.VERSION_KEY)
     if value is not None:
         native.read_block(value, process.key(native.VERSION_KEY), process.file, process.draft)
 
 
-def _devices(process: Block, config: Block) -> None:
+def _devices(process: PeerBlock, config: PeerBlock) -> None:
     for block in (config, process):
         device = block.get("device")
         if device is None:
@@ -192,22 +192,24 @@ def _devices(process: Block, config: Block) -> None:
             block.note(f"{key}: {device} is not used: a run takes the CUDA GPU it finds, or the CPU")
 
 
-TOP = section(Rule(_read_config, "job config"), *noted(HARMLESS, "meta", IsFalse()))
+TOP = section(KeyRule(_read_config, "job config"), *noted(HARMLESS, "meta", IsFalse()))
 
 CONFIG = section(
-    Rule(_read_process, "name process device training_folder training_seed"),
+    KeyRule(_read_process, "name process device training_folder training_seed"),
     *noted(HARMLESS, "log_dir", IsFalse()),
     refused("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
 )
 
 _SAME_PROMPTS = "nothing: the first samples are drawn with the same prompts as the others"
 PROCESS = section(
-    Rule(_name_and_folder, "name training_folder"),
-    Rule(_seed, "training_seed"),
-    Rule(_sections, "type trigger_word network save datasets dataset train optimizer model sample validation logging"),
-    Rule(_guides, *gh200.BLOCKS),
-    Rule(_ours, native.VERSION_KEY),
-    Rule(_devices, "device"),
+    KeyRule(_name_and_folder, "name training_folder"),
+    KeyRule(_seed, "training_seed"),
+    KeyRule(
+        _sections, "type trigger_word network save datasets dataset train optimizer model sample validation logging"
+    ),
+    KeyRule(_guides, *gh200.BLOCKS),
+    KeyRule(_ours, native.VERSION_KEY),
+    KeyRule(_devices, "device"),
     *noted(
         HARMLESS,
         "sqlite_db_path performance_log_every log_dir torch_profiler lorm_extract_mode lorm_extract_mode_param",
@@ -222,12 +224,12 @@ PROCESS = section(
     refused("do_lorm", OneOf((False,)), "false: LoRM is not done here"),
 )
 
-HOMES: Mapping[str, Table[Any]] = {
+HOMES: Mapping[str, KeyTable[Any]] = {
     "config.process[0]": PROCESS, "network": NETWORK, "save": SAVE, "logging": LOGGING, "datasets": DATASET,
     "train": TRAIN, "model": MODEL, "model.model_kwargs": MODEL_KWARGS, "sample": SAMPLE,
 }  # fmt: skip
 """Where a misplaced key may belong."""
-TABLES: Mapping[str, Table[Any]] = {
+TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": TOP, "config": CONFIG, "config.process[]": PROCESS, "network": NETWORK,
     "network.network_kwargs": NETWORK_KWARGS, "save": SAVE, "logging": LOGGING, "datasets[]": DATASET, "train": TRAIN,
     "train.ema_config": EMA, "train.lr_scheduler_params": SCHEDULE_PARAMS, "model": MODEL,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
-from gracetune.config.dialects.block import Block, block_at
-from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.peer_file import PeerBlock, block_at
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Path
 from gracetune.config.spelling import misspelt
@@ -39,7 +39,7 @@ _REFUSED_FLAGS = {
 _FLAG = re.compile(r"--([A-Za-z_]\w*)(?=\s|$)")
 
 
-def read_samples(process: Block, job: Job) -> None:
+def read_samples(process: PeerBlock, job: AiToolkitJob) -> None:
     """Prompts from `sample`, or from `validation` where `sample` has none."""
     block, fallback = process.inner("sample"), process.inner("validation")
     if not _items(block) and _items(fallback):
@@ -52,17 +52,17 @@ def read_samples(process: Block, job: Job) -> None:
     apply(block, SAMPLE, job, ("validation",))
 
 
-def _items(block: Block) -> Any:
+def _items(block: PeerBlock) -> Any:
     """Upstream looks at `prompts` only where there are no `samples`."""
     return block.get("samples") if block.get("samples") is not None else block.get("prompts")
 
 
-def _defaults(block: Block, job: Job) -> None:
+def _defaults(block: PeerBlock, job: AiToolkitJob) -> None:
     for name, value in _DEFAULTS.items():
         block.default(("validation", name), value)
 
 
-def _rhythm(block: Block, job: Job) -> None:
+def _rhythm(block: PeerBlock, job: AiToolkitJob) -> None:
     if "sample_every" not in block:
         block.default(("validation", "every_steps"), _SAMPLE_EVERY)
     elif block.get("sample_every"):
@@ -71,7 +71,7 @@ def _rhythm(block: Block, job: Job) -> None:
         block.assign(("validation", "every_steps"), None, "sample_every")
 
 
-def _start(block: Block, job: Job) -> None:
+def _start(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("sample_start_step"):
         block.note(f"{block.key('sample_start_step')}: not used: samples are drawn from the first round on")
 
@@ -81,10 +81,10 @@ class _Sample:
     """One of the prompts: where it goes, and the block that all of them share."""
 
     root: Path
-    shared: Block
+    shared: PeerBlock
 
 
-def _prompts(block: Block, job: Job) -> None:
+def _prompts(block: PeerBlock, job: AiToolkitJob) -> None:
     items, name = _items(block), "samples" if block.get("samples") is not None else "prompts"
     if name == "samples" and block.get("prompts"):
         block.note(f"{block.key('prompts')}: not used, as in ai-toolkit, because `samples` is there")
@@ -96,7 +96,7 @@ def _prompts(block: Block, job: Job) -> None:
         return
     for index, item in enumerate(items):
         place = f"{block.key(name)}[{index}]"
-        plain = Block(block.reading, {"prompt": item}, place, {"prompt": place})
+        plain = PeerBlock(block.reading, {"prompt": item}, place, {"prompt": place})
         sample = plain if name == "prompts" else block_at(block.reading, item, place)
         found = _with_flags(sample, job.process.get("trigger_word"))
         check(found, ITEM)
@@ -104,7 +104,7 @@ def _prompts(block: Block, job: Job) -> None:
         apply(found, ITEM, _Sample(root, block), root)
 
 
-def _with_flags(item: Block, trigger: Any) -> Block:
+def _with_flags(item: PeerBlock, trigger: Any) -> PeerBlock:
     """The sample with the flags of its prompt taken out of the text; they win over the other keys."""
     prompt = item.get("prompt")
     if not isinstance(prompt, str):
@@ -124,30 +124,30 @@ def _with_flags(item: Block, trigger: Any) -> Block:
         else:
             hint = misspelt(flag, _FLAGS, "remove it, or put a space after the dashes", write="--{}")
             item.draft.problem(key, content.strip(), f"one of --{', --'.join(_FLAGS)}", hint)
-    return Block(item.reading, {**item.values, **found, "prompt": text.strip()}, item.place, keys)
+    return PeerBlock(item.reading, {**item.values, **found, "prompt": text.strip()}, item.place, keys)
 
 
 def _content(name: str) -> Callable[[str], Any]:
     return str if name in ("neg", *_REFERENCES) else as_number
 
 
-def _prompt(item: Block, sample: _Sample) -> None:
+def _prompt(item: PeerBlock, sample: _Sample) -> None:
     item.assign((*sample.root, "prompt"), item.get("prompt"), "prompt")
 
 
-def _references(item: Block, sample: _Sample) -> None:
+def _references(item: PeerBlock, sample: _Sample) -> None:
     first = "ctrl_img" if item.get("ctrl_img") is not None else "ctrl_img_1"
     names = [name for name in (first, "ctrl_img_2", "ctrl_img_3") if item.get(name)]
     for place, name in enumerate(names):
         item.assign((*sample.root, "references", place), item.get(name), name)
 
 
-def _fps(item: Block, sample: _Sample) -> None:
+def _fps(item: PeerBlock, sample: _Sample) -> None:
     if item.get("fps") is not None and as_number(item.get("fps")) != item.draft.get(("validation", "fps")):
         item.refuse("fps", "the fps of all samples: set it in `sample`")
 
 
-def _strength(item: Block, sample: _Sample) -> None:
+def _strength(item: PeerBlock, sample: _Sample) -> None:
     if item.get("network_multiplier") is None:
         sample.shared.put("network_multiplier", (*sample.root, "adapter_strength"), as_number)
 
@@ -180,10 +180,10 @@ SAMPLE = section(
     Key("fps", ("fps",), as_number),
     Key("walk_seed", ("walk_seed",)),
     Key("guidance_rescale", ("guidance_rescale",), as_number),
-    Rule(_defaults),
-    Rule(_rhythm, "sample_every"),
-    Rule(_start, "sample_start_step"),
-    Rule(_prompts, "prompts samples network_multiplier"),
+    KeyRule(_defaults),
+    KeyRule(_rhythm, "sample_every"),
+    KeyRule(_start, "sample_start_step"),
+    KeyRule(_prompts, "prompts samples network_multiplier"),
     # each family is sampled with its own scheduler
     *noted(HARMLESS, "sampler format adapter_conditioning_scale refiner_start_at", IsFalse()),
     refused("extra_values", OneOf(([],)), _ADAPTERS_ONLY),
@@ -193,10 +193,10 @@ SAMPLE = section(
 ITEM = section(
     *_SHARED,
     Key("network_multiplier", ("adapter_strength",), as_number),
-    Rule(_prompt, "prompt"),
-    Rule(_references, *_REFERENCES),
-    Rule(_fps, "fps"),
-    Rule(_strength, "network_multiplier"),
+    KeyRule(_prompt, "prompt"),
+    KeyRule(_references, *_REFERENCES),
+    KeyRule(_fps, "fps"),
+    KeyRule(_strength, "network_multiplier"),
     *noted(HARMLESS, "ctrl_idx", IsFalse()),
 )
 """Below one of `validation.prompts`."""

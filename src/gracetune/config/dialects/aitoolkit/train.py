@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from gracetune.config.dialects.aitoolkit.job import Job
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
 from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.aitoolkit.train_keys import NOT_DONE, NOT_USED
-from gracetune.config.dialects.block import Block
-from gracetune.config.dialects.table import IsFalse, Key, OneOf, Rule, apply, check, noted, refused
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number, precision, real, whole
 from gracetune.config.draft import Path, Said
 from gracetune.config.spelling import misspelt
@@ -29,7 +29,7 @@ ATTENTION = {
 _LAST_STEP = 999
 
 
-def _accumulation(block: Block, job: Job) -> None:
+def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
     """The newer key counts optimizer steps, the older one counts micro-batches as steps."""
     name, path = "gradient_accumulation_steps", ("training", "gradient_accumulation_steps")
     newer, older = whole(as_number(block.get("gradient_accumulation"))), as_number(block.get(name))
@@ -48,14 +48,14 @@ def _accumulation(block: Block, job: Job) -> None:
     block.put("gradient_accumulation", path, as_number)
 
 
-def _length(block: Block, job: Job) -> None:
+def _length(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("steps") is None:
         block.default(("training", "max_steps"), 1000)
     else:
         job.put_count(block, ("training", "max_steps"), "steps")
 
 
-def _switching(block: Block, job: Job) -> None:
+def _switching(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("switch_boundary_every") is None:
         return
     if job.target.dual_expert:
@@ -64,7 +64,7 @@ def _switching(block: Block, job: Job) -> None:
         block.list_unused(HARMLESS, "switch_boundary_every")
 
 
-def _precision(block: Block, job: Job) -> None:
+def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
     """Upstream holds frozen weights it does not quantise in the training dtype; `mixed_precision` is the seeds' key."""
     dtype, mixed = precision(block.get("dtype")), precision(block.get("mixed_precision"))
     if dtype is None and mixed is None:
@@ -82,11 +82,11 @@ def _precision(block: Block, job: Job) -> None:
             block.assign(path, value, name)
 
 
-def _is_flow(block: Block, job: Job) -> bool:
+def _is_flow(block: PeerBlock, job: AiToolkitJob) -> bool:
     return job.target.transformer or bool(block.get("noise_scheduler") == "flowmatch")
 
 
-def _scheduler(block: Block, job: Job) -> None:
+def _scheduler(block: PeerBlock, job: AiToolkitJob) -> None:
     name, family = block.get("noise_scheduler"), job.target.names.family
     if job.target.transformer:
         if name is None:
@@ -100,18 +100,18 @@ def _scheduler(block: Block, job: Job) -> None:
         block.refuse("noise_scheduler", "ddpm or flowmatch for training")
 
 
-def _bias(block: Block, job: Job) -> None:
+def _bias(block: PeerBlock, job: AiToolkitJob) -> None:
     biases = {name: name for name in ("balanced", "content", "style")}
     _choose(block, "content_or_style", ("objective", "timestep_bias"), biases, ())
 
 
-def _timestep_type(block: Block) -> str:
+def _timestep_type(block: PeerBlock) -> str:
     """ai-toolkit's name of the timestep distribution of a flow model."""
     name = block.get("timestep_type") or "sigmoid"
     return name if isinstance(name, str) else "sigmoid"
 
 
-def _timesteps(block: Block, job: Job) -> None:
+def _timesteps(block: PeerBlock, job: AiToolkitJob) -> None:
     if not _is_flow(block, job):
         block.default(("objective", "timesteps"), "uniform")
         if block.get("timestep_type") is not None:
@@ -126,7 +126,7 @@ def _timesteps(block: Block, job: Job) -> None:
 _NOISE_RANGE = {"min_denoising_steps": "max_timestep", "max_denoising_steps": "min_timestep"}
 
 
-def _noise_range(block: Block, job: Job) -> None:
+def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
     """Denoising steps count from the noisiest one down; our timesteps count up to it."""
     low, high = (as_number(block.get(name)) for name in _NOISE_RANGE)
     given = [name for name in _NOISE_RANGE if block.get(name) is not None]
@@ -160,7 +160,7 @@ def timestep_of(step: int, sigmoid: bool) -> int:
     return round(1000 / (1 + math.exp(-NormalDist().inv_cdf(1 - step / 1000))))
 
 
-def _choose(block: Block, name: str, path: Path, ours: dict[str, str], others: tuple[str, ...]) -> None:
+def _choose(block: PeerBlock, name: str, path: Path, ours: dict[str, str], others: tuple[str, ...]) -> None:
     value = block.get(name)
     if value is None:
         return
@@ -173,11 +173,11 @@ def _choose(block: Block, name: str, path: Path, ours: dict[str, str], others: t
         block.problem(name, expected, misspelt(value, ours, "choose one of them", write=f"{name}: {{}}"))
 
 
-def _loss(block: Block, job: Job) -> None:
+def _loss(block: PeerBlock, job: AiToolkitJob) -> None:
     _choose(block, "loss_type", ("objective", "loss"), LOSSES, OTHER_LOSSES)
 
 
-def _snr(block: Block, job: Job) -> None:
+def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
     for name in ("snr_gamma", "min_snr_gamma"):
         value = as_number(block.get(name))
         if value in (None, 0):
@@ -191,13 +191,13 @@ def _snr(block: Block, job: Job) -> None:
             block.refuse(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)
 
 
-def _ema(block: Block, job: Job) -> None:
+def _ema(block: PeerBlock, job: AiToolkitJob) -> None:
     ema = block.inner("ema_config")
     check(ema, EMA)
     apply(ema, EMA, job)
 
 
-def _average(ema: Block, job: Job) -> None:
+def _average(ema: PeerBlock, job: AiToolkitJob) -> None:
     used = ema.flag("use_ema", False)
     if used:
         ema.assign(("training", "ema", "enabled"), True, "use_ema")
@@ -206,13 +206,13 @@ def _average(ema: Block, job: Job) -> None:
         ema.list_unused(HARMLESS, "ema_decay")
 
 
-def _checkpointing(block: Block, job: Job) -> None:
+def _checkpointing(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.get("gradient_checkpointing") is not None:
         on = block.flag("gradient_checkpointing", True)
         block.assign(("training", "gradient_checkpointing"), "full" if on else "off", "gradient_checkpointing")
 
 
-def _attention(block: Block, job: Job) -> None:
+def _attention(block: PeerBlock, job: AiToolkitJob) -> None:
     backend = block.get("attention_backend")
     if isinstance(backend, str) and backend in ATTENTION:
         block.assign(("training", "attention"), ATTENTION[backend], "attention_backend")
@@ -222,7 +222,7 @@ def _attention(block: Block, job: Job) -> None:
         block.list_unused(HARMLESS, "attention_backend")
 
 
-def _guidance_embedding(block: Block, job: Job) -> None:
+def _guidance_embedding(block: PeerBlock, job: AiToolkitJob) -> None:
     """The web interface writes it for every model; few have such an embedding."""
     if not block.flag("bypass_guidance_embedding", False):
         return
@@ -233,7 +233,7 @@ def _guidance_embedding(block: Block, job: Job) -> None:
         block.list_unused(HARMLESS, "bypass_guidance_embedding")
 
 
-def _sampling(block: Block, job: Job) -> None:
+def _sampling(block: PeerBlock, job: AiToolkitJob) -> None:
     at_start = not block.flag("skip_first_sample", False)
     if block.get("skip_first_sample") is None:
         block.default(("validation", "at_start"), at_start)
@@ -243,7 +243,7 @@ def _sampling(block: Block, job: Job) -> None:
         block.assign(("validation", "enabled"), False, "disable_sampling")
 
 
-def _text(block: Block, job: Job) -> None:
+def _text(block: PeerBlock, job: AiToolkitJob) -> None:
     caches = block.flag("cache_text_embeddings", False)
     unloads = block.flag("unload_text_encoder", False)
     if unloads and caches:
@@ -255,49 +255,49 @@ def _text(block: Block, job: Job) -> None:
         )
 
 
-def _reg_weight(block: Block, job: Job) -> None:
-    """The datasets take it into account (`Job.reg_weight`)."""
+def _reg_weight(block: PeerBlock, job: AiToolkitJob) -> None:
+    """The datasets take it into account (`AiToolkitJob.reg_weight`)."""
     weight = real(as_number(block.get("reg_weight")))
     if block.get("reg_weight") is not None and (weight is None or weight < 0):
         block.problem("reg_weight", "a number >= 0", "write `reg_weight: 1.0`")
 
 
 TRAIN = section(
-    Rule(_accumulation, "gradient_accumulation gradient_accumulation_steps"),
+    KeyRule(_accumulation, "gradient_accumulation gradient_accumulation_steps"),
     Key("batch_size", ("training", "batch_size"), as_number),
     Key("max_grad_norm", ("training", "max_grad_norm"), as_number),
     Key("noise_offset", ("objective", "noise_offset"), as_number),
-    Rule(_length, "steps"),
-    Rule(_switching, "switch_boundary_every"),
-    Rule(_precision, "dtype mixed_precision"),
-    Rule(read_optimizer, "optimizer optimizer_params lr"),
-    Rule(read_schedule, "lr_scheduler lr_scheduler_params"),
-    Rule(_scheduler, "noise_scheduler"),
-    Rule(_bias, "content_or_style"),
-    Rule(_timesteps, "timestep_type"),
-    Rule(_noise_range, *_NOISE_RANGE),
-    Rule(_loss, "loss_type"),
-    Rule(_snr, "snr_gamma min_snr_gamma"),
-    Rule(_ema, "ema_config"),
-    Rule(_checkpointing, "gradient_checkpointing"),
-    Rule(_attention, "attention_backend"),
-    Rule(_guidance_embedding, "bypass_guidance_embedding"),
-    Rule(_sampling, "skip_first_sample disable_sampling"),
-    Rule(_text, "cache_text_embeddings unload_text_encoder"),
-    Rule(_reg_weight, "reg_weight"),
+    KeyRule(_length, "steps"),
+    KeyRule(_switching, "switch_boundary_every"),
+    KeyRule(_precision, "dtype mixed_precision"),
+    KeyRule(read_optimizer, "optimizer optimizer_params lr"),
+    KeyRule(read_schedule, "lr_scheduler lr_scheduler_params"),
+    KeyRule(_scheduler, "noise_scheduler"),
+    KeyRule(_bias, "content_or_style"),
+    KeyRule(_timesteps, "timestep_type"),
+    KeyRule(_noise_range, *_NOISE_RANGE),
+    KeyRule(_loss, "loss_type"),
+    KeyRule(_snr, "snr_gamma min_snr_gamma"),
+    KeyRule(_ema, "ema_config"),
+    KeyRule(_checkpointing, "gradient_checkpointing"),
+    KeyRule(_attention, "attention_backend"),
+    KeyRule(_guidance_embedding, "bypass_guidance_embedding"),
+    KeyRule(_sampling, "skip_first_sample disable_sampling"),
+    KeyRule(_text, "cache_text_embeddings unload_text_encoder"),
+    KeyRule(_reg_weight, "reg_weight"),
     *NOT_DONE,
     *NOT_USED,
 )
 
 EMA = section(
-    Rule(_average, "use_ema ema_decay"),
+    KeyRule(_average, "use_ema ema_decay"),
     refused("use_feedback", OneOf((False,)), "false: the average is not fed back into the weights"),
     refused("param_multiplier", OneOf((1,)), "1: the weights are not scaled after each step"),
     *noted(HARMLESS, "feedback_rate", IsFalse()),
 )
 
 
-def _save_every(block: Block, job: Job) -> None:
+def _save_every(block: PeerBlock, job: AiToolkitJob) -> None:
     block.default(("checkpoints", "save_dtype"), "fp16")
     if "save_every" not in block:
         block.default(("checkpoints", "every_steps"), 1000)
@@ -307,7 +307,7 @@ def _save_every(block: Block, job: Job) -> None:
         block.assign(("checkpoints", "every_steps"), None, "save_every")
 
 
-def _save_format(block: Block, job: Job) -> None:
+def _save_format(block: PeerBlock, job: AiToolkitJob) -> None:
     save_format = block.get("save_format")
     if save_format not in (None, "safetensors", "diffusers"):
         block.problem("save_format", "safetensors or diffusers", "choose one of them")
@@ -320,13 +320,13 @@ def _save_format(block: Block, job: Job) -> None:
 SAVE = section(
     Key("dtype", ("checkpoints", "save_dtype"), precision),
     Key("max_step_saves_to_keep", ("checkpoints", "keep_last"), as_number),
-    Rule(_save_every, "save_every"),
-    Rule(_save_format, "save_format"),
+    KeyRule(_save_every, "save_every"),
+    KeyRule(_save_format, "save_format"),
     *noted(HARMLESS, "push_to_hub hf_repo_id hf_private", IsFalse()),
 )
 
 
-def _log_every(block: Block, job: Job) -> None:
+def _log_every(block: PeerBlock, job: AiToolkitJob) -> None:
     block.default(("logging", "project"), "ai-toolkit")
     if block.get("log_every"):
         job.put_count(block, ("logging", "every_steps"), "log_every")
@@ -334,14 +334,14 @@ def _log_every(block: Block, job: Job) -> None:
         block.default(("logging", "every_steps"), 100)
 
 
-def _trackers(block: Block, job: Job) -> None:
+def _trackers(block: PeerBlock, job: AiToolkitJob) -> None:
     if block.flag("use_wandb", False):
         block.assign(("logging", "trackers"), ["tensorboard", "wandb"], "use_wandb")
 
 
 LOGGING = section(
     Key("project_name", ("logging", "project")),
-    Rule(_log_every, "log_every"),
-    Rule(_trackers, "use_wandb"),
+    KeyRule(_log_every, "log_every"),
+    KeyRule(_trackers, "use_wandb"),
     *noted(HARMLESS, "verbose use_ui_logger run_name", IsFalse()),
 )

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gracetune.config.adapter_kinds import by_lycoris_name
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line, read_sidecar
 from gracetune.config.dialects.simpletuner.keys import Off
 from gracetune.config.dialects.table import (
     Always,
     IsFalse,
     Key,
-    Rule,
-    Table,
+    KeyRule,
+    KeyTable,
     apply,
     check,
     noted,
@@ -28,7 +28,7 @@ from gracetune.config.families import names_of
 from gracetune.config.family_names import LoraTargets
 
 
-def _adapter(options: Block, family: str) -> None:
+def _adapter(options: PeerBlock, family: str) -> None:
     kind = options.get("model_type")
     if kind == "full":
         options.assign(("adapter", "kind"), "full_finetune", "model_type")
@@ -51,22 +51,22 @@ def _adapter(options: Block, family: str) -> None:
         options.problem("lora_type", "standard or lycoris", "write `standard`")
 
 
-ADAPTER: Table[str] = Table(Rule(_adapter, "model_type init_lora lora_type lycoris_config"))
+ADAPTER: KeyTable[str] = KeyTable(KeyRule(_adapter, "model_type init_lora lora_type lycoris_config"))
 
 
-def _dora(options: Block, family: str) -> None:
+def _dora(options: PeerBlock, family: str) -> None:
     if options.switch("use_dora"):
         options.assign(("adapter", "kind"), "dora", "use_dora")
 
 
-def _lora_targets(options: Block, family: str) -> None:
+def _lora_targets(options: PeerBlock, family: str) -> None:
     if "peft_lora_target_modules" in options:
         _named_targets(options)
     else:
         _family_targets(options, names_of(family).simpletuner.targets)
 
 
-def _family_targets(options: Block, targets: LoraTargets) -> None:
+def _family_targets(options: PeerBlock, targets: LoraTargets) -> None:
     name = options.get(targets.option) if targets.option else None
     if name is None:
         if targets.default:
@@ -77,7 +77,7 @@ def _family_targets(options: Block, targets: LoraTargets) -> None:
         options.refuse(targets.option, f"one of {', '.join(targets.groups)}", "choose one of them")
 
 
-def _named_targets(options: Block) -> None:
+def _named_targets(options: PeerBlock) -> None:
     """A list, a JSON list in a string, or a file that holds one."""
     value = options.get("peft_lora_target_modules")
     if isinstance(value, str) and not value.lstrip().startswith("["):
@@ -88,13 +88,13 @@ def _named_targets(options: Block) -> None:
         options.put("peft_lora_target_modules", ("adapter", "targets"), as_list)
 
 
-LORA: Table[str] = Table(
+LORA: KeyTable[str] = KeyTable(
     Key("lora_rank", ("adapter", "rank"), as_number),
     Key("lora_alpha", ("adapter", "alpha"), as_number),
     Key("lora_dropout", ("adapter", "dropout"), as_number, default=0.1),
-    Rule(_dora, "use_dora"),
+    KeyRule(_dora, "use_dora"),
     Key("lora_format", ("checkpoints", "format"), default="diffusers"),
-    Rule(_lora_targets, "peft_lora_target_modules flux_lora_target"),
+    KeyRule(_lora_targets, "peft_lora_target_modules flux_lora_target"),
 )
 """Options of a `lora_type` that is standard."""
 
@@ -105,7 +105,7 @@ _FULL_DIMENSION = 10000
 """The dimension people write when they mean that nothing should be decomposed."""
 
 
-def _lycoris_file(options: Block) -> None:
+def _lycoris_file(options: PeerBlock) -> None:
     named = options
     if "lycoris_config" not in options:
         named = replace(options, values={**options.values, "lycoris_config": "config/lycoris_config.json"}, used=set())
@@ -122,7 +122,7 @@ def _lycoris_file(options: Block) -> None:
     options.default(("checkpoints", "format"), "lycoris")
 
 
-def _algorithm(lycoris: Block, _: None) -> None:
+def _algorithm(lycoris: PeerBlock, _: None) -> None:
     algorithm = lycoris.get("algo")
     kind = _ALGORITHMS.get(algorithm.strip().lower()) if isinstance(algorithm, str) else None
     if algorithm is None:
@@ -138,13 +138,13 @@ def _algorithm(lycoris: Block, _: None) -> None:
             lycoris.refuse("dora_wd", "weight decomposition is implemented for lora alone")
 
 
-def _full_dimension(lycoris: Block, _: None) -> None:
+def _full_dimension(lycoris: PeerBlock, _: None) -> None:
     dimension = as_number(lycoris.get("linear_dim"))
     if is_number(dimension) and dimension >= _FULL_DIMENSION and lycoris.draft.get(("adapter", "kind")) == "lokr":
         lycoris.assign(("adapter", "full_rank"), True, "linear_dim")
 
 
-def _preset(lycoris: Block, _: None) -> None:
+def _preset(lycoris: PeerBlock, _: None) -> None:
     preset = lycoris.get("apply_preset")
     if preset is None or preset == {}:
         lycoris.refuse("apply_preset", "modules to adapt: without them LyCORIS wraps every layer of the model",
@@ -158,7 +158,7 @@ def _preset(lycoris: Block, _: None) -> None:
     apply(block, PRESET, None)
 
 
-def _targets(block: Block, _: None) -> None:
+def _targets(block: PeerBlock, _: None) -> None:
     modules, names = as_list(block.get("target_module")), as_list(block.get("target_name"))
     if isinstance(modules, list) and isinstance(names, list):
         block.assign(("adapter", "targets"), [*modules, *names], "target_module")
@@ -168,7 +168,7 @@ def _targets(block: Block, _: None) -> None:
         block.put("target_name", ("adapter", "targets"), as_list)
 
 
-def _by_module(block: Block, _: None) -> None:
+def _by_module(block: PeerBlock, _: None) -> None:
     table = block.get("module_algo_map")
     for module, settings in table.items() if isinstance(table, Mapping) else ():
         if isinstance(settings, Mapping):
@@ -182,7 +182,7 @@ def _not_implemented(names: str, why: str) -> tuple[Key, ...]:
     return tuple(refused(name, Off(), why) for name in names.split())
 
 
-LYCORIS: Table[None] = Table(
+LYCORIS: KeyTable[None] = KeyTable(
     Key("linear_dim", ("adapter", "rank"), as_number),
     Key("linear_alpha", ("adapter", "alpha"), as_number),
     Key("conv_dim", ("adapter", "conv_rank"), as_number),
@@ -192,9 +192,9 @@ LYCORIS: Table[None] = Table(
     Key("full_matrix", ("adapter", "full_rank"), as_flag),
     Key("decompose_both", ("adapter", "decompose_both"), as_flag),
     Key("multiplier", ("adapter", "strength"), as_number),
-    Rule(_algorithm, "algo dora_wd"),
-    Rule(_full_dimension, "linear_dim"),
-    Rule(_preset, "apply_preset"),
+    KeyRule(_algorithm, "algo dora_wd"),
+    KeyRule(_full_dimension, "linear_dim"),
+    KeyRule(_preset, "apply_preset"),
     *_not_implemented("rank_dropout module_dropout", "only plain dropout is implemented"),
     *_not_implemented("use_tucker use_cp use_conv_cp", "Tucker decomposition of convolutions is not implemented"),
     *_not_implemented("use_scalar", "a trained scalar is not implemented"),
@@ -212,10 +212,10 @@ LYCORIS: Table[None] = Table(
 )
 """The file that `lycoris_config` names."""
 
-PRESET: Table[None] = Table(
-    Rule(_targets, "target_module target_name"),
+PRESET: KeyTable[None] = KeyTable(
+    KeyRule(_targets, "target_module target_name"),
     Key("exclude_name", ("adapter", "exclude"), as_list),
-    Rule(_by_module, "module_algo_map"),
+    KeyRule(_by_module, "module_algo_map"),
     refused("name_algo_map", IsFalse(), "options by module name are not implemented; use module_algo_map"),
     *noted(
         "LyCORIS's own names",
@@ -227,6 +227,6 @@ PRESET: Table[None] = Table(
     ),
     expected="a key of a LyCORIS preset",
 )
-PER_MODULE: Table[None] = Table(
+PER_MODULE: KeyTable[None] = KeyTable(
     *read_elsewhere("algo dim linear_dim alpha linear_alpha factor full_matrix decompose_both dropout")
 )

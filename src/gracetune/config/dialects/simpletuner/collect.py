@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from gracetune.config.alloc_conf import split_alloc_conf
-from gracetune.config.dialects.block import Block, Reading
+from gracetune.config.dialects.peer_file import PeerBlock, PeerFile
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES, FOREIGN_VARIABLES
 from gracetune.config.dialects.simpletuner.files import Placeholders
 from gracetune.config.dialects.simpletuner.keys import ALIASES, HARMLESS, PEER, SAMPLES_ONLY, WITHOUT_EFFECT
@@ -23,7 +23,7 @@ MAY_BE_EMPTY = ("resume_from_checkpoint", "validation_negative_prompt", "validat
 """Where empty text says something; everywhere else it is as good as absent."""
 
 
-def collect(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Block:
+def collect(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> PeerBlock:
     """What a config says, by canonical name. `null` is as good as absent."""
     placeholders = Placeholders(environment, {})
     values: dict[str, Any] = {}
@@ -41,7 +41,7 @@ def collect(document: Document, draft: Draft, environment: Environment, known: C
         values[canonical] = placeholders.fill(value, draft, key, document.name)
         written[canonical] = key
     lists: dict[str, list[str]] = {heading: [] for heading in (HARMLESS, SAMPLES_ONLY, WITHOUT_EFFECT)}
-    return Block(Reading(PEER, draft, format=document.format, unused=lists), values, written=written)
+    return PeerBlock(PeerFile(PEER, draft, format=document.format, unused=lists), values, written=written)
 
 
 def _pairs(document: Document, draft: Draft, environment: Environment, known: Collection[str]) -> Pairs:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.block import Block
 from gracetune.config.dialects.gh200 import IN_MEMORY, read_in_memory
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.dataset_keys import (
     AUDIO,
     AUDIO_OPTIONS,
@@ -23,8 +23,8 @@ from gracetune.config.dialects.table import (
     Always,
     Effect,
     Key,
-    Rule,
-    Table,
+    KeyRule,
+    KeyTable,
     apply,
     check,
     decline_keys,
@@ -47,14 +47,14 @@ _TRAINED = ("image", "video", "audio")
 class Setting:
     """What one entry is read in: the options around it, and the place of its dataset."""
 
-    options: Block
+    options: PeerBlock
     family: str
-    backend: Block | None
+    backend: PeerBlock | None
     """A top-level `data_backend` that says how every dataset is kept."""
     here: Path = ()
     kind: str = "image"
 
-    def storage(self, entry: Block) -> Block:
+    def storage(self, entry: PeerBlock) -> PeerBlock:
         """The mapping that says where the files are."""
         return entry if "type" in entry or self.backend is None else self.backend
 
@@ -68,7 +68,7 @@ _REMOTE = {
 }
 
 
-def is_reachable(entry: Block, setting: Setting) -> bool:
+def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
     """Data we cannot reach is one problem, whatever else its entry says."""
     source = setting.storage(entry)
     storage = source.get("type")
@@ -79,17 +79,17 @@ def is_reachable(entry: Block, setting: Setting) -> bool:
     return False
 
 
-def _id(entry: Block, setting: Setting) -> None:
+def _id(entry: PeerBlock, setting: Setting) -> None:
     if "id" not in entry:
         hint = 'add "id": "my-images"'
         entry.draft.missing((*setting.here, "id"), entry.key("id"), "a name of its own", hint)
 
 
-def _check(entry: Block, setting: Setting) -> None:
+def _check(entry: PeerBlock, setting: Setting) -> None:
     check(entry, ENTRY)
 
 
-def _sizes(entry: Block, setting: Setting) -> None:
+def _sizes(entry: PeerBlock, setting: Setting) -> None:
     pair = {"maximum_image_size": "maximum_size", "target_downsample_size": "downsample_to"}
     given = [name for name, field in pair.items() if entry.draft.get((*setting.here, field)) is not None]
     if len(given) == 1:
@@ -99,7 +99,7 @@ def _sizes(entry: Block, setting: Setting) -> None:
         source.assign((*setting.here, pair[given[0]]), None, given[0])
 
 
-def _place(entry: Block, setting: Setting) -> None:
+def _place(entry: PeerBlock, setting: Setting) -> None:
     here, source = setting.here, setting.storage(entry)
     if source.get("type") == "csv":
         _csv(entry, setting)
@@ -117,7 +117,7 @@ def _only_folder(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _csv(entry: Block, setting: Setting) -> None:
+def _csv(entry: PeerBlock, setting: Setting) -> None:
     here, draft = setting.here, entry.draft
     setting.storage(entry).assign((*here, "type"), "url", "type")
     entry.put("csv_cache_dir", (*here, "path"))
@@ -133,7 +133,7 @@ def _csv(entry: Block, setting: Setting) -> None:
     entry.default((*here, "captions", "strategy"), "csv")
 
 
-def _in_memory(entry: Block, setting: Setting) -> None:
+def _in_memory(entry: PeerBlock, setting: Setting) -> None:
     backend, here = setting.backend, setting.here
     if backend is None:
         read_in_memory(entry, here)
@@ -144,7 +144,7 @@ def _in_memory(entry: Block, setting: Setting) -> None:
             apply(block, IN_MEMORY, None, here)
 
 
-def _crop(entry: Block, setting: Setting) -> None:
+def _crop(entry: PeerBlock, setting: Setting) -> None:
     buckets = entry.get("crop_aspect_buckets")
     if isinstance(buckets, list) and any(isinstance(bucket, Mapping) for bucket in buckets):
         entry.refuse("crop_aspect_buckets", "a list of ratios: all are equally likely", "write [1.0, 0.75, 1.33]")
@@ -154,7 +154,7 @@ def _crop(entry: Block, setting: Setting) -> None:
         entry.default(path, [], entry.key("crop_aspect_buckets"))  # named so where it is missed
 
 
-def _captions(entry: Block, setting: Setting) -> None:
+def _captions(entry: PeerBlock, setting: Setting) -> None:
     captions = (*setting.here, "captions")
     only = entry if "only_instance_prompt" in entry else setting.options
     if only.switch("only_instance_prompt"):
@@ -169,7 +169,7 @@ def _captions(entry: Block, setting: Setting) -> None:
         entry.default((*captions, "dropout"), _CAPTION_DROPOUT, "caption_dropout_probability")
 
 
-def _extension(entry: Block, setting: Setting) -> None:
+def _extension(entry: PeerBlock, setting: Setting) -> None:
     names = as_list(entry.get("caption_file_extensions"))
     if isinstance(names, list) and len(names) > 1:
         entry.refuse("caption_file_extensions", "one extension", 'write ["txt"]')
@@ -182,44 +182,44 @@ def _first_extension(value: Any) -> Any:
     return names[0].lstrip(".") if isinstance(names, list) and names and isinstance(names[0], str) else value
 
 
-def _shuffle(entry: Block, setting: Setting) -> None:
+def _shuffle(entry: PeerBlock, setting: Setting) -> None:
     block = known_block(entry, "caption_shuffle", SHUFFLE)
     if block is not None and block.switch("enable"):
         captions = (*setting.here, "captions")
         apply(block, SHUFFLE, captions, captions)
 
 
-def _enable(block: Block, captions: Path) -> None:
+def _enable(block: PeerBlock, captions: Path) -> None:
     block.assign((*captions, "shuffle_tags"), True, "enable")
 
 
 _SEPARATORS = {"comma": ",", "space": " ", "period": "."}
 
 
-def _separator(block: Block, captions: Path) -> None:
+def _separator(block: PeerBlock, captions: Path) -> None:
     if block.get("split_on") in (*_SEPARATORS, None):
         block.put("split_on", (*captions, "tag_separator"), lambda name: _SEPARATORS[name])
     else:
         block.problem("split_on", f"one of {', '.join(_SEPARATORS)}", "write `comma`")
 
 
-def _original(block: Block, captions: Path) -> None:
+def _original(block: PeerBlock, captions: Path) -> None:
     if as_flag(block.get("include_original")) is False:
         block.refuse("include_original", "the caption as written is one of the variants")
 
 
-SHUFFLE: Table[Path] = Table(
-    Rule(_enable, "enable"),
+SHUFFLE: KeyTable[Path] = KeyTable(
+    KeyRule(_enable, "enable"),
     Key("count", ("shuffle_variants",), as_number),
     *noted("captions are shuffled with the run's seed", "seed", Always()),
     Key("split_on"),
     Key("position_start", ("keep_tags",), as_number),
-    Rule(_separator, "split_on"),
-    Rule(_original, "include_original"),
+    KeyRule(_separator, "split_on"),
+    KeyRule(_original, "include_original"),
 )
 
 
-def _parquet(entry: Block, setting: Setting) -> None:
+def _parquet(entry: PeerBlock, setting: Setting) -> None:
     captions = (*setting.here, "captions")
     table = (*captions, "table")
     block = known_block(entry, "parquet", PARQUET)
@@ -236,7 +236,7 @@ def _parquet(entry: Block, setting: Setting) -> None:
     decline_keys(block, PARQUET)
 
 
-def _caches(entry: Block, setting: Setting) -> None:
+def _caches(entry: PeerBlock, setting: Setting) -> None:
     for name in ("disable_vae_cache", "vae_cache_disable"):
         source = entry if name in entry else setting.options
         if source.switch(name):
@@ -246,7 +246,7 @@ def _caches(entry: Block, setting: Setting) -> None:
         entry.assign(path, "refresh_each_epoch", "vae_cache_clear_each_epoch")
 
 
-def _conditioning(entry: Block, setting: Setting) -> None:
+def _conditioning(entry: PeerBlock, setting: Setting) -> None:
     here = setting.here
     if entry.get("conditioning_type") in ("controlnet", "segmentation"):
         entry.refuse("conditioning_type", "reference_strict, reference_loose or mask")
@@ -260,7 +260,7 @@ def _conditioning(entry: Block, setting: Setting) -> None:
         entry.default((*here, "conditioning"), [], entry.key("conditioning_data"))
 
 
-def _video(entry: Block, setting: Setting) -> None:
+def _video(entry: PeerBlock, setting: Setting) -> None:
     if setting.kind != "video" and (setting.kind != "conditioning" or "video" not in entry):
         return
     path, family = (*setting.here, "video"), setting.family
@@ -277,7 +277,7 @@ def _video(entry: Block, setting: Setting) -> None:
     _fit_frames(entry, clips, path)
 
 
-def _fit_frames(entry: Block, clips: ClipLength | None, path: Path) -> None:
+def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
     """Another number of frames than the family takes in SimpleTuner is rounded down there, and so here."""
     draft = entry.draft
     for field in ("num_frames", "min_frames"):
@@ -291,7 +291,7 @@ def _fit_frames(entry: Block, clips: ClipLength | None, path: Path) -> None:
         entry.default((*path, "min_frames"), frames, entry.key("video.min_frames"))
 
 
-def _audio(entry: Block, setting: Setting) -> None:
+def _audio(entry: PeerBlock, setting: Setting) -> None:
     if setting.kind != "audio":
         return
     path = (*setting.here, "audio")
@@ -303,32 +303,32 @@ def _audio(entry: Block, setting: Setting) -> None:
         decline_keys(block, AUDIO)
 
 
-def _list_unused(entry: Block, setting: Setting) -> None:
+def _list_unused(entry: PeerBlock, setting: Setting) -> None:
     unused = {*ENTRY.names(Effect.ACTS)} - entry.used
     entry.list_unused(UNUSED, *(name for name in entry.values if name in unused and not is_off(entry.get(name))))
 
 
-ENTRY: Table[Setting] = Table(
+ENTRY: KeyTable[Setting] = KeyTable(
     *ROWS,
-    Rule(_id, "id"),
-    Rule(_check),
-    Rule(_sizes, "maximum_image_size target_downsample_size"),
+    KeyRule(_id, "id"),
+    KeyRule(_check),
+    KeyRule(_sizes, "maximum_image_size target_downsample_size"),
     Key("dataset_type", ("dataset_type",)),
-    Rule(
+    KeyRule(
         _place,
         "type instance_data_dir instance_data_root in_memory",
         "csv_file csv_cache_dir csv_caption_column csv_url_column",
     ),
-    Rule(_crop, "crop_aspect_buckets"),
-    Rule(_captions, "only_instance_prompt caption_strategy instance_prompt"),
-    Rule(_extension, "caption_file_extensions"),
-    Rule(_shuffle, "caption_shuffle"),
-    Rule(_parquet, "parquet"),
-    Rule(_caches, "vae_cache_disable disable_vae_cache vae_cache_clear_each_epoch"),
-    Rule(_conditioning, "conditioning_type conditioning_data"),
-    Rule(_video, "video"),
-    Rule(_audio, "audio"),
-    Rule(_list_unused),
+    KeyRule(_crop, "crop_aspect_buckets"),
+    KeyRule(_captions, "only_instance_prompt caption_strategy instance_prompt"),
+    KeyRule(_extension, "caption_file_extensions"),
+    KeyRule(_shuffle, "caption_shuffle"),
+    KeyRule(_parquet, "parquet"),
+    KeyRule(_caches, "vae_cache_disable disable_vae_cache vae_cache_clear_each_epoch"),
+    KeyRule(_conditioning, "conditioning_type conditioning_data"),
+    KeyRule(_video, "video"),
+    KeyRule(_audio, "audio"),
+    KeyRule(_list_unused),
     *read_elsewhere("disabled disable"),
     *NOT_DONE,
     *NOT_USED,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from gracetune.config.dialects.simpletuner.keys import Off
-from gracetune.config.dialects.table import Key, Table, noted, refused
+from gracetune.config.dialects.table import Key, KeyTable, noted, refused
 from gracetune.config.dialects.values import as_flag, as_number, choice, inverse, not_zero
 
 UNUSED = "in datasets, not needed here"
@@ -99,7 +99,7 @@ NOT_DONE = (
     refused("filter_func", Off(), "samples are not filtered by code"),
 )
 
-VIDEO: Table[None] = Table(
+VIDEO: KeyTable[None] = KeyTable(
     Key("num_frames", ("num_frames",), as_number),
     Key("min_frames", ("min_frames",), as_number),
     Key("max_frames", ("max_frames",), as_number),
@@ -108,7 +108,7 @@ VIDEO: Table[None] = Table(
     Key("bucket_strategy", ("bucket_strategy",)),
     Key("frame_interval", ("frame_interval",), as_number),
 )
-AUDIO: Table[None] = Table(
+AUDIO: KeyTable[None] = KeyTable(
     Key("sample_rate", ("sample_rate",), as_number),
     Key("channels", ("channels",), as_number),
     Key("duration_interval", ("duration_interval",), as_number),
@@ -133,7 +133,7 @@ AUDIO_OPTIONS = (
     Key("audio_truncation_mode", ("truncation",), as_number),
 )
 """Options of the whole config for audio datasets."""
-PARQUET: Table[None] = Table(
+PARQUET: KeyTable[None] = KeyTable(
     Key("path", ("path",)),
     Key("filename_column", ("filename_column",)),
     Key("caption_column", ("caption_column",)),

@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gracetune.config.dialects.block import Block
 from gracetune.config.dialects.gh200 import IN_MEMORY
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, Setting, is_reachable
 from gracetune.config.dialects.simpletuner.dataset_keys import NOT_USED
 from gracetune.config.dialects.simpletuner.files import Placeholders, line, read_sidecar
 from gracetune.config.dialects.simpletuner.keys import Off
 from gracetune.config.dialects.table import (
     Key,
-    Rule,
-    Table,
+    KeyRule,
+    KeyTable,
     apply,
     check,
     read_elsewhere,
@@ -33,13 +33,13 @@ _KINDS = ("image", "video", "audio", "conditioning", "eval", *_EMBEDS)
 _UNSUPPORTED_KINDS = ("caption", "grounding", "distillation_cache")
 
 
-def read_datasets(options: Block, family: str, environment: Environment) -> int:
+def read_datasets(options: PeerBlock, family: str, environment: Environment) -> int:
     """The number of datasets that were read."""
     draft, before = options.draft, len(options.draft.problems)
     backend = _backend(options)
     entries = _entries(options, family, environment, backend)
     setting = Setting(options, family, backend if not _is_dataset(backend) else None)
-    embeds: list[Block] = []
+    embeds: list[PeerBlock] = []
     count = 0
     for entry in entries:
         if _skip(entry):
@@ -64,7 +64,7 @@ def read_datasets(options: Block, family: str, environment: Environment) -> int:
     return count
 
 
-def _ask_for_datasets(options: Block) -> None:
+def _ask_for_datasets(options: PeerBlock) -> None:
     for name in ("data_backend_config", "datasets"):
         if name in options:
             options.problem(name, "at least one dataset to train on", "add one, or remove its `disabled`")
@@ -79,12 +79,12 @@ def _ask_for_datasets(options: Block) -> None:
     options.draft.missing(("datasets",), "data_backend_config", expected, hint)
 
 
-BACKEND: Table[None] = Table(
+BACKEND: KeyTable[None] = KeyTable(
     *(Key(name) for name in dict.fromkeys((*ENTRY, *IN_MEMORY))), expected="a key of a dataset"
 )
 
 
-def _backend(options: Block) -> Block | None:
+def _backend(options: PeerBlock) -> PeerBlock | None:
     value = options.get("data_backend")
     if value is None:
         return None
@@ -96,19 +96,19 @@ def _backend(options: Block) -> Block | None:
     return backend
 
 
-def _block(options: Block, value: Mapping[Any, Any], place: str, file: str = "") -> Block:
+def _block(options: PeerBlock, value: Mapping[Any, Any], place: str, file: str = "") -> PeerBlock:
     """An entry. Where its keys are listed, the place of the entry itself is left out."""
     reading = replace(options.reading, root=f"{place}.")
     return replace(options.without_nulls(value, place), reading=reading, elsewhere=file, around=options)
 
 
-def _is_dataset(backend: Block | None) -> bool:
+def _is_dataset(backend: PeerBlock | None) -> bool:
     """A `data_backend` with a folder is a dataset; without one it says how the others are kept."""
     return backend is not None and ("instance_data_dir" in backend or "instance_data_root" in backend)
 
 
-def _entries(options: Block, family: str, environment: Environment, backend: Block | None) -> list[Block]:
-    entries: list[Block] = []
+def _entries(options: PeerBlock, family: str, environment: Environment, backend: PeerBlock | None) -> list[PeerBlock]:
+    entries: list[PeerBlock] = []
     if "data_backend_config" in options:
         entries += _from_file(options)
     if "datasets" in options:
@@ -119,7 +119,7 @@ def _entries(options: Block, family: str, environment: Environment, backend: Blo
     return [_filled(entry, environment, variables) for entry in entries]
 
 
-def _from_file(options: Block) -> list[Block]:
+def _from_file(options: PeerBlock) -> list[PeerBlock]:
     document = read_sidecar(options, "data_backend_config", "a JSON list of datasets")
     if document is None:
         return []
@@ -131,7 +131,7 @@ def _from_file(options: Block) -> list[Block]:
     return [entry for entry in found if entry is not None]
 
 
-def _from_list(options: Block) -> list[Block]:
+def _from_list(options: PeerBlock) -> list[PeerBlock]:
     value = options.get("datasets")
     if not isinstance(value, list):
         options.problem("datasets", "a list of datasets", "write [ { … }, { … } ]")
@@ -141,14 +141,14 @@ def _from_list(options: Block) -> list[Block]:
     return [entry for entry in found if entry is not None]
 
 
-def _entry(options: Block, value: Any, place: str, file: str = "") -> Block | None:
+def _entry(options: PeerBlock, value: Any, place: str, file: str = "") -> PeerBlock | None:
     if isinstance(value, Mapping):
         return _block(options, value, place, file)
     options.draft.problem(place, value, "a dataset", 'write {"id": …, "instance_data_dir": …}', file or None)
     return None
 
 
-def _as_dataset(backend: Block) -> Block:
+def _as_dataset(backend: PeerBlock) -> PeerBlock:
     """Its staging options may stand beside the folder; a dataset keeps them in a block."""
     values = dict(backend.values)
     loose = {name: values.pop(name) for name in IN_MEMORY if name in values}
@@ -158,7 +158,7 @@ def _as_dataset(backend: Block) -> Block:
     return replace(backend, values={"id": "data_backend", **values}, used=set())
 
 
-def _filled(entry: Block, environment: Environment, variables: Mapping[str, str]) -> Block:
+def _filled(entry: PeerBlock, environment: Environment, variables: Mapping[str, str]) -> PeerBlock:
     placeholders = Placeholders(environment, {**variables, "id": str(entry.get("id") or "")})
     filled = {
         name: placeholders.fill(value, entry.draft, entry.key(name), entry.file) for name, value in entry.values.items()
@@ -166,7 +166,7 @@ def _filled(entry: Block, environment: Environment, variables: Mapping[str, str]
     return replace(entry, values=filled, used=set())
 
 
-def _skip(entry: Block) -> bool:
+def _skip(entry: PeerBlock) -> bool:
     """Entries that are switched off, and kinds of entry that are no dataset of ours."""
     for name in ("disabled", "disable"):
         if entry.switch(name):
@@ -185,8 +185,8 @@ def _skip(entry: Block) -> bool:
 _USED_BY_EMBEDS = "default text_encoder_batch_size"
 
 
-def _embeds_table(kind: str) -> Table[None]:
-    return Table(
+def _embeds_table(kind: str) -> KeyTable[None]:
+    return KeyTable(
         *read_elsewhere("cache_dir id type dataset_type disabled disable"),
         *read_elsewhere(_USED_BY_EMBEDS),
         refused("caption_filter_list", Off((None, [])), "captions are not filtered; edit them"),
@@ -199,7 +199,7 @@ EMBEDS = {kind: _embeds_table(kind) for kind in _EMBEDS}
 """Entries that only say where embeddings are cached."""
 
 
-def _embeds(entries: list[Block]) -> None:
+def _embeds(entries: list[PeerBlock]) -> None:
     for entry in entries:
         _embed_keys(entry)
     _text_cache([entry for entry in entries if entry.get("dataset_type") == "text_embeds"])
@@ -211,7 +211,7 @@ def _embeds(entries: list[Block]) -> None:
                        "`cache_dir_vae` says, the dataset's or the config's")  # fmt: skip
 
 
-def _embed_keys(entry: Block) -> None:
+def _embed_keys(entry: PeerBlock) -> None:
     table = EMBEDS[entry.get("dataset_type")]
     storage = [name for name in entry.values if name not in table and name.startswith(("aws", "memory_"))]
     check(replace(entry, values={name: value for name, value in entry.values.items() if name not in storage}), table)
@@ -219,7 +219,7 @@ def _embed_keys(entry: Block) -> None:
         entry.refuse("type", "embeddings are cached on disk or in memory", 'write "local"')
 
 
-def _text_cache(entries: list[Block]) -> None:
+def _text_cache(entries: list[PeerBlock]) -> None:
     """The default entry decides; where none is marked, the first."""
     defaults = [entry for entry in entries if entry.switch("default")]
     for entry in defaults[1:]:
@@ -232,18 +232,18 @@ def _text_cache(entries: list[Block]) -> None:
             entry.assign(("cache", "text_cache_type"), "memory", "type")
 
 
-def _own_ids(embeds: list[Block]) -> None:
+def _own_ids(embeds: list[PeerBlock]) -> None:
     """Embeddings are no datasets of ours, but SimpleTuner tells them apart by their ids too."""
     for number, entry in enumerate(embeds):
         datasets = entry.draft.get(("datasets",))
         found = datasets if isinstance(datasets, list) else []
-        taken = [one.get("id") for one in (*found, *embeds[:number]) if isinstance(one, Mapping | Block)]
+        taken = [one.get("id") for one in (*found, *embeds[:number]) if isinstance(one, Mapping | PeerBlock)]
         name = entry.get("id")
         if isinstance(name, str) and name in taken:
             entry.problem("id", "an id of its own: another entry has this one", "rename one of the two")
 
 
-def _sampling(options: Block, family: str) -> None:
+def _sampling(options: PeerBlock, family: str) -> None:
     """How datasets are mixed, where there is more than one to mix."""
     found = _read_datasets(options)
     trained = [entry for entry in found if entry.get("dataset_type", "image") in ("image", "video", "audio")]
@@ -252,7 +252,7 @@ def _sampling(options: Block, family: str) -> None:
                        "set each dataset's `probability` or `repeats` instead")  # fmt: skip
 
 
-def _references(options: Block, family: str) -> None:
+def _references(options: PeerBlock, family: str) -> None:
     found, name = _read_datasets(options), "conditioning_multidataset_sampling"
     masks = [entry.get("id") for entry in found if entry.get("conditioning_type") == "mask"]
     counts = [_count_references(entry, masks) for entry in found]
@@ -261,7 +261,7 @@ def _references(options: Block, family: str) -> None:
         options.refuse(name, why, f"write {line(options, name, 'combined')}", found=options.get(name) or "random")
 
 
-def _read_datasets(options: Block) -> list[Mapping[str, Any]]:
+def _read_datasets(options: PeerBlock) -> list[Mapping[str, Any]]:
     datasets = options.draft.get(("datasets",))
     return [entry for entry in datasets if isinstance(entry, Mapping)] if isinstance(datasets, list) else []
 
@@ -271,9 +271,9 @@ def _count_references(entry: Mapping[str, Any], masks: list[Any]) -> int:
     return len([name for name in names if name not in masks]) if isinstance(names, list) else 0
 
 
-MIXING: Table[str] = Table(
+MIXING: KeyTable[str] = KeyTable(
     *read_elsewhere("data_backend_config datasets data_backend"),
-    Rule(_sampling, "data_backend_sampling"),
-    Rule(_references, "conditioning_multidataset_sampling"),
+    KeyRule(_sampling, "data_backend_sampling"),
+    KeyRule(_references, "conditioning_multidataset_sampling"),
 )
 """Options that name the datasets, and say how they are mixed."""

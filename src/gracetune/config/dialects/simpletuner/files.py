@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES
 from gracetune.config.draft import Draft
 from gracetune.config.environment import Environment
@@ -17,7 +17,7 @@ from gracetune.config.syntax import Document, read_document
 from gracetune.errors import ConfigError
 
 
-def line(options: Block, name: str, value: str) -> str:
+def line(options: PeerBlock, name: str, value: str) -> str:
     """An option and its value, as they would be written into this file."""
     if options.reading.format == "env":
         variable = next((known for known, option in ENV_NAMES.items() if option == name), None)
@@ -56,7 +56,7 @@ class Placeholders:
         return text or ""
 
 
-def read_sidecar(options: Block, name: str, what: str) -> Document | None:
+def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
     """A file that an option names. What is wrong with it joins the other problems."""
     value = options.take(name)
     if not isinstance(value, str) or not value.strip():

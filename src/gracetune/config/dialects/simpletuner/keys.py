@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from gracetune.config.dialects.block import Block
-from gracetune.config.dialects.table import Key, Table, Unless, noted, read_elsewhere, refused
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import Key, KeyTable, Unless, noted, read_elsewhere, refused
 from gracetune.config.dialects.values import is_off
 from gracetune.config.families import FAMILIES, names_of
 
@@ -24,7 +24,7 @@ ALIASES = {
 """Older spellings that mean the same. `vae_cache_preprocess` and `ignore_final_epochs` only mean something close."""
 
 
-def family_of(options: Block) -> str:
+def family_of(options: PeerBlock) -> str:
     """The family an option names, or "" where it is none of ours."""
     value = options.get("model_family")
     family = value.strip().lower() if isinstance(value, str) else ""
@@ -49,7 +49,7 @@ class Off(Unless):
     behind: str = ""
     """The option through which alone it acts. That one is refused when on, so this one never acts here."""
 
-    def holds(self, block: Block, name: str) -> bool:
+    def holds(self, block: PeerBlock, name: str) -> bool:
         value = block.get(name)
         if self.of_families and not family_of(block):
             return True  # a family that has to be mended first
@@ -62,7 +62,7 @@ class Off(Unless):
     def at_default(self, value: Any) -> bool:
         return any(is_off(value, default) for default in self.defaults)
 
-    def is_inert(self, block: Block, name: str) -> bool:
+    def is_inert(self, block: PeerBlock, name: str) -> bool:
         """Whether SimpleTuner itself would do nothing with it in a config like this one."""
         if self.of_families and name not in names_of(family_of(block)).simpletuner.own_options:
             return True
@@ -81,7 +81,7 @@ _PASSED_ON = """
     parquet_caption_column parquet_filename_column audio_max_duration_seconds audio_channels audio_duration_interval
     audio_truncation_mode
 """
-PASSED_ON: Table[str] = Table(*read_elsewhere(_PASSED_ON))
+PASSED_ON: KeyTable[str] = KeyTable(*read_elsewhere(_PASSED_ON))
 """Each dataset takes these where it does not say otherwise itself."""
 
 _SPEED_AND_STORAGE = """

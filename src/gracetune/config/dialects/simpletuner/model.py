@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.keys import family_of
-from gracetune.config.dialects.table import Key, Rule, Table
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, choice, names
 from gracetune.config.families import FAMILIES, find_flavour, flavours, names_of, readable_names
 from gracetune.config.family_names import DefaultVae, Flavour
@@ -24,7 +24,7 @@ OTHER_FAMILIES = names("""
 """Families SimpleTuner trains and we do not."""
 
 
-def read_family(options: Block) -> str | None:
+def read_family(options: PeerBlock) -> str | None:
     """The family; "" where it has to be mended first; None for a model that is SimpleTuner's and not ours.
 
     There everything else in the file is about that model, and reading on would only repeat that we lack it.
@@ -51,7 +51,7 @@ def read_family(options: Block) -> str | None:
     return None if lacking else ""
 
 
-def lacks_flavour(options: Block, family: str) -> bool:
+def lacks_flavour(options: PeerBlock, family: str) -> bool:
     """Whether the config is for a model we do not have; there is nothing more to say about it then."""
     if options.get("model_flavour") not in names_of(family).simpletuner.untrained_flavours:
         return False
@@ -66,12 +66,12 @@ def _flavour_names(family: str) -> list[str]:
     return list(dict.fromkeys([*names.simpletuner.flavours, *(known.name for known in names.flavours)]))
 
 
-def is_image_to_video(options: Block, family: str) -> bool:
+def is_image_to_video(options: PeerBlock, family: str) -> bool:
     flavour = find_flavour(family, str(options.draft.get(("model", "flavour"))))
     return flavour is not None and flavour.from_picture
 
 
-def _flavour(options: Block, family: str) -> None:
+def _flavour(options: PeerBlock, family: str) -> None:
     given = options.take("model_flavour")
     if not family:
         return  # a family that has to be mended first
@@ -92,7 +92,7 @@ def _flavour(options: Block, family: str) -> None:
         options.refuse("model_flavour", refused.why, refused.hint)
 
 
-def _one_expert(options: Block, expert: str) -> None:
+def _one_expert(options: PeerBlock, expert: str) -> None:
     options.assign(("model", "experts"), expert, "model_flavour")
     options.note(
         f"{options.key('model_flavour')}: the {expert}-noise expert is trained, on its own share of the timesteps. "
@@ -101,7 +101,7 @@ def _one_expert(options: Block, expert: str) -> None:
     )
 
 
-def stage_shift(options: Block, family: str) -> float | None:
+def stage_shift(options: PeerBlock, family: str) -> float | None:
     """For a single expert SimpleTuner sets the flow shift itself, whatever the file says."""
     shift = names_of(family).simpletuner.expert_shifts.get(options.draft.get(("model", "flavour")))
     if options.draft.get(("model", "experts")) is None or shift is None:
@@ -123,7 +123,7 @@ def _find(family: str, given: Any) -> tuple[Flavour | None, str]:
     return find_flavour(family, names_of(family).simpletuner.flavours.get(text, text)), ""
 
 
-def _flavour_not_given(options: Block, family: str) -> None:
+def _flavour_not_given(options: PeerBlock, family: str) -> None:
     path = options.get("pretrained_model_name_or_path")
     if path is not None:
         weights = str(path).strip().lower()
@@ -143,7 +143,7 @@ def _flavour_not_given(options: Block, family: str) -> None:
         options.default(("model", "flavour"), found.name, "model_flavour")
 
 
-def _parts(options: Block, family: str) -> None:
+def _parts(options: PeerBlock, family: str) -> None:
     vae = options.get("pretrained_vae_model_name_or_path")
     names = names_of(family).simpletuner
     if names.vae is not None:
@@ -171,7 +171,7 @@ _FP8 = ("fp8-torchao", "fp8wo-torchao", "fp8-quanto", "fp8uz-quanto", "fp8-nativ
 _PLAIN = ("bf16", "fp16", "fp32")
 
 
-def _precision(options: Block, family: str) -> None:
+def _precision(options: PeerBlock, family: str) -> None:
     mixed = choice(_MIXED)(options.get("mixed_precision"))
     if mixed == "fp8":
         options.refuse("mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
@@ -196,13 +196,13 @@ def _precision(options: Block, family: str) -> None:
                         f'write "no_change", or train an adapter: {line(options, "model_type", "lora")}')  # fmt: skip
 
 
-MODEL: Table[str] = Table(
+MODEL: KeyTable[str] = KeyTable(
     Key("pretrained_model_name_or_path", ("model", "path")),
     Key("revision", ("model", "revision")),
     Key("variant", ("model", "variant")),
     Key("vae_enable_tiling", ("model", "vae_tiling"), as_flag),
     Key("vae_enable_slicing", ("model", "vae_slicing"), as_flag),
-    Rule(_flavour, "model_family model_flavour"),
-    Rule(_parts, "pretrained_vae_model_name_or_path qwen_text_encoder_model_name_or_path"),
-    Rule(_precision, "mixed_precision base_model_precision"),
+    KeyRule(_flavour, "model_family model_flavour"),
+    KeyRule(_parts, "pretrained_vae_model_name_or_path qwen_text_encoder_model_name_or_path"),
+    KeyRule(_precision, "mixed_precision base_model_precision"),
 )

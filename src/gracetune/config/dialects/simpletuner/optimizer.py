@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
-from gracetune.config.dialects.table import Rule, Table
+from gracetune.config.dialects.table import KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, as_number, from_json, names
 from gracetune.config.optimizers import OPTIMIZER_NAMES
 from gracetune.config.spelling import misspelt
@@ -69,7 +69,7 @@ _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "
 """Settings that change speed or rounding, not the rule an optimizer follows."""
 
 
-def _optimizer(options: Block, family: str) -> None:
+def _optimizer(options: PeerBlock, family: str) -> None:
     given = options.get("optimizer")
     name = given.strip().lower() if isinstance(given, str) else given
     if name is None:
@@ -93,7 +93,7 @@ def _optimizer(options: Block, family: str) -> None:
         options.note(f"{options.key('optimizer')}: {given} is trained with our {match.name}; {match.nearly}")
 
 
-def _unmatched(options: Block, name: Any) -> None:
+def _unmatched(options: PeerBlock, name: Any) -> None:
     if name in OPTIMIZER_NAMES:
         options.put("optimizer", ("optimizer", "name"))
         _settings(options)
@@ -105,7 +105,7 @@ def _unmatched(options: Block, name: Any) -> None:
         options.problem("optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 
-def _defaults(options: Block, match: Match) -> None:
+def _defaults(options: PeerBlock, match: Match) -> None:
     if match.betas is not None:
         options.default(("optimizer", "betas"), list(match.betas), "optimizer")
     if match.eps is not None:
@@ -114,7 +114,7 @@ def _defaults(options: Block, match: Match) -> None:
         options.default(("optimizer", "weight_decay"), match.weight_decay, "optimizer")
 
 
-def _betas(options: Block) -> None:
+def _betas(options: PeerBlock) -> None:
     first, second = as_number(options.take("optimizer_beta1")), as_number(options.take("optimizer_beta2"))
     if (first is None) != (second is None):
         given, missing = ("optimizer_beta1", "optimizer_beta2")[:: 1 if second is None else -1]
@@ -123,7 +123,7 @@ def _betas(options: Block) -> None:
         options.assign(("optimizer", "betas"), [first, second], "optimizer_beta1")
 
 
-def _settings(options: Block) -> dict[str, Any]:
+def _settings(options: PeerBlock) -> dict[str, Any]:
     """`eps=1e-6,weight_decay=0.01`, or the same as a mapping."""
     value = from_json(options.take("optimizer_config"))
     settings: dict[str, Any] = {}
@@ -153,6 +153,6 @@ def _setting(text: str) -> Any:
     return as_number(flag)
 
 
-OPTIMIZER: Table[str] = Table(
-    Rule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps")
+OPTIMIZER: KeyTable[str] = KeyTable(
+    KeyRule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps")
 )

@@ -12,7 +12,7 @@ from typing import Any
 from gracetune.config import native
 from gracetune.config.base import file_name
 from gracetune.config.dialects import gh200
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.adapter import ADAPTER, LORA, LYCORIS, PER_MODULE, PRESET
 from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
@@ -33,7 +33,7 @@ from gracetune.config.dialects.simpletuner.model import MODEL, lacks_flavour, re
 from gracetune.config.dialects.simpletuner.optimizer import OPTIMIZER
 from gracetune.config.dialects.simpletuner.training import TRAINING
 from gracetune.config.dialects.simpletuner.validation import INPUT, PROMPT, VALIDATION
-from gracetune.config.dialects.table import Effect, Key, Rule, Table, apply, decline
+from gracetune.config.dialects.table import Effect, Key, KeyRule, KeyTable, apply, decline
 from gracetune.config.dialects.values import as_text, is_off
 from gracetune.config.draft import OUR_DEFAULT, Draft
 from gracetune.config.environment import Environment
@@ -73,7 +73,7 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
         if key.name in options:
             decline(options, key)
     _list_unused(options, family, count)
-    options.reading.list_unused()
+    options.reading.note_unused()
     if any(options.is_on(name) for name in ("push_to_hub", "push_checkpoints_to_hub")):
         draft.note("nothing is uploaded: push the output folder yourself when the run is done")
 
@@ -87,14 +87,14 @@ def _nothing_more_to_say(draft: Draft) -> None:
     draft.put_tree((), stand_in, OUR_DEFAULT)
 
 
-def _output(options: Block, family: str) -> None:
+def _output(options: PeerBlock, family: str) -> None:
     if "output_dir" not in options:
         hint = f"add {line(options, 'output_dir', 'output/my-run')}"
         options.draft.missing(("output_dir",), "output_dir", "a folder for the results", hint)
     options.put("output_dir", ("output_dir",))
 
 
-def _name(options: Block, family: str) -> None:
+def _name(options: PeerBlock, family: str) -> None:
     if "tracker_run_name" in options:
         options.put("tracker_run_name", ("name",), _as_file_name)
     elif isinstance(options.get("output_dir"), str):
@@ -110,13 +110,13 @@ def _as_file_name(value: Any) -> Any:
     return file_name(value) if isinstance(value, str) else value
 
 
-def _our_sections(options: Block, family: str) -> None:
+def _our_sections(options: PeerBlock, family: str) -> None:
     key = native.VERSION_KEY
     if key in options:
         native.read_block(options.take(key), options.key(key), options.file, options.draft)
 
 
-def _list_unused(options: Block, family: str, count: int) -> None:
+def _list_unused(options: PeerBlock, family: str, count: int) -> None:
     """Options that had no say. Of a family that has to be mended first nobody knows what it would do with them."""
     active = [OPTIONS.keys[name] for name in options.values if not is_off(options.get(name))]
     for key in active:
@@ -137,15 +137,15 @@ def _switch(key: Key) -> str:
     return key.unless.behind if isinstance(key.unless, Off) else ""
 
 
-def _is_inert(options: Block, key: Key) -> bool:
+def _is_inert(options: PeerBlock, key: Key) -> bool:
     off = key.unless
     return isinstance(off, Off) and not off.at_default(options.get(key.name)) and off.is_inert(options, key.name)
 
 
-IDENTITY: Table[str] = Table(Rule(_output, "output_dir"), Rule(_name, "tracker_run_name output_dir"))
-OURS: Table[str] = Table(Rule(_our_sections, native.VERSION_KEY))
+IDENTITY: KeyTable[str] = KeyTable(KeyRule(_output, "output_dir"), KeyRule(_name, "tracker_run_name output_dir"))
+OURS: KeyTable[str] = KeyTable(KeyRule(_our_sections, native.VERSION_KEY))
 _READ = (IDENTITY, MODEL, ADAPTER, LORA, TRAINING, OPTIMIZER, VALIDATION, gh200.GUIDES, MIXING, PASSED_ON, OURS)
-OPTIONS: Table[Any] = Table(
+OPTIONS: KeyTable[Any] = KeyTable(
     *(entry for table in _READ for entry in table.entries),
     *NOT_USED,
     *NOT_DONE,
@@ -157,7 +157,7 @@ KNOWN = frozenset({*OPTIONS, *ALIASES})
 _MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set(ENV_NAMES)
 """Names that only SimpleTuner gives its options; plain words such as `seed` say nothing about whose file it is."""
 
-TABLES: Mapping[str, Table[Any]] = {
+TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": OPTIONS, "lycoris_config": LYCORIS, "lycoris_config.apply_preset": PRESET,
     "lycoris_config.apply_preset.module_algo_map{}": PER_MODULE, "user_prompt_library{}": PROMPT,
     "validation_input[]": INPUT, "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,

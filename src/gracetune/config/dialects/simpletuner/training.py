@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.model import stage_shift
-from gracetune.config.dialects.table import Key, Rule, Table
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, as_list, as_number, as_text, choice, is_number, not_zero
 from gracetune.config.draft import OUR_DEFAULT
 from gracetune.config.families import names_of
@@ -26,7 +26,7 @@ def _resume(value: Any) -> Any:
     return "none" if value in ("", "None") else value
 
 
-def _length(options: Block, family: str) -> None:
+def _length(options: PeerBlock, family: str) -> None:
     steps, epochs = as_number(options.get("max_train_steps")), as_number(options.get("num_train_epochs"))
     wants_steps, wants_epochs = not (_is_zero(steps) or steps is None), not (_is_zero(epochs) or epochs is None)
     if wants_steps:
@@ -49,7 +49,7 @@ def _is_zero(value: Any) -> bool:
     return is_number(value) and value == 0
 
 
-def _seed(options: Block, family: str) -> None:
+def _seed(options: PeerBlock, family: str) -> None:
     if as_number(options.take("seed")) in (0, -1):
         options.note(f"{options.key('seed')}: SimpleTuner takes a new seed for every start then; gracetune's runs are "
                    "repeatable, so it keeps its own seed. Give another number to vary it")  # fmt: skip
@@ -67,7 +67,7 @@ _ATTENTION = {
 _SAME_MATHS = ("xformers", "flex", "flash-attn-4-hub", "native-npu", "native-xla", "metal-flash-attention")
 
 
-def _attention(options: Block, family: str) -> None:
+def _attention(options: PeerBlock, family: str) -> None:
     value = options.get("attention_mechanism")
     name = value.strip().lower().replace("_", "-") if isinstance(value, str) else None
     path = ("training", "attention")
@@ -90,7 +90,7 @@ def _attention(options: Block, family: str) -> None:
 _SCHEDULES = {"cosine_with_warmup": "cosine"}
 
 
-def _schedule(options: Block, family: str) -> None:
+def _schedule(options: PeerBlock, family: str) -> None:
     name = choice(_SCHEDULES)(options.get("lr_scheduler"))
     warmup = as_number(options.get("lr_warmup_steps"))
     if name == "constant" and is_number(warmup) and warmup > 0:
@@ -113,7 +113,7 @@ def _schedule(options: Block, family: str) -> None:
 _LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
 
 
-def _loss(options: Block, family: str) -> None:
+def _loss(options: PeerBlock, family: str) -> None:
     options.put("loss_type", ("objective", "loss"), choice(_LOSSES))
     options.put("huber_c", ("objective", "huber_delta"), as_number)
     if options.get("loss_type") in ("huber", "smooth_l1") and options.take("huber_schedule") != "constant":
@@ -132,7 +132,7 @@ def _loss(options: Block, family: str) -> None:
 _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v_prediction", "flow_matching": "flow"}
 
 
-def _noise(options: Block, family: str) -> None:
+def _noise(options: PeerBlock, family: str) -> None:
     """Offset noise acts on epsilon and v models only, and only behind its switch."""
     ddpm = names_of(family).objective == "ddpm"
     if ddpm and options.switch("offset_noise"):
@@ -150,11 +150,11 @@ def _noise(options: Block, family: str) -> None:
         options.refuse("prediction_type", f"one of {', '.join(_PREDICTIONS)}")
 
 
-def is_flow(options: Block, family: str) -> bool:
+def is_flow(options: PeerBlock, family: str) -> bool:
     return names_of(family).objective == "flow" or options.draft.get(("objective", "prediction")) == "flow"
 
 
-def _timesteps(options: Block, family: str) -> None:
+def _timesteps(options: PeerBlock, family: str) -> None:
     if not family or names_of(family).objective == "cosine":
         return
     if not is_flow(options, family):
@@ -169,7 +169,7 @@ def _timesteps(options: Block, family: str) -> None:
     _shift(options, family)
 
 
-def _shift(options: Block, family: str) -> None:
+def _shift(options: PeerBlock, family: str) -> None:
     path = ("objective", "flow_shift")
     forced = stage_shift(options, family)
     if forced is not None:
@@ -186,7 +186,7 @@ def _shift(options: Block, family: str) -> None:
 _TRACKERS = ("tensorboard", "wandb")
 
 
-def _trackers(options: Block, family: str) -> None:
+def _trackers(options: PeerBlock, family: str) -> None:
     wanted = as_list(options.get("report_to"))
     if not isinstance(wanted, list):
         options.put("report_to", ("logging", "trackers"))
@@ -198,7 +198,7 @@ def _trackers(options: Block, family: str) -> None:
         options.note(f"{options.key('report_to')}: no tracker for {', '.join(others)}; tensorboard and wandb are")
 
 
-TRAINING: Table[str] = Table(
+TRAINING: KeyTable[str] = KeyTable(
     Key("train_batch_size", ("training", "batch_size"), as_number, default=4),
     Key("gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), as_number),
     Key("gradient_checkpointing", ("training", "gradient_checkpointing"), _checkpointing),
@@ -225,17 +225,17 @@ TRAINING: Table[str] = Table(
     Key("vae_batch_size", ("cache", "vae_batch_size"), as_number),
     Key("text_encoder_batch_size", ("cache", "text_encoder_batch_size"), as_number),
     Key("tracker_project_name", ("logging", "project"), as_text),
-    Rule(_length, "max_train_steps num_train_epochs"),
-    Rule(_seed, "seed"),
-    Rule(_attention, "attention_mechanism sageattention_usage"),
-    Rule(_schedule, "lr_scheduler lr_warmup_steps"),
-    Rule(_loss, "loss_type huber_schedule huber_c use_soft_min_snr"),
-    Rule(_noise, "offset_noise noise_offset noise_offset_probability prediction_type"),
-    Rule(
+    KeyRule(_length, "max_train_steps num_train_epochs"),
+    KeyRule(_seed, "seed"),
+    KeyRule(_attention, "attention_mechanism sageattention_usage"),
+    KeyRule(_schedule, "lr_scheduler lr_warmup_steps"),
+    KeyRule(_loss, "loss_type huber_schedule huber_c use_soft_min_snr"),
+    KeyRule(_noise, "offset_noise noise_offset noise_offset_probability prediction_type"),
+    KeyRule(
         _timesteps,
         "flow_use_beta_schedule flow_use_uniform_schedule flow_sigmoid_scale flow_beta_schedule_alpha",
         "flow_beta_schedule_beta flow_schedule_shift flow_schedule_auto_shift",
     ),
-    Rule(_trackers, "report_to"),
+    KeyRule(_trackers, "report_to"),
 )
 """A default is SimpleTuner's, where it differs from ours and changes what is learnt."""

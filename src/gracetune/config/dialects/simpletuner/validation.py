@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from gracetune.config.dialects.block import Block
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import read_sidecar
 from gracetune.config.dialects.simpletuner.keys import PEER
-from gracetune.config.dialects.table import Key, Rule, Table, noted, read_elsewhere, report_unknown
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable, noted, read_elsewhere, report_unknown
 from gracetune.config.dialects.values import (
     as_flag,
     as_number,
@@ -38,26 +38,26 @@ _DEFAULTS: dict[str, Any] = {
 _DEFAULT_SIZE = (256, 256)
 
 
-def _seed(options: Block, family: str) -> None:
+def _seed(options: PeerBlock, family: str) -> None:
     random = "validation_randomize" if options.is_on("validation_randomize") else "validation_seed"
     if random != "validation_seed" or as_number(options.get("validation_seed")) == -1:
         options.assign(("validation", "seed"), None, random)
 
 
-def _defaults(options: Block, family: str) -> None:
+def _defaults(options: PeerBlock, family: str) -> None:
     for field, value in _DEFAULTS.items():
         if field != "every_steps" or "validation_epoch_interval" not in options:
             options.default(("validation", field), value)
 
 
-def _held_out_loss(options: Block, family: str) -> None:
+def _held_out_loss(options: PeerBlock, family: str) -> None:
     if options.switch("eval_loss_disable"):
         options.take("eval_loss_disable")
     else:
         options.put("eval_steps_interval", ("validation", "loss_every_steps"), not_zero)
 
 
-def _prompts(options: Block, family: str) -> None:
+def _prompts(options: PeerBlock, family: str) -> None:
     sizes = _sizes(options)
     if len(sizes) == 1:
         for field, pixels in zip(("width", "height"), sizes[0], strict=True):
@@ -72,7 +72,7 @@ def _prompts(options: Block, family: str) -> None:
             index += 1
 
 
-def _field_origin(options: Block, field: str, value: Any, origin: Origin) -> Origin:
+def _field_origin(options: PeerBlock, field: str, value: Any, origin: Origin) -> Origin:
     if field in ("width", "height"):
         return _size_origin(options)
     shared = "validation_lycoris_strength"
@@ -81,12 +81,12 @@ def _field_origin(options: Block, field: str, value: Any, origin: Origin) -> Ori
     return origin
 
 
-def _size_origin(options: Block) -> Origin:
+def _size_origin(options: PeerBlock) -> Origin:
     given = "validation_resolution" in options
     return options.origin("validation_resolution") if given else Origin("default", "validation_resolution", PEER)
 
 
-def _sizes(options: Block) -> list[tuple[int, int]]:
+def _sizes(options: PeerBlock) -> list[tuple[int, int]]:
     """`1024`, `1024x768`, or several with commas; below 128 it is a number of megapixels."""
     value = options.get("validation_resolution")
     if value is None:
@@ -113,7 +113,7 @@ def _size(text: str) -> tuple[int, int] | None:
 Wanted = list[tuple[dict[str, Any], Origin]]
 
 
-def _wanted(options: Block) -> Wanted:
+def _wanted(options: PeerBlock) -> Wanted:
     wanted: Wanted = []
     if "user_prompt_library" in options:
         wanted += _library(options)
@@ -128,16 +128,16 @@ def _wanted(options: Block) -> Wanted:
 
 
 _TEXT_KEYS = ("prompt", "caption", "tags")
-PROMPT: Table[None] = Table(
+PROMPT: KeyTable[None] = KeyTable(
     *read_elsewhere("prompt caption tags adapter_strength"),
     *noted("is not drawn into sample images here", "bbox_entities bbox_keyframes lyrics"),
 )
 """One prompt of the file that `user_prompt_library` names."""
-INPUT: Table[None] = Table(*read_elsewhere("path prompt"), expected="path or prompt")
+INPUT: KeyTable[None] = KeyTable(*read_elsewhere("path prompt"), expected="path or prompt")
 """One entry of `validation_input`."""
 
 
-def _library(options: Block) -> Wanted:
+def _library(options: PeerBlock) -> Wanted:
     document = read_sidecar(options, "user_prompt_library", "a JSON file of prompts")
     if document is None:
         return []
@@ -160,7 +160,7 @@ def _library(options: Block) -> Wanted:
     return wanted
 
 
-def _entry(entry: Mapping[Any, Any], place: Block) -> dict[str, Any]:
+def _entry(entry: Mapping[Any, Any], place: PeerBlock) -> dict[str, Any]:
     block = replace(place, values={str(field): value for field, value in entry.items()})
     for field, value in block.values.items():
         if field not in PROMPT:
@@ -173,7 +173,7 @@ def _entry(entry: Mapping[Any, Any], place: Block) -> dict[str, Any]:
     return found
 
 
-def _inputs(options: Block) -> Wanted:
+def _inputs(options: PeerBlock) -> Wanted:
     """Pictures to start from, each with its prompt."""
     entries = from_json(options.take("validation_input"))
     if entries is None:
@@ -198,7 +198,7 @@ def _inputs(options: Block) -> Wanted:
     return wanted
 
 
-VALIDATION: Table[str] = Table(
+VALIDATION: KeyTable[str] = KeyTable(
     Key("validation_step_interval", ("validation", "every_steps"), not_zero),
     Key("validation_epoch_interval", ("validation", "every_epochs"), _whole),
     Key("validation_on_startup", ("validation", "at_start"), as_flag),
@@ -211,10 +211,10 @@ VALIDATION: Table[str] = Table(
     Key("validation_num_video_frames", ("validation", "num_frames"), as_number),
     Key("framerate", ("validation", "fps"), as_number),
     Key("validation_negative_prompt", ("validation", "negative_prompt"), as_text),
-    Rule(_seed, "validation_seed"),
-    Rule(_defaults, "validation_epoch_interval"),
-    Rule(_held_out_loss, "eval_steps_interval eval_loss_disable"),
-    Rule(
+    KeyRule(_seed, "validation_seed"),
+    KeyRule(_defaults, "validation_epoch_interval"),
+    KeyRule(_held_out_loss, "eval_steps_interval eval_loss_disable"),
+    KeyRule(
         _prompts,
         "validation_prompt user_prompt_library validation_input validation_resolution validation_lycoris_strength",
     ),

@@ -13,7 +13,7 @@ _OWN: Any = object()
 
 
 @dataclass(frozen=True)
-class Reading:
+class PeerFile:
     """One file of a peer, on its way into a draft."""
 
     peer: str
@@ -28,17 +28,17 @@ class Reading:
     unused: dict[str, list[str]] = field(default_factory=dict, compare=False)
     """Keys without an effect, listed in one note for each heading."""
 
-    def list_unused(self) -> None:
+    def note_unused(self) -> None:
         for heading, keys in self.unused.items():
             if keys:
                 self.draft.note(f"{heading}: {', '.join(dict.fromkeys(keys))}")
 
 
 @dataclass(frozen=True)
-class Block:
+class PeerBlock:
     """What a mapping says, next to the names its writer used. A null counts as not written."""
 
-    reading: Reading
+    reading: PeerFile
     values: Mapping[str, Any]
     place: str = ""
     """Where in the file it stands, such as `datasets[0]`; empty at the top."""
@@ -46,7 +46,7 @@ class Block:
     """The whole key of values that are written elsewhere or under another name."""
     elsewhere: str = ""
     """The file it stands in, where that is not the config itself."""
-    around: Block | None = None
+    around: PeerBlock | None = None
     """The mapping that decides where this one does not have a key that it inherits."""
     used: set[str] = field(default_factory=set, compare=False)
     """Keys that had a say. The others can be named in a note, so that none is dropped in silence."""
@@ -132,19 +132,19 @@ class Block:
             self.problem(name, "true or false", "write true or false")
         return value is True
 
-    def inner(self, name: str) -> Block:
+    def inner(self, name: str) -> PeerBlock:
         """The mapping below a key; an empty one where there is none."""
         return block_at(self.reading, self.get(name), self.key(name))
 
-    def without_nulls(self, value: Mapping[Any, Any], place: str) -> Block:
+    def without_nulls(self, value: Mapping[Any, Any], place: str) -> PeerBlock:
         """A mapping of the same file that is no section of the peer's, without the keys that are null."""
         values = {str(key): item for key, item in value.items() if item is not None}
-        return Block(replace(self.reading, homes={}), values, place, elsewhere=self.elsewhere)
+        return PeerBlock(replace(self.reading, homes={}), values, place, elsewhere=self.elsewhere)
 
 
-def block_at(reading: Reading, value: Any, place: str) -> Block:
+def block_at(reading: PeerFile, value: Any, place: str) -> PeerBlock:
     """The mapping at a place of the config; anything else there is a problem, and an empty mapping."""
     if value is not None and not isinstance(value, Mapping):
         reading.draft.problem(place, value, "a mapping", "indent its keys below it")
     values = {str(key): item for key, item in value.items()} if isinstance(value, Mapping) else {}
-    return Block(reading, values, place)
+    return PeerBlock(reading, values, place)

@@ -133,7 +133,7 @@ if TYPE_CHECKING:
     from gracetune.models.footprint import Text as _FootprintText
     from gracetune.models.geometry import geometry_from as geometry_from
     from gracetune.models.keys import KeyMap as KeyMap
-    from gracetune.models.keys import Rule as _KeyRule
+    from gracetune.models.keys import Rule as _KeyMapRule
     from gracetune.models.layout import CONFIG as _CONFIG_FILE
     from gracetune.models.layout import SCHEDULER as SCHEDULER
     from gracetune.models.layout import TOKENIZER as TOKENIZER
@@ -171,6 +171,7 @@ if TYPE_CHECKING:
     from gracetune.optim.record import class_of as class_of
     from gracetune.optim.record import per_element as per_element
     from gracetune.storage.atomic import sync_folder as sync_folder
+    from gracetune.storage.atomic import write_file as write_file
     from gracetune.storage.errors import WeightFileError as WeightFileError
     from gracetune.storage.safetensors_headers import open_weights as open_weights
     from gracetune.telemetry.events import Event as Event
@@ -204,7 +205,7 @@ if TYPE_CHECKING:
     FootprintLinear = _FootprintLinear
     FootprintStream = _FootprintStream
     FootprintText = _FootprintText
-    KeyMapRule = _KeyRule
+    KeyMapRule = _KeyMapRule
     PictureCodec = _PictureCodec
     RampWindow = _RampWindow
     RateLimits = _RateLimits
@@ -227,6 +228,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "MachineError": "gracetune.errors:MachineError",
     "Problem": "gracetune.errors:Problem",
     "sync_folder": "gracetune.storage.atomic:sync_folder",
+    "write_file": "gracetune.storage.atomic:write_file",
     "WeightFileError": "gracetune.storage.errors:WeightFileError",
     "open_weights": "gracetune.storage.safetensors_headers:open_weights",
     "format_bytes": "gracetune.units:format_bytes",

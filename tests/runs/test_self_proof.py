@@ -89,7 +89,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
         "Training has an effect, and the first saved file" in (tmp_path / "proven" / "out" / "report.html").read_text()
     )
 
-    monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
     run(plain)
     assert losses(proven) == losses(plain)
     assert_same_end(proven, plain, 8)

@@ -20,20 +20,26 @@ from gracetune.telemetry.report.write import write_report
 from gracetune.train.control import Stop
 from gracetune.train.data import Cached
 from gracetune.train.job import Job
+from gracetune.train.load import LoadedRun
 from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
+from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal
 from gracetune.train.view import View
 
 
 def finish(
-    job: Job, config: RunConfig, folder: RunFolder, cached: Cached, stop: Stop, telemetry: Telemetry, view: View,
-    *, began: float, renewal: Renewal | None, report: bool = True,
-) -> tuple[Path, ...]:  # fmt: skip
+    ready: Preflight, loaded: LoadedRun, stop: Stop, telemetry: Telemetry, view: View, *, began: float
+) -> tuple[Path, ...]:
     """The final files; none where the run did not get to its end."""
+    job, folder = loaded.job, ready.folder
+    if job.trainee.parking is not None:
+        view.say(job.trainee.parking.stats.line)
+    if job.trainee.host.switches.followed_bytes:
+        view.say(job.trainee.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
         with failure_told(job, folder, telemetry, began=began):
-            files = _final_files(job, config, folder, cached, renewal, view)
+            files = _final_files(job, ready.config, folder, loaded.cached, loaded.renewal, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
     telemetry.emit(
@@ -41,7 +47,7 @@ def finish(
             step=job.position.step, outcome=stop.kind, reason=reason, duration_s=time.monotonic() - began, outputs=names
         )
     )
-    if report and job.runtime.is_main:
+    if ready.options.report and job.runtime.is_main:
         try:
             view.say(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story

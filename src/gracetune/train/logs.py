@@ -58,10 +58,14 @@ _NO_LAYER = "the unified-memory layer is not open in this run"
 _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
 
-def check_trackers(config: RunConfig, *, main: bool) -> None:
-    """A tracker that is not installed, a webhook that is no address: an error before hours of caching, not after."""
-    if main and "wandb" in config.logging.trackers:
+def check_trackers(config: RunConfig) -> None:
+    """A tracker that is not installed is an error before hours of caching, not after."""
+    if "wandb" in config.logging.trackers:
         import_wandb()
+
+
+def check_webhook(config: RunConfig) -> None:
+    """So is a webhook that is no address."""
     if config.logging.webhook is not None:
         WebhookSink(config.logging.webhook)
 

@@ -25,13 +25,13 @@ from gracetune.train.pieces import ConfigPiece, OptimizerPiece, PositionPiece, s
 
 def find_start(
     asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
-    *, allow_other_run: bool, dry_run: bool,
+    *, allow_other_run: bool,
 ) -> Start:  # fmt: skip
-    """Where the run begins; unless it is a dry one, its folder is taken. Refuses before anything in it is touched."""
+    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder."""
     path, _ = resolve(asked, store)
     if path is None:
         folder.refuse_finished(stages)
-    return begin(asked, store, identity, allow_other_run=allow_other_run, take=not dry_run)
+    return begin(asked, store, identity, allow_other_run=allow_other_run, take=False)
 
 
 def saved_epoch(start: Start) -> int:

@@ -25,7 +25,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gracetune.cache.batches import Live
 from gracetune.cli.bench import print_rows, result_of, write_result
 from gracetune.cli.console import out
 from gracetune.config.environment import Environment
@@ -37,7 +36,7 @@ from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats
 from gracetune.models.parking import InlineLane, Parking, Staying
-from gracetune.train.assembly import assemble
+from gracetune.train.assembly import assemble_unresumed
 from gracetune.train.bench.clock import between, mark, synchronize
 from gracetune.train.bench.job import Scale, StepJob, config_of
 from gracetune.train.bench.random_data import random_data
@@ -123,7 +122,7 @@ def timed(
     with ExitStack() as stack:
         trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
         ready = random_data(job, config, model, pinned=device.type == "cuda")
-        run = assemble(config, trainee, ready, Live(), runtime, None, View(), stack)
+        run = assemble_unresumed(config, trainee, ready, runtime, View(), stack)
         marks: list[Any] = []
         for step in range(steps_of(turns)):
             if step == WARM_UP:

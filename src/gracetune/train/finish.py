@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import remove_entries
-from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.hub import Telemetry
@@ -28,9 +27,10 @@ from gracetune.train.view import View
 
 
 def finish(
-    ready: Preflight, loaded: LoadedRun, stop: Stop, telemetry: Telemetry, view: View, *, began: float
-) -> tuple[Path, ...]:
-    """The final files; none where the run did not get to its end."""
+    ready: Preflight, loaded: LoadedRun, stop: Stop, telemetry: Telemetry, view: View, *, began: float,
+    check_saved: Callable[[Sequence[Path]], str | None],
+) -> tuple[Path, ...]:  # fmt: skip
+    """The final files; none where the run did not get to its end. `check_saved`: as in `Saving`."""
     job, folder = loaded.job, ready.folder
     if job.trainee.parking is not None:
         view.say(job.trainee.parking.stats.line)
@@ -39,7 +39,7 @@ def finish(
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
         with failure_told(job, folder, telemetry, began=began):
-            files = _final_files(job, ready.config, folder, loaded.cached, loaded.renewal, view)
+            files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
     telemetry.emit(
@@ -78,19 +78,19 @@ def failure_told(job: Job, folder: RunFolder, telemetry: Telemetry, *, began: fl
 
 
 def _final_files(
-    job: Job, config: RunConfig, folder: RunFolder, cached: Cached, renewal: Renewal | None, view: View
+    ready: Preflight, loaded: LoadedRun, check_saved: Callable[[Sequence[Path]], str | None], view: View
 ) -> tuple[Path, ...]:
-    main = job.runtime.is_main
-    with job.as_delivered():
-        files = save_weights(job.trainee, config, folder, job.position.step, final=True, write=main)
-        wrong = job.check_saved(files)
+    job, config, main = loaded.job, ready.config, ready.runtime.is_main
+    with job.state.as_delivered():
+        files = save_weights(job.trainee, config, ready.folder, job.position.step, final=True, write=main)
+        wrong = check_saved(files)
     if wrong is not None:
         raise WrongFileError(wrong)
     if main:
         for line in verify_weights(job.trainee, config, files):
             view.say(line)
     if not config.cache.persistent_cache:
-        _remove_caches(job, cached, renewal, view)
+        _remove_caches(job, loaded.cached, loaded.renewal, view)
     job.runtime.barrier()
     return tuple(files)
 

@@ -7,15 +7,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
-from gracetune.train.assembly import assemble, open_host, open_memory, where_of
-from gracetune.train.data import Cached, fill_caches, live_encoders, stage
-from gracetune.train.dry import DryBatch, dry_batch, hours_left
+from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
+from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, stage
+from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
+from gracetune.train.guards import memory_alarm, watch
 from gracetune.train.job import Job
 from gracetune.train.output import check_format, checkpoint_bytes
+from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
-from gracetune.train.renewal import Renewal, renew
+from gracetune.train.renewal import Renewal, nothing_to_renew, renew
 from gracetune.train.resume import refuse_other_data, restore, saved_epoch
 from gracetune.train.trainee import load_trainee
 from gracetune.train.view import View
@@ -26,12 +29,17 @@ class LoadedRun:
     """Ready for its first step."""
 
     job: Job
+    saved: Checkpointed
+    """What its checkpoints hold."""
     memory: UnifiedMemory | None
     """None where the config does not ask for unified memory, or this machine has none."""
     cached: Cached
     renewal: Renewal | None
     """None where no dataset is encoded anew for each epoch."""
+    watchdog: Watchdog
+    """Not started yet: of the host's memory, while steps are taken."""
     dry: DryBatch
+    example: Example
     hours: float
     """What is left of the run, by the first batch's time."""
     notes: tuple[str, ...]
@@ -66,18 +74,25 @@ def load(
     if runtime.is_main:  # once more: the caches have taken their part of the disk
         ready.store.check_room(checkpoint_bytes(one.shape for one in trainee.parameters().values()))
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
-    job = assemble(config, trainee, cached, live, runtime, memory, view, stack, where)
+    beginning = begin(config, trainee, cached.index, runtime, view)
+    state = beginning.state
+    source = open_source(cached, state.loader, live, runtime, memory, stack, where=where, on_decision=view.say)
+    saved = Checkpointed(config, trainee, state, options.allow_other_data)
     notes = restore(
-        job, config, start, ready.folder, ready.rates, allow_other_data=options.allow_other_data,
-        dry_run=options.dry_run,
+        saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
     )  # fmt: skip
-    renewal = renew(job, config, cached, model.encoders, where, view, stack)
+    renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
+    watchdog = watch(machine, memory, view)
+    job = assemble(
+        config, trainee, cached, live, beginning, source, runtime, memory, view,
+        on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog),
+    )  # fmt: skip
     for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
         view.say(line)
 
     with view.phase("first batch"):
-        dry = dry_batch(job, config.training.batch_size, planned)
+        dry, example = dry_batch(job, config.training.batch_size, planned)
     if trainee.compiling is not None:
         view.say(trainee.compiling)
     hours = hours_left(job, dry, config.training.batch_size)
-    return LoadedRun(job, memory, cached, renewal, dry, hours, notes)
+    return LoadedRun(job, saved, memory, cached, renewal, watchdog, dry, example, hours, notes)

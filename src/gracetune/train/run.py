@@ -67,12 +67,15 @@ def train(
         files: tuple[Path, ...] = ()
         if not options.dry_run:
             telemetry = stack.enter_context(open_telemetry(config, ready.folder, view, main=ready.runtime.is_main))
-            job.callbacks = callbacks_of(ready, loaded, telemetry, view, stack)
+            callbacks = callbacks_of(ready, loaded, telemetry, view)
+            stack.enter_context(loaded.watchdog)
             began = time.monotonic()
             told = failure_told(job, ready.folder, telemetry, began=began)
             with told, listening(job.control, view.say), memory_explained(job, ready.planned):
-                stop = fit(job)
-            files = finish(ready, loaded, stop, telemetry, view, began=began)
+                stop = fit(job, callbacks.every)
+            files = finish(
+                ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
+            )  # fmt: skip
         return Result(
             stop, job.position.step, job.length.steps, files, ready.planned, dry, loaded.hours, loaded.notes
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """The step that is measured: a run's own, from its entries in memory to its optimizer.
 
-`load_trainee`, `assemble` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
+`load_trainee`, `assembly` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
 entries (drawn), and that nothing is logged, saved or sampled.
 """
 
@@ -13,13 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracetune.cache.batches import Live
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.memory.planning.activations import BUDGETS, Policy
 from gracetune.memory.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
-from gracetune.train.assembly import assemble, open_host
+from gracetune.train.assembly import assemble_unresumed, open_host
 from gracetune.train.bench.job import StepJob
 from gracetune.train.bench.random_data import random_data
 from gracetune.train.bench.random_model import RandomModel
@@ -106,4 +105,4 @@ def trainer(
         trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, decided.choices, host)
         ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
         view = Heard()
-        yield Trainer(assemble(config, trainee, ready, Live(), runtime, None, view, stack), view)
+        yield Trainer(assemble_unresumed(config, trainee, ready, runtime, view, stack), view)

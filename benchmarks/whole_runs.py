@@ -20,6 +20,7 @@ memory, never real oversubscription. --smoke runs tiny models, on a CPU too.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -54,6 +55,8 @@ from gracetune.units import MIB
 
 SECONDS: Final = 150
 """After which a run is ended: a scenario is to take at most 90."""
+WAITING: Final = 45
+"""Seconds after which a run writes the stack of every thread to its log, again and again."""
 INTERRUPTED: Final = 3
 """The exit code of a run that was asked to stop and saved its state."""
 SYNC: Final = "called a synchronizing CUDA operation"
@@ -167,6 +170,7 @@ def run_prepared(preparation: Preparation, arguments: list[str], file: Path) -> 
 
     facts = Facts()
     hosts = prepare(preparation, facts)
+    faulthandler.dump_traceback_later(WAITING, repeat=True)  # the log of a run that does not end shows where it was
     try:
         command(arguments)
     except SystemExit as end:
@@ -465,8 +469,13 @@ def caches(runs: Runs) -> tuple[Ended, Ended]:
     dataset = {"id": "images", "path": str(images), "resolution": float(side)}
     shared: dict[str, Any] = {
         "model": {"family": "wan", "flavour": "t2v-1.3b-2.1", "path": str(model)},
-        "training": {"max_steps": steps, "batch_size": 2, "compile": "off" if runs.smoke else "on"},
-    }
+        # Compiled for any shape, `math` makes kernels for the CPU too, which takes a minute and a half. `flash` is
+        # repeatable with torch's deterministic algorithms.
+        "training": {
+            "max_steps": steps, "batch_size": 2,
+            **({"compile": "off"} if runs.smoke else {"compile": "on", "attention": "flash"}),
+        },
+    }  # fmt: skip
     plain = runs.config("caches-plain", datasets=[dataset], **shared)
     ours = runs.config(
         "caches", **shared,

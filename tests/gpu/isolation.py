@@ -120,8 +120,13 @@ def held_bytes() -> int:
 
 
 def managed_bytes() -> int:
+    """Managed memory that is not free yet, without that of objects which only refer to each other."""
     loaded = load() if LIBRARY.is_file() else None
-    return 0 if loaded is None or isinstance(loaded, Unavailable) else loaded.total_stats().live_bytes
+    if loaded is None or isinstance(loaded, Unavailable):
+        return 0
+    if loaded.total_stats().live_bytes > 0:
+        gc.collect()
+    return loaded.total_stats().live_bytes
 
 
 def _clear_position_tables() -> None:

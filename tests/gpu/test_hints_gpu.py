@@ -24,7 +24,7 @@ from gracetune.hardware import probe
 from gracetune.hardware.machine import Profile
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.link_file import FILE
-from gracetune.memory.lookahead import LookAhead
+from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST, RangeState, Uvm
 from gracetune.memory.placement import Hints
@@ -211,11 +211,9 @@ def test_a_cache_changes_its_home_without_waiting(heap: ManagedHeap) -> None:
 
 
 def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) -> None:
-    """Steps that take no time wait for batches that queue behind other copies. The cache then moves to the GPU, and its
-    bytes are the same."""
-    machine = probe()
-    beside, elsewhere = torch.empty(128 * MIB, dtype=torch.uint8, pin_memory=True), torch.cuda.Stream()
-    target = torch.empty(128 * MIB, dtype=torch.uint8, device=CUDA)
+    """Steps that take no time wait for batches, because the stream that copies them has other work. The cache then
+    moves to the GPU, and its bytes are the same."""
+    machine, ring = probe(), RingMover(CUDA)
     layer = UnifiedMemory.open(MemoryOptions(), machine)
     assert isinstance(layer, UnifiedMemory)
     hints = Hints(True, "for the test", asked=True)
@@ -236,13 +234,14 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
             expected = slab.host.clone()
             source = BatchSource(
                 Loader(index, batch_size=64), latents=latents, texts=texts, keys=bench.KEYS, device=CUDA, memory=layer,
-                on_decision=heard.append,
+                mover=ring, on_decision=heard.append,
             )  # fmt: skip
             with source:
                 for _ in range(2000):
-                    with torch.cuda.stream(elsewhere):
-                        target.copy_(beside, non_blocking=True)
+                    with torch.cuda.stream(ring.stream):
+                        torch.cuda._sleep(5_000_000)  # two or three milliseconds
                     outcome = source.next()
+                    torch.cuda.current_stream().synchronize()  # the host does not run ahead of the steps
                     if isinstance(outcome, Batch):
                         outcome.tensors["latents"].view(-1)[:1].add_(1)
                     if heard:

@@ -316,15 +316,10 @@ def test_a_compiled_gelu_by_sigmoid_is_as_near_the_exact_one_as_torchs(size: tup
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # each compiles for a quarter to three quarters of a minute
 @pytest.mark.parametrize(
     ("bench", "adapter"),
-    [
-        ("wan14b", "lora"),
-        *(  # each compiles for a quarter or half of a minute
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("wan14b", "lokr"), ("flux", "lora"), ("qwen", "lora"), ("sdxl", "lora"))
-        ),
-    ],
+    [("wan14b", "lora"), ("wan14b", "lokr"), ("flux", "lora"), ("qwen", "lora"), ("sdxl", "lora")],
 )
 def test_a_small_models_gradients_in_compiled_blocks_are_near_exact_ones(
     bench: str, adapter: AdapterKind, tmp_path: Path

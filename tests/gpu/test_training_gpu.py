@@ -107,6 +107,7 @@ def test_unified_memory_changes_no_loss(uvm: Uvm, tiny_model: TinyModel, tmp_pat
     assert uvm.total_stats().live_bytes == before, "everything managed was given back"
 
 
+@pytest.mark.full  # compiles for a minute
 def test_compiled_blocks_learn_what_plain_ones_learn(tiny_model: TinyModel, tmp_path: Path) -> None:
     short = {"max_steps": 3}
     plain = config_for("wan", tiny_model, tmp_path / "plain", training={**short, **PLAIN}, logging=QUIET)

@@ -245,6 +245,7 @@ class BatchSource:
 
     def close(self) -> None:
         self._forget()
+        self._ahead.close()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> BatchSource:

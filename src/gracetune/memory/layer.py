@@ -193,6 +193,7 @@ class UnifiedMemory:
         return self._uvm.total_stats().live_bytes
 
     def close(self) -> None:
+        self._governor.on_change = lambda change: None  # whoever keeps the layer does not keep the run
         if self.uncounted is None:
             self.uncounted = "the layer is closed"
             with suppress(UnifiedMemoryError):  # the last counts are lost; the arena is closed all the same

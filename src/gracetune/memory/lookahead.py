@@ -58,6 +58,9 @@ class Mover(Protocol):
     def keep(self, slots: int) -> None:
         """No more than this many batches will be under way or in use: let go of room beyond it."""
 
+    def close(self) -> None:
+        """Wait until nothing that was given is read any more, and refer to none of it."""
+
 
 @dataclass
 class _Here:
@@ -112,6 +115,9 @@ class InPlace:
     def keep(self, slots: int) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 class RingMover:
     """Copies batches into a small ring of device buffers, on a stream of its own.
@@ -158,6 +164,10 @@ class RingMover:
         while self._free and self._slots > slots:
             self._free.popleft()
             self._slots -= 1
+
+    def close(self) -> None:
+        self.stream.synchronize()
+        self._under_way.clear()
 
 
 def copies_on(stream: torch.cuda.Stream) -> CopyBytes | None:
@@ -358,6 +368,12 @@ class LookAhead:
             batch.release()
         self._under_way.clear()
         self._failure = None
+
+    def close(self) -> None:
+        """Forget all batches, the one in use too: what they were read from can be freed when this returns."""
+        self.discard()
+        self._in_use = None
+        self._mover.close()
 
     @property
     def is_stuck(self) -> bool:

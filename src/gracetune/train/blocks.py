@@ -77,6 +77,10 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 
 
 def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
+    # A graph for any shape would also be one for any number: an epsilon or a dropout probability becomes a CPU tensor
+    # that is read in every call, and compiling it takes a C++ compiler and up to a minute. torch has this setting for
+    # the whole process only.
+    torch._dynamo.config.specialize_float = True
     options: dict[str, Any] = {"backend": compiler, "dynamic": True if shapes == "several" else None}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:  # younger than the oldest torch we run on
         options["recompile_limit"] = GRAPHS

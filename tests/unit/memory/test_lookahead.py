@@ -45,6 +45,9 @@ class Logged:
     def keep(self, slots: int) -> None:
         self.kept = slots
 
+    def close(self) -> None:
+        self.log.append("close")
+
     def start(self, batch: Mapping[str, torch.Tensor], *, ahead: bool = True) -> LoggedMove:
         (name,) = batch
         self.log.append(f"start {name}" if ahead else f"start {name} now")
@@ -211,6 +214,14 @@ def test_what_is_discarded_is_released_and_others_come_instead() -> None:
     assert mover.log[-2:] == ["release b1", "release b2"]
     assert list(next(ahead)) == ["b3"]
     assert mover.log.count("release b0") == 1, "the batch in use is released when the next is asked for"
+
+
+def test_closing_forgets_the_batches_under_way_and_closes_the_mover() -> None:
+    mover = Logged()
+    ahead = LookAhead(iter(batches(6)), mover, depth=2)
+    next(ahead)
+    ahead.close()
+    assert mover.log[-3:] == ["release b1", "release b2", "close"]
 
 
 def test_a_discarded_failure_is_forgotten() -> None:

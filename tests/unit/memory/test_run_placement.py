@@ -243,6 +243,9 @@ class Waiting:
     def keep(self, slots: int) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def arrive(self) -> tuple[Mapping[str, torch.Tensor], Clocked]:
         return self.tensors, Clocked(self.waited_ms, 100.0)
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -159,6 +160,30 @@ class TestMechanism:
         found = prepare_blocks(second, ["_Block"], checkpointing=False, compiled=True, backend="eager")
         second(4, 6).backward()
         assert found.stats.graphs == 0, "another expert has the same graphs"
+
+    def test_a_modules_numbers_are_constants_of_its_graph(self) -> None:
+        """Not inputs on the CPU, as torch makes them where a graph is for any shape."""
+
+        class Scaled(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight, self.scale = nn.Parameter(torch.ones(4)), 0.25
+
+            def forward(self, x: Tensor) -> Tensor:
+                return functional.dropout(self.weight * x * self.scale, p=self.scale)
+
+        inputs: list[tuple[int, ...]] = []
+
+        def recorded(graph: Any, given: Any) -> Any:
+            inputs.extend(tuple(one.shape) for one in given if isinstance(one, Tensor))
+            return graph.forward
+
+        torch._dynamo.register_backend(name="recorded")(recorded)
+        torch._dynamo.reset()
+        denoiser = nn.Sequential(Scaled())
+        prepare_blocks(denoiser, ["Scaled"], checkpointing=False, compiled=True, backend="recorded")
+        denoiser(torch.ones(3, 4))
+        assert sorted(len(shape) for shape in inputs) == [1, 2], "the weight and x"
 
     def test_a_budget_holds_while_a_graph_is_made_and_not_before_or_after(self) -> None:
         torch._dynamo.reset()

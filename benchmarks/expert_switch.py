@@ -36,12 +36,11 @@ from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats
 from gracetune.models.parking import InlineLane, Parking, Staying
-from gracetune.train.assembly import assemble_unresumed
 from gracetune.train.bench.clock import between, mark, synchronize
 from gracetune.train.bench.job import Scale, StepJob, config_of
 from gracetune.train.bench.random_data import random_data
 from gracetune.train.bench.random_model import RandomModel, make_model
-from gracetune.train.bench.trainer import decide
+from gracetune.train.bench.trainer import assemble_unresumed, decide
 from gracetune.train.control import Stop
 from gracetune.train.loop import run_window
 from gracetune.train.runtime import Runtime, open_runtime

@@ -41,7 +41,7 @@ from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.skipping import waiting_note
-from gracetune.train.data import Ready, local_ranks, open_source
+from gracetune.train.data import Ready, local_ranks
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
@@ -242,18 +242,6 @@ def assemble(
         on_epoch_end=on_epoch_end,
         memory_alarm=memory_alarm,
     )
-
-
-def assemble_unresumed(
-    config: RunConfig, trainee: Trainee, ready: Ready, runtime: Runtime, view: View, stack: ExitStack
-) -> Job:  # fmt: skip
-    """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
-    beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
-    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
-    return assemble(
-        config, trainee, ready, live, beginning, source, runtime, None, view,
-        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
-    )  # fmt: skip
 
 
 def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:

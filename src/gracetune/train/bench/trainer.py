@@ -13,22 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gracetune.cache.batches import Live
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.memory.planning.activations import BUDGETS, Policy
 from gracetune.memory.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
-from gracetune.train.assembly import assemble_unresumed, open_host
+from gracetune.train.assembly import assemble, begin, open_host
 from gracetune.train.bench.job import StepJob
 from gracetune.train.bench.random_data import random_data
 from gracetune.train.bench.random_model import RandomModel
 from gracetune.train.control import Stop
+from gracetune.train.data import Ready, open_source
 from gracetune.train.job import Job
 from gracetune.train.loop import run_window
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
 from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import Choices, Trainee, load_trainee
-from gracetune.train.view import Heard
+from gracetune.train.view import Heard, View
 
 
 @dataclass(frozen=True)
@@ -106,3 +108,15 @@ def trainer(
         ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
         view = Heard()
         yield Trainer(assemble_unresumed(config, trainee, ready, runtime, view, stack), view)
+
+
+def assemble_unresumed(
+    config: RunConfig, trainee: Trainee, ready: Ready, runtime: Runtime, view: View, stack: ExitStack
+) -> Job:  # fmt: skip
+    """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
+    beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
+    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
+    return assemble(
+        config, trainee, ready, live, beginning, source, runtime, None, view,
+        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
+    )  # fmt: skip

@@ -64,24 +64,15 @@ _NO_LAYER = "the unified-memory layer is not open in this run"
 _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
 
-def check_trackers(config: RunConfig) -> None:
-    """A tracker that is not installed is an error before hours of caching, not after."""
-    if "wandb" in config.logging.trackers:
-        import_wandb()
-
-
-def check_webhook(config: RunConfig) -> None:
-    """So is a webhook that is no address."""
-    if config.logging.webhook is not None:
-        WebhookSink(config.logging.webhook)
-
-
 @dataclass(frozen=True)
 class SinkEntry:
-    """A place that events go to: when a run wants it, and how it is opened."""
+    """A place that events go to: when a run wants it, how it is opened, and what may speak against that."""
 
     wanted: Callable[[RunConfig], bool]
     open: Callable[[RunConfig, RunFolder, View], Sink]
+    check: Callable[[RunConfig], object] = lambda config: None
+    """Raises an error in preflight, before hours of caching: a package that is not installed, an address that is
+    none."""
 
 
 SINKS: tuple[SinkEntry, ...] = (
@@ -94,13 +85,15 @@ SINKS: tuple[SinkEntry, ...] = (
     SinkEntry(
         lambda config: "wandb" in config.logging.trackers,
         lambda config, folder, view: WandbSink(config.logging.project, folder.path),
+        lambda config: import_wandb(),
     ),
     SinkEntry(
         lambda config: config.logging.webhook is not None,
         lambda config, folder, view: WebhookSink(config.logging.webhook or ""),
+        lambda config: WebhookSink(config.logging.webhook or ""),
     ),
 )
-"""A new sink is an object with `telemetry.hub.Sink`'s three parts, and one line here."""
+"""A new sink is an object as `telemetry.hub.Sink` has it, and one line here."""
 
 
 def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:

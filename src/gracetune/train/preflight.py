@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +42,7 @@ from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
 from gracetune.train.identity import identity_of
-from gracetune.train.logs import check_trackers, check_webhook
+from gracetune.train.logs import SINKS
 from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
@@ -185,9 +186,9 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks) -> None
     checks.run(lambda: refuse_two_halves(config))
     checks.run(lambda: refuse_fp8(config, runtime))
     checks.run(lambda: checked_ramp(config, runtime.world_size))
-    if runtime.is_main:
-        checks.run(lambda: check_trackers(config))
-    checks.run(lambda: check_webhook(config))
+    for sink in SINKS if runtime.is_main else ():
+        if sink.wanted(config):
+            checks.run(partial(sink.check, config))
 
 
 def _open_model(config: RunConfig, device: torch.device) -> OpenedModel:

@@ -63,7 +63,8 @@ class Sampling(Callback):
             due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
         if requested or due:
             with self._pauses.counted():
-                self._draw(done.step, requested=requested)
+                # Saving may just have gone back to before a step that has failed: samples are of what is kept.
+                self._draw(self._model.state.position.step, requested=requested)
 
     def end(self, ended: RunEnds) -> None:
         self._kept = None

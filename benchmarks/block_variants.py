@@ -35,16 +35,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gracetune.adapters.attach import attach
 from gracetune.adapters.fast.modules import LokrLinear, LoraLinear
 from gracetune.adapters.fast.products import as_given
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.bench.step.clock import free, measure
+from gracetune.bench.step.random_model import drawing
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.config.run_config import Adapter
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
 from gracetune.models.fp8 import Fp8Linear
 from gracetune.models.registry import spec_of
 from gracetune.models.wan.load import with_fewer_passes
-from gracetune.train.bench.clock import free, measure
-from gracetune.train.bench.random_model import drawing
 
 RANK: Final = 16
 KEPT_EXACT: Final = ("norm1", "norm2", "norm3")

@@ -25,22 +25,23 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.bench.step.clock import between, mark, synchronize
+from gracetune.bench.step.job import Scale, StepJob, config_of
+from gracetune.bench.step.random_data import random_data
+from gracetune.bench.step.random_model import RandomModel, make_model
+from gracetune.bench.step.trainer import assemble_unresumed, decide
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine, probe
-from gracetune.memory.trial import Row
 from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats
 from gracetune.models.parking import InlineLane, Parking, Staying
-from gracetune.train.bench.clock import between, mark, synchronize
-from gracetune.train.bench.job import Scale, StepJob, config_of
-from gracetune.train.bench.random_data import random_data
-from gracetune.train.bench.random_model import RandomModel, make_model
-from gracetune.train.bench.trainer import assemble_unresumed, decide
 from gracetune.train.control import Stop
 from gracetune.train.loop import run_window
 from gracetune.train.runtime import Runtime, open_runtime

@@ -30,10 +30,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
 
 REFERENCE: Final = "fp32"
 DEFAULT: Final = "default"

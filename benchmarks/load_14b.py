@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from gracetune.cli.bench import print_rows, result_of
+from gracetune.bench.loading import Size, measure
+from gracetune.bench.results import result_of
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.models.load_bench import Size, measure
 from gracetune.units import parse_bytes
 
 

@@ -22,19 +22,20 @@ from typing import Any, Final, Literal, get_args
 
 import torch
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.bench.step.clock import free
+from gracetune.bench.step.job import PRESETS, AdapterKind, StepJob, config_of
+from gracetune.bench.step.numerics import gradient_check
+from gracetune.bench.step.random_model import RandomModel, make_model
+from gracetune.bench.step.trainer import decide, trainer
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
-from gracetune.train.bench.clock import free
-from gracetune.train.bench.job import PRESETS, AdapterKind, StepJob, config_of
-from gracetune.train.bench.numerics import gradient_check
-from gracetune.train.bench.random_model import RandomModel, make_model
-from gracetune.train.bench.trainer import decide, trainer
 from gracetune.train.runtime import Runtime, open_runtime
 
 PATHS: Final[tuple[Literal["auto", "library"], ...]] = ("auto", "library")

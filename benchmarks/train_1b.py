@@ -38,13 +38,14 @@ from diffusers import WanTransformer3DModel  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from PIL import Image  # noqa: E402
 
-from gracetune.cli.bench import print_rows, result_of, write_result  # noqa: E402
+from gracetune.bench.results import result_of, write_result  # noqa: E402
+from gracetune.bench.row import Row  # noqa: E402
+from gracetune.cli.bench import print_rows  # noqa: E402
 from gracetune.cli.console import out  # noqa: E402
 from gracetune.config.run_config import RunConfig  # noqa: E402
 from gracetune.errors import GracetuneError  # noqa: E402
 from gracetune.hardware import probe  # noqa: E402
 from gracetune.memory import placement  # noqa: E402
-from gracetune.memory.trial import Row  # noqa: E402
 from gracetune.models.tiny import build  # noqa: E402
 from gracetune.telemetry.events import MemorySampled, StepDone  # noqa: E402
 from gracetune.telemetry.sinks.jsonl import read_log  # noqa: E402

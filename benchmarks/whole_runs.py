@@ -43,11 +43,12 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
-from gracetune.cli.bench import print_rows, result_of, write_result
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.errors import GracetuneError
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
 from gracetune.models.tiny import build
 from gracetune.telemetry.events import CheckpointWritten, MemorySampled, RunEnded, RunStarted, StepDone, ValidationDone
 from gracetune.telemetry.sinks.jsonl import read_log
@@ -64,7 +65,7 @@ SHOWN: Final = ("CUDA graph", "overflow arena", "entries,", "experts:", "memory 
 """Words of the lines a run prints about what it decided; a result keeps these lines."""
 SECOND_HALF: Final = "-- second half of the steps: from here on nothing may synchronize --"
 ROOM: Final = 1.35
-"""Times what small batches need: so large a GPU is left for the overflow scenario, as in `memory/spill_bench.py`."""
+"""Times what small batches need: so large a GPU is left for the overflow scenario, as in `bench/overflow.py`."""
 
 # -- what a scenario has to show --------------------------------------------------------------------------------------
 

@@ -24,6 +24,8 @@ from PIL import Image
 
 from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.statistics import norms
+from gracetune.baselines.baseline import read_baseline
+from gracetune.baselines.regression import compare, parse_tolerance
 from gracetune.config import Environment, load
 from gracetune.config.native import write
 from gracetune.config.run_config import RunConfig
@@ -31,9 +33,7 @@ from gracetune.errors import ConfigError
 from gracetune.models.attention import BACKENDS, attention_facts, choose_attention
 from gracetune.models.registry import spec_of
 from gracetune.optim.ramp import ramp_of
-from gracetune.telemetry.baseline import read_baseline
 from gracetune.telemetry.events import Event, MemorySampled, RunEnded, StepDone, ValidationDone
-from gracetune.telemetry.regression import compare, parse_tolerance
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.testing.tiny_models import cached
 from gracetune.train.request import is_running

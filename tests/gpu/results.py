@@ -40,7 +40,7 @@ class Circumstances:
 def here() -> Circumstances:
     import torch
 
-    from gracetune.cli.bench import git_commit
+    from gracetune.bench.results import git_commit
     from gracetune.hardware import probe
 
     machine = probe()

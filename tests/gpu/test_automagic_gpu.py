@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gracetune.bench import optim as bench
 from gracetune.hardware import probe
-from gracetune.optim import bench
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.automagic_cuda import CudaStack
 

@@ -171,8 +171,8 @@ def test_managed_slabs_that_are_refused_fall_back_and_say_so(
 
 @pytest.mark.usefixtures("uvm")  # builds the native part where that is missing
 def test_the_step_hardly_waits(tmp_path: Path) -> None:
-    from gracetune.cache import bench
-    from gracetune.cache.gpu_bench import waiting_rows
+    from gracetune.bench import cache as bench
+    from gracetune.bench.cache_gpu import waiting_rows
 
     index = bench.index_of(256)
     with bench.filled(tmp_path / "cache", index) as disk:

@@ -81,7 +81,7 @@ def test_layers_with_one_input(rank: int) -> None:
 @pytest.mark.parametrize(("rows", "width", "rank"), [(4096, 5120, 16), (512, 13824, 16), (77, 300, 5), (1, 5120, 1)])
 def test_products_to_and_from_the_rank(rows: int, width: int, rank: int, turned: bool, compiled: bool) -> None:
     """Rounded once, whatever the factor's order in memory."""
-    from gracetune.adapters.fast.thin import thin, to_rank  # only a GPU has triton
+    from gracetune.kernels.low_rank import thin, to_rank  # only a GPU has triton
 
     def made(*shape: int) -> Tensor:
         return torch.randn(*shape, device=GPU).bfloat16()

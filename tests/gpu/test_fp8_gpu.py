@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracetune.memory.planning.ladder import FP8_CAPABILITY
+from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.fp8 import Fp8Linear, check_fp8
 from gracetune.models.spec import Fp8Layouts
 

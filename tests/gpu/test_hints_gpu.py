@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cache import bench
+from gracetune.bench import cache as bench
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.slabs import CacheRole, ManagedSlab, MemorySlab, Where

@@ -18,15 +18,15 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast.products import kronecker
-from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.memory.planning.ladder import FP8_CAPABILITY
+from gracetune.bench.step.job import PRESETS, AdapterKind, StepJob
+from gracetune.bench.step.numerics import gradient_check
+from gracetune.bench.step.random_model import make_model
 from gracetune.models.common.gelu import SigmoidGelu, gelu_by_sigmoid, use_sigmoid
+from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.fp8 import by_rows
 from gracetune.models.wan.block import FusedBlock, use_fused_blocks
-from gracetune.train.bench.job import PRESETS, AdapterKind, StepJob
-from gracetune.train.bench.numerics import gradient_check
-from gracetune.train.bench.random_model import make_model
 
 pytestmark = pytest.mark.gpu
 compiled_or_not = pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
@@ -88,7 +88,7 @@ def tables(tokens: int, head: int) -> tuple[Tensor, Tensor]:
 def test_normed_and_turned(
     batch: int, tokens: int, width: int, head: int, weight_dtype: torch.dtype, compiled: bool
 ) -> None:  # fmt: skip
-    from gracetune.models.wan.turning import normed_turned
+    from gracetune.kernels.fused_rope import normed_turned
 
     x, gradient = 2 * noise(batch, tokens, width), noise(batch, tokens, width)
     others = ((1 + noise(width)).to(weight_dtype), EPS, *tables(tokens, head))
@@ -102,7 +102,7 @@ def test_normed_and_turned(
 @compiled_or_not
 def test_normed_and_turned_among_other_work_and_by_columns(compiled: bool) -> None:
     """Neither x nor the gradient is by rows in memory, and neither is given by a caller."""
-    from gracetune.models.wan.turning import normed_turned
+    from gracetune.kernels.fused_rope import normed_turned
 
     tokens, width = 512, 5120
     others = (1 + noise(width), EPS, *tables(tokens, 128))
@@ -147,7 +147,7 @@ def apart(one: Tensor, two: Tensor) -> Tensor:
 def test_rows_are_rounded_as_in_plain_torch(
     n: int, k: int, dtype: torch.dtype, with_columns: bool, compiled: bool
 ) -> None:  # fmt: skip
-    from gracetune.models.fp8_rows import rounded_rows
+    from gracetune.kernels.fp8_rows import rounded_rows
 
     x = (noise(n, k) * 10 ** noise(n, 1, dtype=torch.float32)).to(dtype)
     if n >= 7:
@@ -177,7 +177,7 @@ def test_rows_are_rounded_as_in_plain_torch(
     ],
 )  # fmt: skip
 def test_mixed(p: int, q: int, n: int, k: int, by_columns: bool, compiled: bool) -> None:
-    from gracetune.adapters.fast.mixing import mixed
+    from gracetune.kernels.lokr_mixing import mixed
 
     small = noise(q, p).t() if by_columns else noise(p, q)
     rows = noise(n, q, k)
@@ -226,7 +226,7 @@ def plainly_added(
 @norms
 def test_added_and_normed(batch: int, tokens: int, width: int, with_gate: bool, compiled: bool) -> None:
     """With a gate the norm has weights that the batch shares, as in the block."""
-    from gracetune.models.wan.norming import added_and_normed
+    from gracetune.kernels.fused_norm import added_and_normed
 
     gate = noise(batch, width, dtype=torch.float32) if with_gate else None
     scale, shift = noise(2, 1 if with_gate else batch, width, dtype=torch.float32)
@@ -247,7 +247,7 @@ def test_added_and_normed(batch: int, tokens: int, width: int, with_gate: bool, 
 
 @norms
 def test_normed(batch: int, tokens: int, width: int) -> None:
-    from gracetune.models.wan.norming import normed
+    from gracetune.kernels.fused_norm import normed
 
     scale, shift = noise(2, batch, width, dtype=torch.float32)
     x, gradient = 2 * noise(batch, tokens, width), noise(batch, tokens, width)

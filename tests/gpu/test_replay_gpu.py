@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.adapters.attach import attach
+from gracetune.bench.step.job import PRESETS, StepJob, config_of
+from gracetune.bench.step.random_data import random_batch
+from gracetune.bench.step.random_model import make_model
+from gracetune.bench.step.trainer import decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.hardware import probe
 from gracetune.models.spec import Placement
-from gracetune.train.bench.job import PRESETS, StepJob, config_of
-from gracetune.train.bench.random_data import random_batch
-from gracetune.train.bench.random_model import make_model
-from gracetune.train.bench.trainer import decide, trainer
 from gracetune.train.blocks import prepare_blocks
 from gracetune.train.gradients import Clip, FlatGradients
 from gracetune.train.replay import CapturedPass, Gpu, Replay

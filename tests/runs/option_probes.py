@@ -37,9 +37,6 @@ from gracetune.data.refs import BatchRef
 from gracetune.diffusion.noise import draw_noise
 from gracetune.diffusion.weighting import sample_losses
 from gracetune.memory.governor import Limits
-from gracetune.memory.planning.estimate import estimate
-from gracetune.memory.planning.plan import plan
-from gracetune.memory.planning.samples import survey
 from gracetune.models.encoders import encoders_of
 from gracetune.models.experts import expert_for_window, trained_experts
 from gracetune.models.facts import facts_of
@@ -50,6 +47,9 @@ from gracetune.optim.build import ParamGroup, build_optimizer
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import ramp_of
 from gracetune.optim.schedules import build_schedule
+from gracetune.planning.estimate import estimate
+from gracetune.planning.plan import plan
+from gracetune.planning.samples import survey
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.asked import requests_of
 from gracetune.train.gradients import Clip, FlatGradients

@@ -11,10 +11,10 @@ import time
 from functools import partial
 from pathlib import Path
 
+from gracetune.baselines.capture import Asked, capture
 from gracetune.config import load
 from gracetune.config.environment import Environment
 from gracetune.train import callbacks
-from gracetune.train.baseline import Asked, capture
 from gracetune.train.view import View
 
 STEPS = 28

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.baselines.baseline import FILE, REPORT, SMI_LOG, read_baseline
+from gracetune.baselines.capture import Asked, CaptureError, capture, measured_config
+from gracetune.baselines.regression import compare
 from gracetune.cli.main import main
 from gracetune.config.environment import Environment
 from gracetune.config.native import write
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
-from gracetune.telemetry.baseline import FILE, REPORT, SMI_LOG, read_baseline
-from gracetune.telemetry.regression import compare
-from gracetune.train.baseline import Asked, CaptureError, capture, measured_config
 from gracetune.train.view import Heard
 from runs.launched import start, write_config
 from runs.made import ALONE, TinyModel, config_for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -74,9 +75,9 @@ class TestLayers:
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         package = tmp_path / "src" / "gracetune"
         package.mkdir(parents=True)
-        for file in ("__init__.py", "durable.py", "errors.py", "kernels.py", "units.py"):
+        for file in ("__init__.py", "durable.py", "errors.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
-        for folder in ("telemetry", "config", "hardware", "train", "cli"):
+        for folder in re.findall(r"\w+", "telemetry config hardware kernels models planning train baselines bench cli"):
             (package / folder).mkdir()
             (package / folder / "__init__.py").write_text("")
         return tmp_path
@@ -102,6 +103,10 @@ class TestLayers:
         [
             ("config/__init__.py", "import gracetune.hardware"),
             ("errors.py", "from gracetune.telemetry import anything"),
+            ("hardware/__init__.py", "import gracetune.kernels"),
+            ("models/__init__.py", "from gracetune.planning import anything"),
+            ("train/__init__.py", "def later():\n    from gracetune.bench import anything"),
+            ("bench/__init__.py", "import gracetune.baselines"),
             ("hardware/__init__.py", "def later():\n    from gracetune.cli import anything"),
             ("telemetry/__init__.py", "import gracetune.units"),
             ("telemetry/__init__.py", "from gracetune.errors import GracetuneError"),

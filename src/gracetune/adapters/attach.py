@@ -24,6 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from gracetune.adapters import full, lycoris, peft_lora
+from gracetune.adapters.computation import Computation, reference
 from gracetune.adapters.delta import ZERO_AT_FIRST
 from gracetune.adapters.fast.layer import FastLayer, choice
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
@@ -32,10 +33,9 @@ from gracetune.adapters.loading import fitted
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
+from gracetune.adapters.trainable import unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
-from gracetune.memory.planning.adapter_paths import Computation, reference
-from gracetune.memory.planning.trainable import unused_conv_options
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""

@@ -6,7 +6,7 @@ A pattern is one of three things, and a config does not say which:
     a module class                Attention   FeedForward   WanTransformerBlock   Linear: every layer inside one
     a class by an older name      Attention, where the model only has WanAttention
 
-The first two are what `memory.planning.trainable` counts with; the third because presets outlive class names.
+The first two are what `adapters.trainable` counts with; the third because presets outlive class names.
 """
 
 from __future__ import annotations

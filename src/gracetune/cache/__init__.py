@@ -4,5 +4,4 @@ what      encoder (the contract with the models), keys, wanted, visits, places
 on disk   store (begin here), folder, shards, manifest, reading, writer, locks, upkeep, checking, audit, errors
 filling   session (begin here), passes, pass_work, claims, refresh, tiling, takeover, imports
 reading   batches (begin here), resident, slabs, loading, collate, stats
-measuring bench, gpu_bench
 """

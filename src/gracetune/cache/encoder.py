@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from gracetune.data.media.load import Sample
 from gracetune.data.refs import SampleRef
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from gracetune.data.media.load import Sample  # brings the decoders
 
     Entry = dict[str, Tensor]
 

@@ -10,14 +10,14 @@ from typing import Annotated
 
 import typer
 
-from gracetune.cli.bench import git_commit
+from gracetune.baselines.baseline import MOST_STEPS, read_baseline
+from gracetune.bench.results import git_commit
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import load
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
-from gracetune.telemetry.baseline import MOST_STEPS, read_baseline
 
 DEFAULT_STEPS = 60
 DEFAULT_TOLERANCE = "5%"
@@ -59,9 +59,9 @@ def capture(
     # Libraries print as they like; stdout is for results.
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet():
         from gracetune import gh200
+        from gracetune.baselines.capture import Asked
+        from gracetune.baselines.capture import capture as captured
         from gracetune.cli.train_view import QuietView, TerminalView
-        from gracetune.train.baseline import Asked
-        from gracetune.train.baseline import capture as captured
 
         asked = Asked(
             steps,
@@ -79,7 +79,7 @@ def capture(
     if as_json:
         print_json({"folder": str(done.folder), **json.loads(done.baseline.to_json())})
         return
-    from gracetune.telemetry.baseline_text import report
+    from gracetune.baselines.text import report
 
     print(report(done.baseline))
     out().print(f"{mark(out(), ok=True)} {shown(str(done.folder))}")
@@ -98,9 +98,9 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Lay two baselines beside each other. Exit 1 if B is slower or larger than A beyond the tolerance."""
-    from gracetune.telemetry.baseline_text import sentence, table
-    from gracetune.telemetry.regression import compare as compared
-    from gracetune.telemetry.regression import parse_tolerance
+    from gracetune.baselines.regression import compare as compared
+    from gracetune.baselines.regression import parse_tolerance
+    from gracetune.baselines.text import sentence, table
 
     allowed = parse_tolerance(tolerance)
     one, two = read_baseline(before), read_baseline(after)

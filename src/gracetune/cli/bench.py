@@ -5,12 +5,7 @@ The benches of a part are here; those of a whole training step are in `bench_ste
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from datetime import UTC, datetime
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -19,46 +14,44 @@ from rich.console import Console
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from gracetune import __version__
+from gracetune.bench.results import result_of, write_result
+from gracetune.bench.row import Row
 from gracetune.cli.console import out, print_json
 from gracetune.config.environment import make_cublas_deterministic
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-from gracetune.memory.trial import Row
-
-RESULT_FORMAT: Final = 1
 
 
 # Imported when they run: no other command should wait for numpy and the decoders.
 def _cache(machine: Machine) -> list[Row]:
-    from gracetune.cache import bench
+    from gracetune.bench import cache
 
-    return bench.run(machine)
+    return cache.run(machine)
 
 
 def _data(machine: Machine) -> list[Row]:
-    from gracetune.data import bench
+    from gracetune.bench import data
 
-    return bench.run(machine)
+    return data.run(machine)
 
 
 def _loading(machine: Machine) -> list[Row]:
-    from gracetune.models import load_bench
+    from gracetune.bench import loading
 
-    return load_bench.run(machine)
+    return loading.run(machine)
 
 
 def _memory(machine: Machine) -> list[Row]:
-    from gracetune.memory import bench
+    from gracetune.bench import memory
 
-    return bench.run(machine)
+    return memory.run(machine)
 
 
 def _optim(machine: Machine) -> list[Row]:
-    from gracetune.optim import bench
+    from gracetune.bench import optim
 
-    return bench.run(machine)
+    return optim.run(machine)
 
 
 BENCHES: Final[dict[str, Callable[[Machine], list[Row]]]] = {
@@ -115,48 +108,6 @@ def _add(name: str, help_: str) -> None:
 
 for _name, _help in _HELP.items():
     _add(_name, _help)
-
-
-def result_of(name: str, rows: Sequence[Any], machine: Machine) -> dict[str, Any]:
-    """`rows` are dataclasses."""
-    return {
-        "format": RESULT_FORMAT,
-        "bench": name,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
-        "git_commit": git_commit(),
-        "gpu": machine.gpus[0].name if machine.gpus else None,
-        "profile": machine.profile.value,
-        "versions": {"gracetune": __version__, **machine.software.model_dump(mode="json")},
-        "machine": machine.model_dump(mode="json"),
-        "rows": [asdict(row) for row in rows],
-    }
-
-
-def command_line() -> str:
-    """As it can be typed again in a checkout; the scripts of `benchmarks` write results of this form too."""
-    script = Path(sys.argv[0])
-    begin = f"python benchmarks/{script.name}" if script.parent.name == "benchmarks" else "gracetune"
-    return " ".join([begin, *sys.argv[1:]])
-
-
-def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
-
-
-def git_commit() -> str | None:
-    """The commit of this checkout, marked if files differ from it; unknown outside one."""
-    folder = Path(__file__).parent
-    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
-    except OSError:
-        return None
-    return done.stdout.strip() or None
 
 
 def print_rows(console: Console, rows: list[Row]) -> None:

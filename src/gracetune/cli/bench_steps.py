@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.markup import escape
 
 from gracetune import __version__
-from gracetune.cli.bench import AsJson, Output, command_line, git_commit, result_of, write_result
+from gracetune.bench.results import command_line, git_commit, result_of, write_result
+from gracetune.cli.bench import AsJson, Output
 from gracetune.cli.console import out, print_json
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.units import parse_bytes
 
 if TYPE_CHECKING:
-    from gracetune.train.bench.measure import Bench
-    from gracetune.train.bench.row import StepRow
+    from gracetune.bench.step.measure import Bench
+    from gracetune.bench.step.row import StepRow
 
 _MODELS = {
     "wan14b": "A training step of Wan2.2-T2V-14B (one expert).",
@@ -66,7 +67,7 @@ def _add(app: typer.Typer, name: str, words: str) -> None:
         output: Output = None,
         as_json: AsJson = False,
     ) -> None:
-        from gracetune.train.bench.job import StepJob, checked, parse_resolution
+        from gracetune.bench.step.job import StepJob, checked, parse_resolution
 
         width, height = parse_resolution(resolution)
         job = StepJob(
@@ -89,7 +90,7 @@ def suite(
     as_json: AsJson = False,
 ) -> None:
     """Every row of the project's bars for Wan2.2-14B in one process; the file is written after each."""
-    from gracetune.train.bench.suite import chosen, measured
+    from gracetune.bench.step.suite import chosen, measured
 
     chosen(only or ())  # a misspelt name is an error before anything is loaded
     rows: list[StepRow] = []
@@ -106,8 +107,8 @@ def suite(
 
 @contextlib.contextmanager
 def _opened() -> Iterator[tuple[Bench, Machine]]:
+    from gracetune.bench.step.measure import Stamp, opened, versions_of
     from gracetune.cli.quiet import libraries_quiet
-    from gracetune.train.bench.measure import Stamp, opened, versions_of
 
     machine = probe()
     stamp = Stamp(command_line(), git_commit(), versions_of(machine, __version__))

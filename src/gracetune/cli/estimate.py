@@ -19,13 +19,13 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
-from gracetune.memory.planning.demand import Demand, Role
-from gracetune.memory.planning.estimate import estimate as estimate_demand
-from gracetune.memory.planning.plan import plan
-from gracetune.memory.planning.processes import ONE_PROCESS, Processes
-from gracetune.memory.planning.samples import survey
-from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.registry import footprint_of
+from gracetune.planning.demand import Demand, Role
+from gracetune.planning.estimate import estimate as estimate_demand
+from gracetune.planning.plan import plan
+from gracetune.planning.processes import ONE_PROCESS, Processes
+from gracetune.planning.samples import survey
+from gracetune.planning.tiers import free_on_disk
 
 MOST_PROCESSES = 4096
 

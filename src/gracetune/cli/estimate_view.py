@@ -11,9 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gracetune.hardware import Machine
-from gracetune.memory.planning.demand import Demand
-from gracetune.memory.planning.layout import Line
-from gracetune.memory.planning.plan import Change, Plan, TierUse
+from gracetune.planning.demand import Demand
+from gracetune.planning.layout import Line
+from gracetune.planning.plan import Change, Plan, TierUse
 from gracetune.units import GIB, MIB, format_bytes
 
 _STYLES = {"fits": "green", "fits with these changes": "yellow", "does not fit": "bold red", "unknown": "yellow"}

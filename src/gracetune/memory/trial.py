@@ -1,4 +1,4 @@
-"""Tools for experiments on a GPU: the clock, a GPU made small, and the rows of a bench."""
+"""Tools for experiments on a GPU: the clock, and a GPU made small."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class Row:
-    """One figure. `ok` is None where there is no bar to hold it against."""
-
-    name: str
-    value: float
-    unit: str
-    bar: str = ""
-    ok: bool | None = None
-    detail: str = ""
 
 
 def torch_device(index: int) -> torch.device:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gracetune.memory.planning.activations import STAYING
+from gracetune.models.footprint import STAYING
 from gracetune.models.parking import CudaLane, InlineLane, Lane, pinned_bytes
 from gracetune.units import MIB, format_bytes, format_duration
 

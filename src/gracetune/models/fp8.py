@@ -24,18 +24,14 @@ from torch import Tensor, nn
 
 from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.planning.ladder import FP8_CAPABILITY
+from gracetune.kernels.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
-E4M3: Final = torch.float8_e4m3fn
-MOST: Final = 448.0
-"""The largest number e4m3 has."""
 SIDE: Final = 16
 """Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
 _PROBED: Final = 256
 """A side as real layers have it: that a library refuses the smallest there could be says nothing."""
-SMALLEST: Final = 2.0**-100
-"""Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
 
 
 class Fp8Linear(nn.Linear):
@@ -106,7 +102,7 @@ def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
     values; ours reads a row once.
     """
     if kernels.pay(x):
-        from gracetune.models.fp8_rows import rounded_rows  # only a GPU has triton
+        from gracetune.kernels.fp8_rows import rounded_rows  # only a GPU has triton
 
         wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)
         return wide

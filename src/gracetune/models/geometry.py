@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gracetune.config.families import find_flavour
 from gracetune.data.geometry import Geometry
-from gracetune.memory.planning.footprint import AudioLatents, Footprint
+from gracetune.models.footprint import AudioLatents, Footprint
 
 
 def geometry_from(

@@ -11,9 +11,9 @@ from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.planning.footprint import Footprint
 from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
 from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
+from gracetune.models.footprint import Footprint
 from gracetune.models.installed import WithInstalled
 from gracetune.models.qwen_image.footprint import FOOTPRINTS as QWEN_IMAGE
 from gracetune.models.qwen_image.geometry import GEOMETRIES as QWEN_IMAGE_GEOMETRIES

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.layer import local
-from gracetune.optim.automagic_stack import TINY, Rule, Stack, sharding_of
+from gracetune.optim.automagic_stack import NO_SIGN, TINY, Rule, Stack, sharding_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -50,9 +50,9 @@ def kernels_for(parameter: Tensor, fused: bool | None) -> bool:
 
 @cache
 def _kernels() -> ModuleType:
-    from gracetune.optim import automagic_kernels
+    from gracetune.kernels import automagic
 
-    return automagic_kernels
+    return automagic
 
 
 @dataclass(eq=False)
@@ -113,10 +113,10 @@ class CudaStack(Stack):
         places, grads = self._places.of(parameters), self._gradients.of(gradients)
         dtype = parameters[0].dtype
         aligned = self._places.aligned and self._gradients.aligned
-        shapes = _Shape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
+        shapes = calls.Shape.of(self.shape, len(active), aligned=aligned and _is_even(self.shape, dtype))
         row, col = self.moments["row"], self.moments["col"]
-        calls.average_rows(grads, slots, row, bad, shapes, dtype, rule)
-        calls.average_columns(grads, slots, col, bad, shapes, dtype, rule)
+        calls.average_rows(grads, slots, row, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
+        calls.average_columns(grads, slots, col, bad, shapes, dtype, beta2=rule.beta2, eps=rule.eps)
         whole = len(active) == len(self.parameters)
         row, col = (row, col) if whole else (row[slots], col[slots])
         by_row = (row / row.mean(-1, keepdim=True)).clamp_(min=TINY).rsqrt_()
@@ -124,7 +124,12 @@ class CudaStack(Stack):
         partial = calls.square_sums(grads, by_row, by_col, shapes, dtype)
         rms = (partial.sum(-1) / self.shape.numel()).sqrt_()
         damping = rms.div_(rule.clip).clamp_(min=1.0).reciprocal_()
-        calls.move(places, grads, slots, by_row, by_col, damping, bad, self, shapes, dtype, rule)
+        grid = rule.grid
+        calls.move(
+            places, grads, slots, by_row, by_col, damping, bad, self.rates, self.signs, shapes, dtype,
+            unit=grid.unit, bump=grid.bump, lowest=grid.lowest, highest=grid.highest, bias=grid.bias,
+            min_lr=grid.limits.min_lr, max_lr=grid.limits.max_lr, weight_decay=rule.weight_decay, no_sign=NO_SIGN,
+        )  # fmt: skip
 
 
 def _plain(gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,23 +140,3 @@ def _plain(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_even(shape: torch.Size, dtype: torch.dtype) -> bool:
     """Whether all matrices of an aligned tensor are aligned."""
     return len(shape) == 2 or shape[-2] * shape[-1] * dtype.itemsize % _VECTOR == 0
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """The sizes kernels are told; `matrices` counts those of all parameters with a gradient."""
-
-    tensors: int
-    lead: int
-    rows: int
-    columns: int
-    aligned: bool
-    """Every matrix begins where a GPU can read 16 bytes at once."""
-
-    @classmethod
-    def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> _Shape:
-        return cls(tensors, shape[:-2].numel(), shape[-2], shape[-1], aligned)
-
-    @property
-    def matrices(self) -> int:
-        return self.tensors * self.lead

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import nn
 
-from gracetune.adapters.fast import onto
+from gracetune.kernels import fused_products as onto
 from gracetune.models.activation_parking import ActivationParking
 
 Shapes = Literal["one", "several"]

@@ -10,16 +10,16 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
-from gracetune.memory.planning.demand import Demand
-from gracetune.memory.planning.estimate import estimate
-from gracetune.memory.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
-from gracetune.memory.planning.processes import ONE_PROCESS, Processes
-from gracetune.memory.planning.samples import survey
-from gracetune.memory.planning.tiers import free_on_disk
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
+from gracetune.planning.demand import Demand
+from gracetune.planning.estimate import estimate
+from gracetune.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
+from gracetune.planning.processes import ONE_PROCESS, Processes
+from gracetune.planning.samples import survey
+from gracetune.planning.tiers import free_on_disk
 from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import Choices
 from gracetune.units import format_bytes

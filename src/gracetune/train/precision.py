@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
-from gracetune.memory.planning.processes import sharded_fp8_problem
 from gracetune.models.fp8 import check_fp8
+from gracetune.planning.processes import sharded_fp8_problem
 from gracetune.train.runtime import Runtime
 
 

@@ -11,9 +11,9 @@ from diffusers import UNet2DConditionModel, WanTransformer3DModel
 from torch import nn
 
 from gracetune.adapters.attach import attach, describe
+from gracetune.adapters.trainable import Target, select, trainable
 from gracetune.config.run_config import Adapter
-from gracetune.memory.planning.footprint import Block, Linear
-from gracetune.memory.planning.trainable import Target, select, trainable
+from gracetune.models.footprint import Block, Linear
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from unit.adapters.denoisers import ADAPTERS, Denoiser, TinyModel, load
 

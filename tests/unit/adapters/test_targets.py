@@ -6,12 +6,12 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.adapters import trainable
 from gracetune.adapters.attach import describe
 from gracetune.adapters.targets import ModuleInfo, Modules, names, select
 from gracetune.config.run_config import Adapter
 from gracetune.config.simpletuner.adapter import _FLUX_TARGETS
 from gracetune.errors import ConfigError
-from gracetune.memory.planning import trainable
 from gracetune.models.registry import FOOTPRINTS
 
 _NAMES = st.sampled_from(["blocks", "attn1", "attn2", "to_q", "to_k", "ffn", "net", "proj", "0", "1", "12"])

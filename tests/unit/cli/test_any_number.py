@@ -19,7 +19,7 @@ from gracetune.config import Environment, load
 from gracetune.config.explain import schema
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.hardware.recording import load_recording
-from gracetune.memory.planning.plan import plan
+from gracetune.planning.plan import plan
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
 EXTREMES = ("0", "-1", "1e300", ".nan", ".inf", str(10**30), "5e-324")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.baselines.baseline import FILE, Baseline
 from gracetune.cli.main import main
-from gracetune.telemetry.baseline import FILE, Baseline
-from unit.telemetry.made_baselines import baseline
+from unit.baselines.made_baselines import baseline
 
 
 def exit_code(*arguments: str) -> int:

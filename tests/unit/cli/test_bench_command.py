@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.cli.bench import print_rows, result_of
+from gracetune.bench.results import result_of
+from gracetune.bench.row import Row
+from gracetune.bench.step.row import ROW_KEYS
+from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.cli.main import main
 from gracetune.hardware import probe
-from gracetune.memory.trial import Row
-from gracetune.train.bench.row import ROW_KEYS
 
 ROWS = [
     Row("speed", 55.1, "GB/s", ">= 50", True, "a [detail]"),

@@ -73,9 +73,9 @@ def test_a_further_block_keeps_what_the_footprint_says(
     from diffusers import AuraFlowTransformer2DModel
     from gracetune_auraflow.footprint import CAPTION_TOKENS, CAPTION_WIDTH, FOOTPRINTS, REGISTERS
 
+    from gracetune.adapters.trainable import select, trainable
     from gracetune.config.run_config import Adapter
-    from gracetune.memory.planning.activations import Method, activations
-    from gracetune.memory.planning.trainable import select, trainable
+    from gracetune.planning.activations import Method, activations
     from unit.models.meta_memory import LoraLinear, adapt, on_meta, train_step, use_gpu_kernels
 
     use_gpu_kernels(monkeypatch)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gracetune.memory.planning.activations import STAYING
 from gracetune.models.activation_parking import ActivationParking, HostClock
+from gracetune.models.footprint import STAYING
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from gracetune.adapters.attach import attach
+from gracetune.adapters.trainable import select
 from gracetune.config.run_config import Adapter
-from gracetune.memory.planning.activations import Method, activations, casts_tensors
-from gracetune.memory.planning.footprint import Footprint
-from gracetune.memory.planning.trainable import select
+from gracetune.models.footprint import Footprint
 from gracetune.models.registry import FOOTPRINTS
+from gracetune.planning.activations import Method, activations, casts_tensors
 from unit.models import published
 from unit.models.compiled_memory import kept_by_compiler
 from unit.models.meta_memory import BF16, on_meta, train_step

@@ -16,17 +16,17 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import LoraLinear as FastLora
+from gracetune.adapters.trainable import select
 from gracetune.config.run_config import Adapter
-from gracetune.memory.planning.activations import BUDGETS, Method, Policy, activations
-from gracetune.memory.planning.adapter_paths import Computation
-from gracetune.memory.planning.footprint import Block
-from gracetune.memory.planning.trainable import select
+from gracetune.models.footprint import Block
 from gracetune.models.qwen_image.attention import PairwiseAttention
 from gracetune.models.registry import FOOTPRINTS
 from gracetune.models.wan import attention as wan_attention
 from gracetune.models.wan.attention import turn_by_pairs
+from gracetune.planning.activations import BUDGETS, Method, Policy, activations
 from gracetune.train.blocks import costly_work_known
 from unit.models.compiled_memory import FLASH, kept_by_compiler, split_by_compiler, use_flash_attention
 from unit.models.meta_memory import BF16, LoraLinear, adapt

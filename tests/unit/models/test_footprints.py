@@ -13,12 +13,12 @@ from torch import nn
 
 from gracetune.adapters import targets
 from gracetune.adapters.attach import describe
+from gracetune.adapters.trainable import select, trainable
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Adapter, Model
-from gracetune.memory.planning.activations import Method, Policy, activations
-from gracetune.memory.planning.footprint import Block, Footprint
-from gracetune.memory.planning.trainable import select, trainable
+from gracetune.models.footprint import Block, Footprint
 from gracetune.models.registry import FOOTPRINTS, footprint_of, spec_of
+from gracetune.planning.activations import Method, Policy, activations
 from unit.models import published
 from unit.models.meta_memory import (
     BF16,

@@ -14,7 +14,8 @@ from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_module
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
-from gracetune.models.fp8 import E4M3, MOST, Fp8Linear, by_rows, product
+from gracetune.kernels.e4m3 import E4M3, MOST
+from gracetune.models.fp8 import Fp8Linear, by_rows, product
 from gracetune.models.parking import CopyParking, InlineLane
 from gracetune.models.spec import Fp8Layouts
 

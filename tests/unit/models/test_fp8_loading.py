@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
 from gracetune.memory.errors import WeightFileError
-from gracetune.memory.planning.footprint import Footprint
 from gracetune.models import fp8_loading
+from gracetune.models.footprint import Footprint
 from gracetune.models.fp8 import Fp8Linear, check_fp8
 from gracetune.models.fp8_loading import fp8_line, fp8_weights, groups
 from gracetune.models.loading import load_component

@@ -6,7 +6,7 @@ import pytest
 
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.run_config import Model
-from gracetune.memory.planning.footprint import AudioLatents
+from gracetune.models.footprint import AudioLatents
 from gracetune.models.registry import FOOTPRINTS, GEOMETRIES, geometry, geometry_of
 
 

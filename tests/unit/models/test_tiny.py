@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from gracetune.config.families import FAMILIES, find_flavour, flavours
 from gracetune.errors import ConfigError
-from gracetune.memory.planning.footprint import AudioLatents
 from gracetune.models import tiny
 from gracetune.models.common.tiny_parts import Weights, clip_tokenizer, save, t5_tokenizer
+from gracetune.models.footprint import AudioLatents
 from gracetune.models.qwen_image.tiny import qwen_tokenizer
 from gracetune.models.registry import FOOTPRINTS, geometry
 from gracetune.testing import tiny_models

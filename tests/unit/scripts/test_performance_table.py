@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from gracetune.train.bench.suite import WAN14B
-from unit.train.bench.test_suite import ROW
+from gracetune.bench.step.suite import WAN14B
+from unit.bench.step.test_suite import ROW
 
 ROOT = Path(__file__).resolve().parents[3]
 

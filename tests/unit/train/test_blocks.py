@@ -16,6 +16,9 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gracetune.adapters.attach import Attached, attach
+from gracetune.bench.step.job import PRESETS, StepJob, config_of
+from gracetune.bench.step.random_data import random_data
+from gracetune.bench.step.random_model import make_model
 from gracetune.config.run_config import Adapter
 from gracetune.models.activation_parking import ActivationParking, HostClock
 from gracetune.models.attention import _bound
@@ -23,9 +26,6 @@ from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts, Placement
-from gracetune.train.bench.job import PRESETS, StepJob, config_of
-from gracetune.train.bench.random_data import random_data
-from gracetune.train.bench.random_model import make_model
 from gracetune.train.blocks import Preparation, costly_work_known, prepare_blocks
 from gracetune.train.planning import shapes_of
 

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from gracetune.bench.step.job import PRESETS, StepJob, config_of
+from gracetune.bench.step.numerics import gradient_check
+from gracetune.bench.step.random_model import RandomModel, make_model
+from gracetune.bench.step.trainer import decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.config.rules import broken_rules
 from gracetune.errors import ConfigError
 from gracetune.hardware import probe
 from gracetune.models.fp8 import Fp8Linear
-from gracetune.train.bench.job import PRESETS, StepJob, config_of
-from gracetune.train.bench.numerics import gradient_check
-from gracetune.train.bench.random_model import RandomModel, make_model
-from gracetune.train.bench.trainer import decide, trainer
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.runtime import Launch, Runtime, open_runtime
 

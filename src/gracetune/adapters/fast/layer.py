@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.adapters import lycoris, peft_lora
+from gracetune.adapters.computation import Computation, choose, reference
 from gracetune.adapters.fast.modules import (
     AdaptedLinear,
     DoraLinear,
@@ -19,7 +20,6 @@ from gracetune.adapters.fast.modules import (
 )
 from gracetune.adapters.layer import AttachedLayer, registered
 from gracetune.adapters.options import LayerOptions
-from gracetune.memory.planning.adapter_paths import Computation, choose, reference
 
 _MODULES: Mapping[str, type[AdaptedLinear]] = {
     "lora": LoraLinear,

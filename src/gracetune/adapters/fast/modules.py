@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.layer import registered
-from gracetune.memory.planning.adapter_paths import Computation
 from gracetune.models.common.sharing import SharesInput
 
 

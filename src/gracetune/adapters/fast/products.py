@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gracetune import kernels
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.delta import EPSILON
-from gracetune.adapters.fast.onto import goes_to_rank, is_thin, mixed_and_product, products
 from gracetune.kernels import pays_in_halves as pays_in_halves
-from gracetune.memory.planning.adapter_paths import Computation
+from gracetune.kernels.fused_products import goes_to_rank, is_thin, mixed_and_product, products
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -149,7 +149,7 @@ def _from_rank(narrow: Tensor, up: Tensor, bias: Tensor | None, x: Tensor, weigh
 
 def _to_rank(rows: Tensor, factor: Tensor) -> Tensor:
     if goes_to_rank(rows, factor):
-        from gracetune.adapters.fast.thin import to_rank  # only a GPU has triton
+        from gracetune.kernels.low_rank import to_rank  # only a GPU has triton
 
         return cast(Tensor, to_rank(rows, factor))
     return rows.mm(factor)
@@ -157,7 +157,7 @@ def _to_rank(rows: Tensor, factor: Tensor) -> Tensor:
 
 def _thin_product(left: Tensor, right: Tensor) -> Tensor:
     if is_thin(left):
-        from gracetune.adapters.fast.thin import thin  # only a GPU has triton
+        from gracetune.kernels.low_rank import thin  # only a GPU has triton
 
         return cast(Tensor, thin(left, right))
     return left.mm(right)
@@ -212,7 +212,7 @@ def kronecker_by_rank(x: Tensor, w1: Tensor, up: Tensor, down: Tensor, scale: Sc
 def _mixed(small: Tensor, rows: Tensor) -> Tensor:
     """small [p, q] on each of rows [n, q, k], where gradients are somebody else's: our kernel has none."""
     if kernels.pay(rows) and mixes_in_one_pass(small):
-        from gracetune.adapters.fast.mixing import mixed  # only a GPU has triton
+        from gracetune.kernels.lokr_mixing import mixed  # only a GPU has triton
 
         return cast(Tensor, mixed(small, rows))
     return torch.bmm(small.expand(rows.shape[0], *small.shape), rows)

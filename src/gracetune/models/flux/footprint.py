@@ -6,7 +6,7 @@ The kept tensors are those of diffusers' `FluxTransformerBlock` (two streams tha
 
 from __future__ import annotations
 
-from gracetune.memory.planning.footprint import (
+from gracetune.models.footprint import (
     Block,
     Codec,
     Encoder,

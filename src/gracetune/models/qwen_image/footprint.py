@@ -6,7 +6,7 @@ their own that meet in one attention. Its query and key norms are written out in
 
 from __future__ import annotations
 
-from gracetune.memory.planning.footprint import (
+from gracetune.models.footprint import (
     Block,
     Codec,
     Encoder,

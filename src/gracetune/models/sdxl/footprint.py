@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from gracetune.memory.planning.footprint import (
+from gracetune.models.footprint import (
     Block,
     Codec,
     Encoder,

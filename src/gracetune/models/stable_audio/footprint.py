@@ -5,7 +5,7 @@ The kept tensors are those of diffusers' `StableAudioDiTBlock`: self-attention, 
 
 from __future__ import annotations
 
-from gracetune.memory.planning.footprint import AudioLatents, Block, Codec, Encoder, Footprint, Kept, Linear, Text
+from gracetune.models.footprint import AudioLatents, Block, Codec, Encoder, Footprint, Kept, Linear, Text
 
 WIDTH, FFN, HEADS, LAYERS = 1536, 6_144, 24, 24
 CAPTION_WIDTH = 768

@@ -52,7 +52,7 @@ class PairwiseAttention(WanAttnProcessor):
 def _normed_turned(x: Tensor, norm: nn.RMSNorm, heads: int, angles: tuple[Tensor, Tensor] | None) -> Tensor:
     """By heads; between image and text nothing is turned."""
     if kernels.pay(x) and not norm.weight.requires_grad:
-        from gracetune.models.wan.turning import normed_turned  # only a GPU has triton
+        from gracetune.kernels.fused_rope import normed_turned  # only a GPU has triton
 
         assert norm.eps is not None, "Wan's norms have one"
         by_heads = normed_turned(x, norm.weight, norm.eps, *(angles or (None, None))).unflatten(2, (heads, -1))

@@ -24,7 +24,7 @@ class FusedBlock(WanTransformerBlock):
         if not self._fits(hidden_states, temb):
             unfused: Tensor = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
             return unfused
-        from gracetune.models.wan.norming import added_and_normed, normed  # only a GPU has triton
+        from gracetune.kernels.fused_norm import added_and_normed, normed  # only a GPU has triton
 
         # By parts first, so that each of them is contiguous: [6, batch, width].
         shift, scale, gate, c_shift, c_scale, c_gate = (

@@ -7,7 +7,7 @@ residual instead.
 
 from __future__ import annotations
 
-from gracetune.memory.planning.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Text
+from gracetune.models.footprint import Block, Codec, Encoder, Footprint, Kept, Linear, PixelLatents, Text
 
 UMT5_XXL = Encoder("text encoder (UMT5-XXL)", 5_680_910_336, working=196_608, tokens=512, draws=False)
 CLIP_VIT_H = Encoder("image encoder (CLIP ViT-H)", 630_766_080, working=65_536, tokens=257, kind="vision")

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "loha": {"kind": "loha", "rank": 4},
     "loha rebuilt": {"kind": "loha", "rank": 16},
 }
-"""Every form there is (`memory.planning.adapter_paths`)."""
+"""Every form there is (`adapters.computation`)."""
 
 
 class Block(nn.Module):

@@ -14,10 +14,10 @@ from lycoris.modules.lokr import LokrModule
 from torch import nn
 
 from gracetune.adapters.attach import attach
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.delta import EPSILON
 from gracetune.adapters.fast import products
 from gracetune.config.run_config import Adapter
-from gracetune.memory.planning.adapter_paths import Computation
 from unit.adapters.denoisers import shake
 from unit.adapters.fast.nets import CASES, WIDTH, Passes, adapt, distance, net, passes, relative
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.fast import products
 from gracetune.adapters.fast.modules import AdaptedLinear, LohaLinear, LokrLinear, LoraLinear
-from gracetune.memory.planning.adapter_paths import Computation
 from gracetune.models.common.sharing import answers
 
 WIDTH, ROWS, RANK = 48, 40, 4

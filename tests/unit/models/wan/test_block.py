@@ -143,7 +143,7 @@ def test_a_gate_gives_the_gradients_autograd_would(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_its_steps_are_those_of_the_parent(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
-    monkeypatch.setitem(sys.modules, "gracetune.models.wan.norming", plain_norming())
+    monkeypatch.setitem(sys.modules, "gracetune.kernels.fused_norm", plain_norming())
     monkeypatch.setattr(FusedBlock, "_fits", lambda *_given: True)
     block = made().requires_grad_(False)
     for layer in (block.attn1.to_q, block.attn2.to_v, block.ffn.net[2]):

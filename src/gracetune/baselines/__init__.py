@@ -1,0 +1,1 @@
+"""Baselines: capture what a short run costs, and compare two of them."""

@@ -1,0 +1,1 @@
+"""Everything `gracetune bench` measures."""

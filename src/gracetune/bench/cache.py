@@ -1,0 +1,333 @@
+"""`gracetune bench cache`: what the caches cost and what they are worth on this machine, all ratios inside one run.
+
+Writes about 3 GB of generated entries into the temporary folder and holds as much memory. The rows of a GPU are added
+where there is one; they hold less than 1 GiB of managed memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from gracetune.bench.row import Row
+from gracetune.cache.batches import BatchSource, Keys
+from gracetune.cache.encoder import EncoderId
+from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
+from gracetune.cache.resident import ResidentStore, load_resident
+from gracetune.cache.shards import pack
+from gracetune.cache.slabs import CacheRole, CacheType, Where
+from gracetune.cache.store import MAX_THREADS, DiskStore
+from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.geometry import Geometry
+from gracetune.data.index import DataIndex
+from gracetune.data.items import DatasetIndex, Item
+from gracetune.data.loader import EpochEnd, Loader
+from gracetune.data.media.probe import ImageFacts
+from gracetune.data.refs import BatchRef, Bucket
+from gracetune.data.scan import MediaFile
+from gracetune.hardware.machine import Machine
+from gracetune.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    from gracetune.cache.encoder import Entry
+
+BATCH: Final = 4
+PIECE: Final = 8 * MIB
+KEYS: Final = Keys(EncoderId("latent", "bench", ()), EncoderId("text", "bench", ()))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the experiments; tests take smaller ones."""
+
+    samples: int = 512
+    """Of an epoch."""
+    loaded: int = 10_000
+    """Entries brought into memory."""
+    known: int = 1_000_000
+    """Keys of a large cache."""
+    rounds: int = 5
+
+
+def run(machine: Machine, sizes: Sizes | None = None) -> list[Row]:
+    """Every row: reading a cache, loading it, finding in a large one, and on a GPU waiting for it."""
+    import torch
+
+    sizes = sizes or Sizes()
+    with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
+        folder = Path(name)
+        with filled(folder / "epoch", index_of(sizes.samples)) as disk:
+            rows = [*epoch_rows(disk, folder / "files", machine, sizes)]
+            if machine.gpus and torch.cuda.is_available():
+                from gracetune.bench.cache_gpu import waiting_rows
+
+                rows += waiting_rows(disk, index_of(sizes.samples), machine)
+        rows += loading_rows(folder / "loading", machine, sizes)
+        return [*rows, *million_rows(folder / "million", sizes)]
+
+
+# -- made-up samples --------------------------------------------------------------------------------------------------
+
+
+def index_of(samples: int) -> DataIndex:
+    """Pictures of one bucket that exist only in the caches."""
+    dataset = Dataset.model_validate({"id": "bench", "path": "nowhere", "cache_latents": "disk"})
+    bucket = Bucket(512, 512)
+    files = (
+        MediaFile(f"{number:06}.png", 1, f"{number:032x}", ImageFacts(512, 512, False)) for number in range(samples)
+    )
+    items = tuple(Item(file, bucket, 1, (f"a caption of {file.path}",), "own") for file in files)
+    return DataIndex(0, Geometry("image", side_multiple=16), (DatasetIndex(0, dataset, items),), (), {})
+
+
+def latent_entry(draw: torch.Generator) -> Entry:
+    """Of a picture of 512x512 in 16 channels: 128 KiB."""
+    import torch
+
+    return {"latents": torch.randn(16, 64, 64, generator=draw).to(torch.bfloat16)}
+
+
+def text_entry(draw: torch.Generator) -> Entry:
+    """Of a caption of 200 tokens: 200 KiB."""
+    import torch
+
+    return {"prompt_embeds": torch.randn(200, 512, generator=draw).to(torch.bfloat16)}
+
+
+@contextmanager
+def filled(folder: Path, index: DataIndex) -> Iterator[DiskStore]:
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    with DiskStore.open(folder, writable=True) as disk:
+        with disk.writer() as writer:
+            for ref in index.cacheable():
+                writer.add(latent_origin(ref, KEYS.latent), latent_entry(draw))
+            for text in index.captions():
+                writer.add(text_origin(text, KEYS.text), text_entry(draw))
+        yield disk
+
+
+def in_memory(
+    disk: DiskStore, visits: dict[Key, Visits], where: Where, role: CacheRole, kind: CacheType = "memory"
+) -> ResidentStore:
+    return load_resident([disk], visits, name=role, role=role, kind=kind, where=where)
+
+
+# -- an epoch ---------------------------------------------------------------------------------------------------------
+
+
+def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: Sizes) -> Iterator[Row]:
+    """Batches from the resident store against `torch.load` of the same tensors, all warm, all from the same loader.
+
+    Two files for each sample are the way SimpleTuner keeps them (latents, caption), so that has the bar; one file with
+    both is the most that files could do. Of processor time, with one thread in torch: nothing here waits, the clock
+    would tell of whatever else runs besides, and more threads would only wait for each other.
+    """
+    import torch
+
+    index, where = index_of(sizes.samples), Where(machine)
+    files = _as_files(disk, index, folder)
+    with (
+        _one_thread(),
+        in_memory(disk, latent_visits(index, KEYS.latent), where, "latent_cache") as latents,
+        in_memory(disk, text_visits(index, KEYS.text), where, "text_cache") as texts,
+        BatchSource(
+            Loader(index, batch_size=BATCH),
+            latents=latents,
+            texts=texts,
+            keys=KEYS,
+            device=torch.device("cpu"),
+            workers=1,
+        ) as source,
+    ):
+
+        def cached() -> float:
+            started = time.process_time()
+            while not isinstance(source.next(), EpochEnd):
+                pass
+            return (time.process_time() - started) / sizes.samples * 1e6
+
+        first = cached()
+        rounds = [(cached(), _from_two(files, index), _from_one(files, index)) for _ in range(sizes.rounds)]
+    least = [min(times) for times in zip(*rounds, strict=True)]
+    ours = f"{least[0]:.0f} us of processor time a sample from the cache ({first:.0f} in the first epoch)"
+    ratio, single = (median(one[column] / one[0] for one in rounds) for column in (1, 2))
+    told = f"{ours}, {least[1]:.0f} from two files; 328 KiB each, warm"
+    yield Row("epoch_over_torch_load", ratio, "ratio", ">= 5", ratio >= 5, told)
+    yield Row("epoch_over_one_file", single, "ratio", detail=f"{least[2]:.0f} us from one file with both")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class _Files:
+    latents: Path
+    text: Path
+    both: Path
+
+
+def _from_two(files: dict[str, _Files], index: DataIndex) -> float:
+    """Microseconds a sample, as all of these."""
+    import torch
+
+    def load(paths: Sequence[Path]) -> None:
+        torch.stack([torch.load(path, weights_only=True) for path in paths])
+
+    def batch(some: Sequence[_Files]) -> None:
+        load([one.latents for one in some])
+        load([one.text for one in some])
+
+    return _from_files(files, index, batch)
+
+
+def _from_one(files: dict[str, _Files], index: DataIndex) -> float:
+    import torch
+
+    def batch(some: Sequence[_Files]) -> None:
+        entries = [torch.load(one.both, weights_only=True) for one in some]
+        for name in entries[0]:
+            torch.stack([entry[name] for entry in entries])
+
+    return _from_files(files, index, batch)
+
+
+def _from_files(files: dict[str, _Files], index: DataIndex, batch: Callable[[Sequence[_Files]], None]) -> float:
+    loader = Loader(index, batch_size=BATCH, epochs=1)
+    started = time.process_time()
+    while isinstance(ref := loader.next_batch(), BatchRef):
+        batch([files[sample.path] for sample in ref.samples])
+    return (time.process_time() - started) / len(files) * 1e6
+
+
+def _as_files(disk: DiskStore, index: DataIndex, folder: Path) -> dict[str, _Files]:
+    """By the sample's path."""
+    import torch
+
+    folder.mkdir()
+    files = {}
+    for ref, item in zip(index.cacheable(), index.datasets[0].items, strict=True):
+        one = _Files(*(folder / f"{ref.path}.{part}.pt" for part in ("latents", "text", "both")))
+        latents = disk.read(KEYS.of_latent(ref))["latents"].clone()
+        text = disk.read(text_key(item.captions[0], KEYS.text))["prompt_embeds"].clone()
+        for path, content in ((one.latents, latents), (one.text, text), (one.both, {"latents": latents, "text": text})):
+            torch.save(content, path)
+        files[ref.path] = one
+    return files
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def loading_rows(folder: Path, machine: Machine, sizes: Sizes) -> Iterator[Row]:
+    """Entries into the resident store, every one checked, against plain reads of the same files by as many threads."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    entry = latent_entry(draw)
+    with DiskStore.open(folder, writable=True) as disk:
+        with disk.writer() as writer:
+            for number in range(sizes.loaded):
+                entry["latents"][0, 0, :32] = torch.randn(32, generator=draw)
+                writer.add(Origin("latent", f"{number:032x}", ()), entry)
+        visits = dict.fromkeys(disk.keys(), Visits(1.0))
+        files = sorted(disk.shards_folder.iterdir())
+        size = sum(path.stat().st_size for path in files)
+        threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        # In turns, and the best of each: what else runs on the machine slows both down alike.
+        rounds = range(3 * sizes.rounds)
+        times = [(_plain_reads(files, threads), _loading(disk, visits, Where(machine))) for _ in rounds]
+    plain, loaded = (min(some) for some in zip(*times, strict=True))
+    told = (
+        f"{sizes.loaded:,} entries, {size / 1e9:.2f} GB: {size / loaded / 1e9:.2f} GB/s loaded and checked, "
+        f"{size / plain / 1e9:.2f} GB/s read; {threads} threads, warm files"
+    )
+    yield Row("loading_over_reads", plain / loaded, "ratio", ">= 0.7", plain / loaded >= 0.7, told)
+
+
+def _loading(disk: DiskStore, visits: dict[Key, Visits], where: Where) -> float:
+    started = time.perf_counter()
+    with in_memory(disk, visits, where, "latent_cache") as store:
+        taken = time.perf_counter() - started
+        if store.report.entries != len(visits):
+            raise ValueError(f"{store.report.entries} of {len(visits)} entries: {store.report.lines()}")
+    return taken
+
+
+def _plain_reads(files: Sequence[Path], threads: int) -> float:
+    sizes = [path.stat().st_size for path in files]
+    begins = np.concatenate([[0], np.cumsum(sizes)]).tolist()
+    jobs = [
+        (path, offset, begin + offset, min(PIECE, size - offset))
+        for path, size, begin in zip(files, sizes, begins, strict=False)
+        for offset in range(0, size, PIECE)
+    ]
+    started = time.perf_counter()
+    memory = np.empty(begins[-1], np.uint8)
+
+    def read(job: tuple[Path, int, int, int]) -> None:
+        path, offset, begin, size = job
+        with path.open("rb", buffering=0) as file:
+            if os.preadv(file.fileno(), [memory[begin : begin + size].data], offset) != size:
+                raise ValueError(f"a short read of {path}")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(read, jobs))
+    return time.perf_counter() - started
+
+
+# -- a large cache ----------------------------------------------------------------------------------------------------
+
+
+def million_rows(folder: Path, sizes: Sizes) -> Iterator[Row]:
+    """Opening, finding and planning must not grow with the cache to more than a moment."""
+    import torch
+
+    first_origin = Origin("latent", "", ())
+    one = pack(first_origin.key, first_origin, {"latents": torch.zeros(8, dtype=torch.bfloat16)})
+    with DiskStore.open(folder, writable=True) as disk:
+        each = min(20_000, sizes.known)
+        for first in range(0, sizes.known, each):
+            origins = (Origin("latent", f"{number:032x}", ()) for number in range(first, first + each))
+            disk.add_shard([replace(one, key=origin.key, origin=origin) for origin in origins])
+        disk.save_index()
+    started = time.perf_counter()
+    with DiskStore.open(folder, writable=False) as disk:
+        opened = time.perf_counter() - started
+        keys = disk.keys()
+        probes = keys[:: max(1, len(keys) // 1000)]
+        started = time.perf_counter()
+        found = sum(key in disk for key in probes)
+        single = 1e6 * (time.perf_counter() - started) / len(probes)
+        started = time.perf_counter()
+        present = len(disk.find(keys).present)
+        together = time.perf_counter() - started
+    if found != len(probes) or present != sizes.known:
+        raise ValueError(f"{found} of {len(probes)} and {present} of {sizes.known} keys found")
+    told = f"{sizes.known:,} entries"
+    yield Row("large_cache_open", opened, "s", "<= 2", opened <= 2, told)
+    yield Row("large_cache_find_one", single, "us", "<= 200", single <= 200, told)
+    yield Row("large_cache_find_all", together, "s", "<= 10", together <= 10, told)

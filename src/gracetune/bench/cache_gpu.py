@@ -1,0 +1,151 @@
+"""How long a step on a GPU waits for cached batches: with look-ahead and without, from pinned and managed slabs.
+
+`wait_*` is taken from the GPU's clock, between the step's asking for a batch and its having it. `loss_*` is the whole
+loop against the same steps alone: it also counts what the host's own work and the copies cost the step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import repeat
+from statistics import median
+from typing import TYPE_CHECKING, Final
+
+from gracetune.bench.cache import KEYS
+from gracetune.bench.row import Row
+from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.resident import ResidentStore, load_resident
+from gracetune.cache.slabs import CacheRole, Residence, Where
+from gracetune.cache.store import DiskStore
+from gracetune.cache.visits import latent_visits, text_visits
+from gracetune.data.index import DataIndex
+from gracetune.data.loader import Loader
+from gracetune.hardware.machine import Machine
+from gracetune.memory.managed import ManagedHeap
+from gracetune.memory.native import Unavailable, load
+from gracetune.memory.placement import place
+from gracetune.memory.transport import matmul_step
+from gracetune.memory.trial import synchronize, timed_ms, torch_device
+from gracetune.units import GIB, MIB
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEP_MS: Final = 30.0
+SIDE: Final = 8192
+"""Of the step's matrices: a few dozen products are a step, as in a large model. Where the host needs as long to start a
+step as the GPU to carry it out, all that is measured is the host."""
+BATCH: Final = 64
+"""Samples of 328 KiB: 20.5 MiB, as much as a batch of video latents."""
+STEPS: Final = 16
+ROUNDS: Final = 4
+WARM_UP: Final = 8
+LOG_EVERY: Final = 8
+"""A training loop reads its loss now and then, and the host waits for the GPU."""
+
+_PINNED: Final = Residence("pinned_host", "measured here")
+_MANAGED: Final = Residence("managed_host", "measured here")
+
+
+def waiting_rows(disk: DiskStore, index: DataIndex, machine: Machine, device: int = 0) -> Iterator[Row]:
+    step = matmul_step(STEP_MS, device, SIDE)
+    yield from _both_ways("pinned", disk, index, Where(machine, device), _PINNED, step)
+    uvm = load()
+    if isinstance(uvm, Unavailable):
+        yield Row("wait_managed", 0.0, "", detail=f"not measured: managed memory is {uvm}")
+        return
+    uvm.set_managed_cap(4 * GIB)
+    heap = ManagedHeap(uvm, device, lambda: synchronize(device))
+    yield from _both_ways("managed", disk, index, Where(machine, device, heap), _MANAGED, step)
+
+
+def _both_ways(
+    name: str, disk: DiskStore, index: DataIndex, where: Where, residence: Residence, step: Callable[[], None]
+) -> Iterator[Row]:
+    with (
+        _loaded(disk, index, "latent_cache", where, residence) as latents,
+        _loaded(disk, index, "text_cache", where, residence) as texts,
+    ):
+        if latents.report.residence.place != residence.place:
+            yield Row(f"wait_{name}", 0.0, "", detail="not measured: " + "; ".join(latents.report.lines()))
+            return
+        ahead, behind = (_waited(index, latents, texts, where, step, depth) for depth in (2, 0))
+    # Where managed memory is not what caches are kept in, its loss is shown and nothing more.
+    chosen = place("latent_cache", where.profile).place == residence.place
+    yield Row(f"wait_{name}", ahead.share, "% of a step", "< 1", ahead.share < 1, ahead.told)
+    yield Row(f"wait_{name}_no_look_ahead", behind.share, "% of a step", detail=behind.told)
+    ok = ahead.loss < 1 if chosen else None
+    yield Row(f"loss_{name}", ahead.loss, "% of a step", "< 1" if chosen else "", ok, ahead.loop)
+    yield Row(f"loss_{name}_no_look_ahead", behind.loss, "% of a step", detail=behind.loop)
+
+
+def _loaded(disk: DiskStore, index: DataIndex, role: CacheRole, where: Where, residence: Residence) -> ResidentStore:
+    visits = latent_visits(index, KEYS.latent) if role == "latent_cache" else text_visits(index, KEYS.text)
+    return load_resident([disk], visits, name=role, role=role, kind="unified_memory", where=where, residence=residence)
+
+
+@dataclass(frozen=True)
+class _Waited:
+    share: float
+    """Percent of the loop's time."""
+    loss: float
+    """Percent by which the loop is longer than its steps alone."""
+    told: str
+    loop: str
+
+
+def _waited(
+    index: DataIndex, latents: ResidentStore, texts: ResidentStore, where: Where, step: Callable[[], None], depth: int
+) -> _Waited:
+    """Rounds of the loop and of the steps alone in turns: a GPU's clock drifts by more than what is measured here."""
+    assert where.device is not None
+    device = where.device
+    loader = Loader(index, batch_size=BATCH)
+    with BatchSource(
+        loader, latents=latents, texts=texts, keys=KEYS, device=torch_device(device), depth=depth
+    ) as source:
+        batches = _batches(source)
+        same = {name: tensor.clone() for name, tensor in next(batches).items()}
+        _loop(batches, step, WARM_UP, device)
+        loops, alone = [], []
+        synchronize(device)
+        began = time.perf_counter()
+        step()
+        started = 1000 * (time.perf_counter() - began)
+        before = source.stats
+        for number in range(ROUNDS):
+            for kind in ("loop", "alone") if number % 2 else ("alone", "loop"):
+                if kind == "loop":
+                    loops.append(timed_ms(lambda: _loop(batches, step, STEPS, device), device) / STEPS)
+                else:
+                    alone.append(timed_ms(lambda: _loop(repeat(same), step, STEPS, device), device) / STEPS)
+        after = source.stats
+    share = 100 * (after.wait_ms - before.wait_ms) / (STEPS * sum(loops))
+    loss = 100 * (median(one / other for one, other in zip(loops, alone, strict=True)) - 1)
+    size = sum(tensor.nbytes for tensor in same.values())
+    told = f"batches of {size / MIB:.1f} MiB; host {(after.host_ms - before.host_ms) / STEPS / ROUNDS:.2f} ms a batch"
+    return _Waited(
+        share,
+        loss,
+        told,
+        f"loop {median(loops):.2f} ms a step, {median(alone):.2f} the steps alone, {ROUNDS} rounds in turns; "
+        f"starting a step takes the host {started:.2f} ms",
+    )
+
+
+def _batches(source: BatchSource) -> Iterator[Mapping[str, Tensor]]:
+    while True:
+        outcome = source.next()
+        if isinstance(outcome, Batch):
+            yield outcome.tensors
+
+
+def _loop(batches: Iterator[Mapping[str, Tensor]], step: Callable[[], None], count: int, device: int) -> None:
+    for number in range(count):
+        for tensor in next(batches).values():
+            tensor.view(-1)[:1].add_(1)  # the step uses its data, so it cannot start before that is there
+        step()
+        if number % LOG_EVERY == LOG_EVERY - 1:
+            synchronize(device)

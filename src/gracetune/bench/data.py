@@ -1,0 +1,219 @@
+"""`gracetune bench data`: what staging costs and what it is worth on this machine, all ratios inside one run.
+
+Writes about half a GiB of generated files into the temporary folder and holds as much memory. Nothing needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import IO, Final
+
+import xxhash
+
+from gracetune.bench.row import Row
+from gracetune.data.backend import Backend
+from gracetune.data.backends import GH200InMemoryBackend, attach_backend, from_json, to_json
+from gracetune.data.backends.stager import threads_for
+from gracetune.errors import MachineError
+from gracetune.hardware.machine import Machine
+from gracetune.units import MIB, format_bytes
+
+FILES: Final = 64
+FILE_BYTES: Final = 4 * MIB
+ROUNDS: Final = 5
+WORKERS: Final = 4
+
+
+def run(machine: Machine) -> list[Row]:
+    """Every row: what staging costs first, then what it is worth."""
+    from gracetune.bench.loader import loader_rows  # brings the decoders, which the worker processes do not need
+
+    with tempfile.TemporaryDirectory(prefix="gracetune-bench-") as name:
+        raw, shrinking = Path(name, "raw"), Path(name, "shrinking")
+        _make(raw, lambda number: os.urandom(FILE_BYTES))
+        _make(shrinking, _compressible)
+        rows = [raw_staging_row(raw, machine), *lz4_staging_rows(shrinking, machine), shared_memory_row(raw, machine)]
+        return [*rows, *loader_rows(Path(name, "pictures"), machine)]
+
+
+def _make(folder: Path, content: Callable[[int], bytes]) -> None:
+    """Pictures with captions, as a dataset has them. On disk for good, so that a cache can be dropped."""
+    folder.mkdir()
+    for number in range(FILES):
+        for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated picture")):
+            with (folder / name).open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _compressible(number: int) -> bytes:
+    """Half noise, half smooth: uncompressed pictures and sounds shrink to something like that."""
+    piece = 64 * 1024
+    smooth = bytes((number + position // 512) % 256 for position in range(piece))
+    return b"".join(os.urandom(piece) + smooth for _ in range(FILE_BYTES // (2 * piece)))
+
+
+def raw_staging_row(folder: Path, machine: Machine) -> Row:
+    """Staging against reading the same warm files into memory with as many threads."""
+    threads = threads_for(machine, None)
+    # In turns, and the best of each: what else runs on the machine slows both down alike.
+    times = [(in_new_process(f"reads {threads}", folder, machine), in_new_process("stage none", folder, machine))
+             for _ in range(ROUNDS)]  # fmt: skip
+    plain, staged = min(one for one, _ in times), min(two for _, two in times)
+    size = _bytes_in(folder)
+    detail = f"{size / staged / 1e9:.2f} GB/s staged, {size / plain / 1e9:.2f} GB/s read; {threads} threads, warm files"
+    return Row("staging_raw_over_reads", plain / staged, "ratio", ">= 0.8", plain / staged >= 0.8, detail)
+
+
+def lz4_staging_rows(folder: Path, machine: Machine) -> Iterator[Row]:
+    """How fast lz4 staging takes files in, against how fast the disk gives them out when nothing is cached."""
+    threads = threads_for(machine, None)
+    size = _bytes_in(folder)
+    with GH200InMemoryBackend(folder, compression="lz4", machine=machine) as backend:
+        yield Row("lz4_stored_over_size", backend.stored / size, "ratio", detail="of files that are half noise")
+    staged = min(in_new_process("stage lz4", folder, machine) for _ in range(ROUNDS))
+    filesystem = _filesystem(folder)
+    if filesystem == "tmpfs":
+        told = f"{folder} is in memory, so there is no disk to compare with; set TMPDIR to a folder on a disk"
+        yield Row("staging_lz4_over_disk", size / staged / 1e9, "GB/s", detail=told)
+        return
+    cold = median(in_new_process(f"cold-reads {threads}", folder, machine) for _ in range(ROUNDS))
+    told = f"{size / staged / 1e9:.2f} GB/s staged, {size / cold / 1e9:.2f} GB/s from disk ({filesystem})"
+    yield Row("staging_lz4_over_disk", cold / staged, "ratio", ">= 1", cold / staged >= 1, told)
+
+
+def shared_memory_row(folder: Path, machine: Machine) -> Row:
+    """What worker processes that read every staged file add to the memory in use. Their interpreters do not count."""
+    with GH200InMemoryBackend(folder, machine=machine) as backend, ExitStack() as stack:
+        touch(backend)
+        workers = [stack.enter_context(_worker()) for _ in range(WORKERS)]
+        for worker in workers:
+            _hear(worker, "ready")
+        everyone = [os.getpid(), *(worker.pid for worker in workers)]
+        before = sum(map(proportional_set_size, everyone))
+        for worker in workers:
+            _tell(worker, to_json(backend.handle()))
+        for worker in workers:
+            _hear(worker, "read")
+        added = sum(map(proportional_set_size, everyone)) - before
+        share = added / backend.stored
+        told = f"{WORKERS} workers that read all of {format_bytes(backend.stored)} add {format_bytes(added)} (PSS)"
+    return Row("workers_add", share, "of staged data", "< 0.10", share < 0.10, told)
+
+
+def in_new_process(task: str, folder: Path, machine: Machine) -> float:
+    """Seconds a task takes in a process that has no memory yet.
+
+    A process that has read the files once before reads them into memory it already has, which no first run does.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "from gracetune.bench.data import measure; measure()", task, str(folder)],
+        input=machine.model_dump_json(), stdout=subprocess.PIPE, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise MachineError(f"bench data: the process for `{task}` failed: its messages are above")
+    return float(done.stdout)
+
+
+def measure() -> None:
+    """What such a process does. Getting ready and giving the memory back are left out of the time."""
+    (task, option), folder = sys.argv[1].split(), Path(sys.argv[2])
+    machine = Machine.model_validate_json(sys.stdin.read())
+    if task == "cold-reads":
+        _forget_pages(folder)
+    start = time.perf_counter()
+    if task == "stage":
+        kept: object = GH200InMemoryBackend(folder, compression=option, machine=machine)
+    else:
+        with ThreadPoolExecutor(int(option)) as pool:  # what anybody would write
+            kept = list(pool.map(Path.read_bytes, sorted(folder.iterdir())))
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"{seconds}\n")
+    del kept
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _forget_pages(folder: Path) -> None:
+    """Drop the folder's files from the page cache."""
+    for file in folder.iterdir():
+        with file.open("rb") as stream:
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _filesystem(folder: Path) -> str:
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mount, _, kind = line.partition(" - ")
+        if mount.split()[2] == number:
+            return kind.split()[0]
+    return "unknown"
+
+
+def proportional_set_size(pid: int) -> int:
+    """Bytes of memory a process uses, shared pages divided among those that share them."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise MachineError(f"the kernel does not tell the PSS of process {pid}")
+
+
+def touch(backend: Backend) -> None:
+    """Read every byte where it lies."""
+    for path in backend.list():
+        xxhash.xxh3_64_intdigest(backend.read(path))
+
+
+@contextmanager
+def _worker() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", "from gracetune.bench.data import work; work()"]
+    worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield worker
+    finally:
+        _pipe(worker.stdin).close()  # its sign to end
+        worker.wait(timeout=60)
+        _pipe(worker.stdout).close()
+
+
+def work() -> None:
+    """What a worker process does: attach to the handle it is told, read everything, stay until its input ends."""
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    backend = attach_backend(from_json(sys.stdin.readline()))
+    touch(backend)
+    sys.stdout.write("read\n")
+    sys.stdout.flush()
+    sys.stdin.read()
+    backend.close()
+
+
+def _tell(worker: subprocess.Popen[str], line: str) -> None:
+    pipe = _pipe(worker.stdin)
+    pipe.write(line + "\n")
+    pipe.flush()
+
+
+def _hear(worker: subprocess.Popen[str], expected: str) -> None:
+    found = _pipe(worker.stdout).readline().strip()
+    if found != expected:
+        raise MachineError(f"a worker process said {found!r} instead of {expected!r}: its messages are above")
+
+
+def _pipe(pipe: IO[str] | None) -> IO[str]:
+    if pipe is None:
+        raise ValueError("a worker without pipes")
+    return pipe

@@ -1,0 +1,158 @@
+"""`gracetune bench memory`: what the unified-memory layer is worth on this GPU, all ratios inside one run.
+
+Holds at most 2 GiB of managed memory, and never more than the GPU has free. A full GPU is simulated by PyTorch's memory
+fraction; real oversubscription is never tried here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+from gracetune.bench.overflow import overhead_rows, spill_rows
+from gracetune.bench.row import Row
+from gracetune.errors import MachineError
+from gracetune.hardware.machine import Machine
+from gracetune.memory.lookahead import LookAhead, RingMover
+from gracetune.memory.managed import ManagedHeap
+from gracetune.memory.native import HOST, Advice, Unavailable, load
+from gracetune.memory.transport import LinkSpeeds, TransportChoice, choose_transport, matmul_step, measure_link
+from gracetune.memory.trial import synchronize, timed_ms, torch_device
+from gracetune.units import GIB, MIB
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch: TypeAlias = Mapping[str, torch.Tensor]
+
+LINK_BYTES: Final = 1 * GIB
+BATCH_BYTES: Final = 128 * MIB
+BATCHES: Final = 8
+ROUNDS: Final = 8
+
+
+def run(machine: Machine, device: int = 0) -> list[Row]:
+    """Every row, in the order in which the layer is explained."""
+    uvm = load()
+    if isinstance(uvm, Unavailable):
+        raise MachineError(f"bench memory needs unified memory, which is {uvm}")
+    uvm.set_managed_cap(4 * GIB)
+    heap = ManagedHeap(uvm, device, lambda: synchronize(device))
+    speeds = measure_link(device, heap, LINK_BYTES).speeds
+    choice = choose_transport(machine.profile.value, speeds)
+    rows = [*_link_rows(choice, speeds), *_look_ahead_rows(heap, choice, speeds)]
+    return [*rows, *spill_rows(machine, device), *overhead_rows(machine, device)]
+
+
+def _link_rows(choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
+    managed = speeds.managed
+    assert managed is not None, "measured with a heap"
+    for name, way in (
+        ("pinned_copy", speeds.pinned_copy),
+        ("managed_gather", managed.gather),
+        ("managed_prefetch", managed.prefetch),
+    ):
+        yield Row(f"{name}_h2d", way.rate, "GB/s", detail=f"{way.hidden:.0%} hidden behind a step of the same length")
+    yield Row("pinned_copy_d2h", speeds.pinned_copy_to_host, "GB/s")
+    yield Row("managed_prefetch_d2h", managed.prefetch_to_host, "GB/s")
+    ratio = managed.prefetch.rate / speeds.pinned_copy.rate
+    yield Row("prefetch_over_pinned", ratio, "ratio", ">= 0.85", ratio >= 0.85)
+    yield Row("transport", 0.0, "", detail=f"{choice.transport}: {choice.reason}")
+
+
+def _look_ahead_rows(heap: ManagedHeap, choice: TransportChoice, speeds: LinkSpeeds) -> Iterator[Row]:
+    """The look-ahead as a training loop uses it, over cached batches, by the transport chosen for this machine."""
+    import torch
+
+    host = torch.randint(0, 255, (BATCHES, BATCH_BYTES), dtype=torch.uint8)
+    with heap.empty((BATCHES, BATCH_BYTES), torch.uint8, "host") as slab:
+        slab.cpu().copy_(host)
+        gather = choice.transport == "managed_gather"
+        rows = list(slab.cuda()) if gather else list(host.pin_memory())
+        sources = rows * ROUNDS  # one transfer per epoch has no step before it to hide behind
+        way = speeds.managed.gather if gather and speeds.managed else speeds.pinned_copy
+        yield _hidden(way.rate, sources, heap.device)
+        del rows, sources
+    faults = _fault_rate(heap)
+    yield Row("page_faults_h2d", faults, "GB/s", detail="the GPU reads managed pages nobody mapped or prefetched")
+    yield Row("look_ahead_over_faults", way.rate / faults, "ratio", ">= 4", way.rate / faults >= 4)
+
+
+def _hidden(rate: float, sources: list[torch.Tensor], device: int) -> Row:
+    """Time beside a step of the same length. The loop without look-ahead copies on the step's own stream."""
+    transfer = BATCH_BYTES / rate / 1e6
+    products = _as_long_as(transfer, len(sources), device)
+
+    def step(batch: Batch) -> None:
+        for tensor in batch.values():
+            tensor[:1].add_(1)  # the step uses its data, so it cannot start before that is there
+        products()
+
+    batches: list[Batch] = [{"latents": source} for source in sources]
+    mover = RingMover(torch_device(device))
+
+    def ahead() -> None:
+        for batch in LookAhead(batches, mover, depth=2, most=2):
+            step(batch)
+
+    def behind() -> None:
+        for source in sources:
+            step({"latents": source.to(torch_device(device), non_blocking=True, copy=True)})
+
+    def alone() -> None:
+        for _ in sources:
+            step({})
+
+    ahead()
+    each = {work.__name__: median(timed_ms(work, device) for _ in range(5)) for work in (alone, ahead, behind)}
+    per_step = {name: total / len(sources) for name, total in each.items()}
+    hidden = 1 - (per_step["ahead"] - per_step["alone"]) / transfer
+    told = (
+        f"transfer {transfer:.2f} ms, step {per_step['alone']:.2f} ms; both with look-ahead {per_step['ahead']:.2f}, "
+        f"without {per_step['behind']:.2f}"
+    )
+    return Row("hidden_by_look_ahead", hidden, "of transfer", ">= 0.90", hidden >= 0.90, told)
+
+
+def _as_long_as(milliseconds: float, steps: int, device: int) -> Callable[[], None]:
+    """A step of that length within a loop: one alone runs at another clock than many in a row."""
+    asked = milliseconds
+    for _ in range(4):
+        step = matmul_step(asked, device)
+
+        def loop(step: Callable[[], None] = step) -> None:
+            for _ in range(steps):
+                step()
+
+        taken = timed_ms(loop, device) / steps
+        if 1.0 <= taken / milliseconds <= 1.03:
+            break
+        asked *= milliseconds / taken * 1.01
+    return step
+
+
+def _fault_rate(heap: ManagedHeap) -> float:
+    """Pages touched last by the CPU, no hint of any kind: the GPU faults for every one of them."""
+    import torch
+
+    size = 512 * MIB
+    with heap.empty((size,), torch.uint8, "host") as buffer:
+        heap.uvm.advise(buffer.span, Advice.UNSET_ACCESSED_BY, heap.device)
+        heap.uvm.advise(buffer.span, Advice.UNSET_PREFERRED_LOCATION, HOST)
+        target = torch.empty(size // 8, dtype=torch.int64, device=f"cuda:{heap.device}")
+        words = buffer.cuda().view(torch.int64)
+        stream = torch.cuda.current_stream(heap.device).cuda_stream
+        seconds = []
+        for value in range(4):
+            # To the GPU and back by the CPU's own writes: that takes the GPU's mapping away, as first touch does.
+            buffer.prefetch("device", stream)
+            synchronize(heap.device)
+            buffer.cpu().fill_(value)
+            start = time.perf_counter()
+            torch.bitwise_xor(words, 1, out=target)
+            synchronize(heap.device)
+            seconds.append(time.perf_counter() - start)
+        del words
+    return size / median(seconds[1:]) / 1e9

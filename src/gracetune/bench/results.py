@@ -1,0 +1,59 @@
+"""The result of a bench as JSON: its rows, and everything needed to compare it with another one later."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from gracetune import __version__
+from gracetune.hardware import Machine
+
+RESULT_FORMAT: Final = 1
+
+
+def result_of(name: str, rows: Sequence[Any], machine: Machine) -> dict[str, Any]:
+    """`rows` are dataclasses."""
+    return {
+        "format": RESULT_FORMAT,
+        "bench": name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "git_commit": git_commit(),
+        "gpu": machine.gpus[0].name if machine.gpus else None,
+        "profile": machine.profile.value,
+        "versions": {"gracetune": __version__, **machine.software.model_dump(mode="json")},
+        "machine": machine.model_dump(mode="json"),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def command_line() -> str:
+    """As it can be typed again in a checkout; the scripts of `benchmarks` write results of this form too."""
+    script = Path(sys.argv[0])
+    begin = f"python benchmarks/{script.name}" if script.parent.name == "benchmarks" else "gracetune"
+    return " ".join([begin, *sys.argv[1:]])
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def git_commit() -> str | None:
+    """The commit of this checkout, marked if files differ from it; unknown outside one."""
+    folder = Path(__file__).parent
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

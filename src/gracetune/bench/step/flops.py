@@ -1,0 +1,89 @@
+"""How much arithmetic a step is, counted on the model's own code without computing anything (the meta device).
+
+Model FLOPs: every product of the forward pass, and every product that carries a gradient back to an input (dX; the
+frozen weights have no gradient). Attention's backward pass is twice its forward. What an adapter adds, what is computed
+again and what a fused attention kernel repeats inside itself are not in it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from gracetune.bench.step.job import StepJob
+from gracetune.bench.step.random_data import random_batch
+from gracetune.bench.step.random_model import RandomModel
+from gracetune.planning.activations import Policy
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """rows x inputs @ inputs x outputs."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.rows * self.inputs * self.outputs
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.inputs} x {self.outputs}"
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    forward: int
+    backward: int
+    main: Gemm
+    """The shape most of the adapted layers' work has."""
+
+    @property
+    def model(self) -> int:
+        return self.forward + self.backward
+
+    def hardware(self, policy: Policy, share: float | None) -> int | None:
+        """With what is computed again; `share` is that of the forward pass the compiler repeats, None if unknown."""
+        if policy in ("off", "full"):
+            return self.model + (self.forward if policy == "full" else 0)
+        return None if share is None else self.model + int(share * self.forward)
+
+
+def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops:
+    """`targets` are the adapted layers: from there on gradients flow."""
+    denoiser = model.spec.build_denoiser(model.source, model.expert)
+    shapes: Counter[Gemm] = Counter()
+    trained = torch.zeros((), device="meta", requires_grad=True)
+    for path in targets:
+        denoiser.get_submodule(path).register_forward_hook(_with_something_trained(trained, shapes))
+    batch = {name: tensor.float() for name, tensor in random_batch(job, model, "meta").items()}
+    noisy = torch.empty_like(batch["latents"])
+    level = torch.empty(job.batch, device="meta")
+    with sdpa_kernel(SDPBackend.MATH):
+        forward = FlopCounterMode(display=False)
+        with forward:
+            answer = model.spec.predict(denoiser, noisy, level, batch, model.facts)
+        backward = FlopCounterMode(display=False)
+        with backward:
+            answer.sum().backward()
+    main = max(shapes, key=lambda shape: shape.flops * shapes[shape])
+    return StepFlops(forward.get_total_flops(), backward.get_total_flops(), main)
+
+
+def _with_something_trained(trained: Tensor, shapes: Counter[Gemm]):  # type: ignore[no-untyped-def]
+    """Adds a trained number to a layer's output: its gradient costs no product, and asks for the layer's dX."""
+
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        width = inputs[0].shape[-1]
+        if isinstance(layer, nn.Linear):
+            shapes[Gemm(inputs[0].numel() // width, width, output.shape[-1])] += 1
+        return output + trained
+
+    return hook

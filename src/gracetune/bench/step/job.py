@@ -1,0 +1,234 @@
+"""What is measured: one model, one adapter, one shape. Plain data, and the config a user would write for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+from gracetune.config.run_config import RunConfig
+from gracetune.config.spelling import nearest
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.footprint import Footprint, PixelLatents, Shape
+from gracetune.models.registry import FOOTPRINTS, geometry
+
+AdapterKind = Literal["lora", "lokr", "loha", "dora"]
+Precision = Literal["bf16", "fp8"]
+Checkpointing = Literal["off", "auto", "full"]
+OptimizerName = Literal["adamw", "automagic"]
+Scale = Literal["published", "small", "tiny"]
+"""`published` sizes; `small`: the same classes, narrower and with few blocks, for numerics; `tiny`: for tests."""
+
+RANK: Final = 16
+FACTOR: Final = 16
+FEWEST_SAMPLES: Final = 20
+WARM_UP: Final = 3
+DATASET: Final = "random"
+_SMOKE_SIDE: Final = 64
+_SMOKE_FRAMES: Final = 5
+
+Entries = Mapping[str, tuple[int, ...]]
+"""Name -> shape of one sample's tensors; names as in `cache.encoder`."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One bench: which weights are meant, and what a denoiser with such a configuration reads beside its latents."""
+
+    name: str
+    family: str
+    flavour: str
+    texts: Callable[[Mapping[str, Any], int], Entries]
+    """From the denoiser's configuration and the number of caption tokens."""
+    small: Mapping[str, Any]
+    """Of its configuration, what the small model has otherwise."""
+    beside: Entries = field(default_factory=dict)
+    """Further tensors of a latent entry."""
+    resolution: int = 1024
+
+    @property
+    def footprint(self) -> Footprint:
+        return next(one for one in FOOTPRINTS[self.family] if one.flavour == self.flavour)
+
+    @property
+    def latents(self) -> PixelLatents:
+        latents = self.footprint.latents
+        assert isinstance(latents, PixelLatents), "no bench is about sound"
+        return latents
+
+    def latent_shape(self, shape: Shape) -> tuple[int, ...]:
+        latents = self.latents
+        sides = (shape.height // latents.spatial, shape.width // latents.spatial)
+        planes = (latents.planes(shape),) if latents.temporal > 1 else ()
+        return (latents.channels, *planes, *sides)
+
+
+def _pooled(config: Mapping[str, Any]) -> int:
+    """SDXL reads the pooled caption and six sizes in one vector."""
+    return int(config["projection_class_embeddings_input_dim"] - 6 * config["addition_time_embed_dim"])
+
+
+PRESETS: Final[Mapping[str, Preset]] = MappingProxyType(
+    {
+        preset.name: preset
+        for preset in (
+            Preset(
+                "wan14b", "wan", "t2v-14b-2.2",
+                texts=lambda config, tokens: {"prompt_embeds": (tokens, config["text_dim"])},
+                small={"num_layers": 2, "num_attention_heads": 4, "ffn_dim": 1536},
+            ),
+            Preset(
+                "qwen", "qwen_image", "t2i",
+                texts=lambda config, tokens: {"prompt_embeds": (tokens, config["joint_attention_dim"])},
+                small={"num_layers": 2, "num_attention_heads": 4},
+            ),
+            Preset(
+                "flux", "flux", "dev",
+                texts=lambda config, tokens: {
+                    "prompt_embeds": (tokens, config["joint_attention_dim"]),
+                    "pooled_prompt_embeds": (config["pooled_projection_dim"],),
+                },
+                small={"num_layers": 1, "num_single_layers": 2, "num_attention_heads": 4},
+            ),
+            Preset(
+                "sdxl", "sdxl", "base-1.0",
+                texts=lambda config, tokens: {
+                    "prompt_embeds": (tokens, config["cross_attention_dim"]),
+                    "pooled_prompt_embeds": (_pooled(config),),
+                },
+                small={
+                    "block_out_channels": (64, 128, 256), "attention_head_dim": (1, 2, 4),
+                    "transformer_layers_per_block": (1, 1, 2),
+                },
+                beside={"time_ids": (6,)},
+            ),
+        )
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """One row, before it is measured."""
+
+    bench: str
+    adapter: AdapterKind = "lora"
+    precision: Precision = "bf16"
+    batch: int = 1
+    width: int = 1024
+    height: int = 1024
+    frames: int = 1
+    checkpointing: Checkpointing = "auto"
+    optimizer: OptimizerName = "adamw"
+    memory_limit: int | None = None
+    """Bytes torch may hold at its peak; the plan is made for a GPU with no more."""
+    baseline: bool = False
+    steps: int = FEWEST_SAMPLES
+    smoke: bool = False
+
+    @property
+    def preset(self) -> Preset:
+        return PRESETS[self.bench]
+
+    @property
+    def scale(self) -> Scale:
+        return "tiny" if self.smoke else "published"
+
+    @property
+    def shape(self) -> Shape:
+        """What is really computed: a smoke test's is tiny, whatever was asked."""
+        if not self.smoke:
+            return Shape(self.width, self.height, self.frames)
+        return Shape(_SMOKE_SIDE, _SMOKE_SIDE, min(self.frames, _SMOKE_FRAMES))
+
+    @property
+    def tokens(self) -> int:
+        """Of one sample's picture or clip."""
+        return self.preset.latents.tokens(self.shape)
+
+    @property
+    def resolution(self) -> int | str:
+        shape = self.shape
+        return shape.width if shape.width == shape.height else f"{shape.width}x{shape.height}"
+
+
+def parse_resolution(text: str) -> tuple[int, int]:
+    """`1024` or `832x480`."""
+    match = re.fullmatch(r"\s*(\d+)(?:\s*[xX]\s*(\d+))?\s*", text)
+    if match is None:
+        hint = "--resolution 1024 or --resolution 832x480"
+        raise ConfigError([Problem("--resolution", text, "a side, or WIDTHxHEIGHT", hint)])
+    width = int(match[1])
+    return width, int(match[2] or width)
+
+
+def checked(job: StepJob) -> StepJob:
+    """A shape the model cannot have, or too few samples, is an error before anything is built; all of it at once."""
+    problems: list[Problem] = []
+    if job.bench not in PRESETS:
+        meant = nearest(job.bench, PRESETS) or next(iter(PRESETS))
+        raise ConfigError([Problem("NAME", job.bench, f"one of {', '.join(PRESETS)}", f"gracetune bench {meant}")])
+    asks = geometry(job.preset.family, job.preset.flavour)
+    multiple = asks.side_multiple
+    for name, side in (("width", job.width), ("height", job.height)):
+        if side < multiple or side % multiple:
+            near = max(1, round(side / multiple)) * multiple
+            expected = f"a multiple of {multiple}"
+            problems.append(Problem(f"--resolution ({name})", str(side), expected, f"{near} is the nearest"))
+    if asks.makes == "image" and job.frames != 1:
+        problems.append(Problem("--frames", str(job.frames), f"1: {job.bench} makes pictures", "leave --frames out"))
+    elif job.frames < 1 or (job.frames - 1) % asks.frame_step:
+        near = max(0, round((job.frames - 1) / asks.frame_step)) * asks.frame_step + 1
+        expected = f"a multiple of {asks.frame_step}, and one more"
+        problems.append(Problem("--frames", str(job.frames), expected, f"--frames {near}"))
+    if job.batch < 1:
+        problems.append(Problem("--batch", str(job.batch), "1 or more", "--batch 1"))
+    if job.steps < FEWEST_SAMPLES:
+        expected = f"at least {FEWEST_SAMPLES}: a median of fewer says little"
+        problems.append(Problem("--steps", str(job.steps), expected, f"--steps {FEWEST_SAMPLES}"))
+    if problems:
+        raise ConfigError(problems)
+    return job
+
+
+def config_of(job: StepJob, folder: Path, output: Path) -> RunConfig:
+    """The run a user would ask for; `folder` holds the model's configuration files."""
+    preset, shape = job.preset, job.shape
+    adapter: dict[str, Any] = {"kind": job.adapter, "rank": RANK}
+    if job.adapter == "lokr":
+        adapter |= {"full_rank": True, "factor": FACTOR}
+    data: dict[str, Any] = {
+        "id": DATASET,
+        "path": str(output / "no-files"),
+        "resolution": (shape.width * shape.height) ** 0.5,
+        "resolution_type": "pixel_area",
+    }
+    if shape.frames > 1:
+        data |= {"dataset_type": "video", "video": {"num_frames": shape.frames}}
+    return RunConfig.model_validate(
+        {
+            "name": f"bench-{job.bench}",
+            "output_dir": str(output),
+            "model": {
+                "family": preset.family,
+                "flavour": preset.flavour,
+                "path": str(folder),
+                "base_precision": job.precision,
+                "experts": "high",  # of two, one: they take turns, and a step is the same for both
+            },
+            "datasets": [data],
+            "adapter": adapter,
+            "training": {
+                "max_steps": 1 + WARM_UP + job.steps,
+                "batch_size": job.batch,
+                "gradient_checkpointing": job.checkpointing,
+            },
+            "optimizer": {"name": job.optimizer, "lr": 1e-4},
+            "validation": {"enabled": False},
+            "checkpoints": {"every_steps": None},
+            "logging": {"trackers": []},
+        }
+    )

@@ -1,0 +1,105 @@
+"""Samples that are in no file: an index the loader takes, and entries as a cache would have them, drawn once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from gracetune.bench.step.job import Entries, StepJob
+from gracetune.bench.step.random_model import RandomModel
+from gracetune.cache.batches import Keys
+from gracetune.cache.encoder import EncoderId
+from gracetune.cache.keys import Key
+from gracetune.cache.stats import StoreStats
+from gracetune.config.run_config import RunConfig
+from gracetune.data.index import DataIndex
+from gracetune.data.items import DatasetIndex, Item
+from gracetune.data.media.probe import ImageFacts, VideoFacts
+from gracetune.data.refs import Bucket
+from gracetune.data.scan import MediaFile
+from gracetune.models.footprint import Shape
+from gracetune.models.registry import geometry
+from gracetune.train.data import Ready
+
+DRAWN: Final = 4
+"""Different entries of each kind; the samples of an epoch share them."""
+_RATE: Final = 16.0
+
+
+class RandomEntries:
+    """As a resident cache: everything is in memory, page-locked where a GPU reads it."""
+
+    def __init__(self, shapes: Entries, *, seed: int, pinned: bool) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._drawn = [_entry(shapes, generator, pinned=pinned) for _ in range(DRAWN)]
+        self._numbers: dict[Key, int] = {}
+
+    @property
+    def stats(self) -> StoreStats:
+        return StoreStats()
+
+    def look_up(self, key: Key) -> Mapping[str, Tensor]:
+        return self._drawn[self._numbers.setdefault(key, len(self._numbers)) % DRAWN]
+
+    def read(self, key: Key) -> Mapping[str, Tensor]:
+        return self.look_up(key)
+
+
+def _entry(shapes: Entries, generator: torch.Generator, *, pinned: bool) -> dict[str, Tensor]:
+    drawn = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+    return {name: tensor.pin_memory() if pinned else tensor for name, tensor in drawn.items()}
+
+
+def entry_shapes(job: StepJob, model: RandomModel) -> tuple[Entries, Entries]:
+    """Of a sample's latents, and of its caption."""
+    preset = job.preset
+    tokens = preset.footprint.text.tokens
+    latents = {"latents": preset.latent_shape(job.shape), **preset.beside}
+    return latents, preset.texts(model.denoiser_config, tokens)
+
+
+def random_data(job: StepJob, config: RunConfig, model: RandomModel, *, pinned: bool) -> Ready:
+    latents, texts = entry_shapes(job, model)
+    seed = config.training.seed
+    return Ready(
+        index=_index(job, config, model),
+        keys=Keys(EncoderId("latent", "random", ()), EncoderId("text", "random", ())),
+        latents=RandomEntries(latents, seed=seed, pinned=pinned),
+        texts=RandomEntries(texts, seed=seed + 1, pinned=pinned),
+    )
+
+
+def _index(job: StepJob, config: RunConfig, model: RandomModel) -> DataIndex:
+    shape = job.shape
+    bucket = Bucket(shape.width, shape.height, shape.frames)
+    facts = _facts(shape)
+    count = DRAWN * job.batch
+    items = tuple(
+        Item(MediaFile(f"{number}", 1, f"{number:032x}", facts), bucket, captions=(f"sample {number}",))
+        for number in range(count)
+    )
+    dataset = DatasetIndex(0, config.datasets[0], items)
+    place = geometry(model.facts.family, model.facts.flavour)
+    return DataIndex(config.training.seed, place, (dataset,), (), {})
+
+
+def _facts(shape: Shape) -> ImageFacts | VideoFacts:
+    if shape.frames == 1:
+        return ImageFacts(shape.width, shape.height, False)
+    return VideoFacts(shape.width, shape.height, shape.frames, shape.frames / _RATE)
+
+
+def random_batch(job: StepJob, model: RandomModel, device: torch.device | str, *, seed: int = 0) -> dict[str, Tensor]:
+    """One batch, whole and on the device, for those who have no source of batches."""
+    on_meta = torch.device(device).type == "meta"
+    generator = torch.Generator().manual_seed(seed)
+    batch = {}
+    for shapes in entry_shapes(job, model):
+        for name, shape in shapes.items():
+            whole = (job.batch, *shape)
+            drawn = torch.empty(whole, device="meta") if on_meta else torch.randn(whole, generator=generator)
+            batch[name] = drawn.to(device, torch.bfloat16)
+    return batch

@@ -1,0 +1,122 @@
+"""The step that is measured: a run's own, from its entries in memory to its optimizer.
+
+`load_trainee`, `assembly` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
+entries (drawn), and that nothing is logged, saved or sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gracetune.bench.step.job import StepJob
+from gracetune.bench.step.random_data import random_data
+from gracetune.bench.step.random_model import RandomModel
+from gracetune.cache.batches import Live
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import GracetuneError
+from gracetune.hardware import Machine
+from gracetune.planning.activations import BUDGETS, Policy
+from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
+from gracetune.train.assembly import assemble, begin, open_host
+from gracetune.train.control import Stop
+from gracetune.train.data import Ready, open_source
+from gracetune.train.job import Job
+from gracetune.train.loop import run_window
+from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
+from gracetune.train.runtime import Runtime
+from gracetune.train.trainee import Choices, Trainee, load_trainee
+from gracetune.train.view import Heard, View
+
+
+@dataclass(frozen=True)
+class Decided:
+    """How the step is run, and why."""
+
+    planned: Planned
+    choices: Choices
+    reasons: tuple[str, ...]
+
+    @property
+    def policy(self) -> Policy:
+        if self.choices.checkpointing:
+            return "full"
+        budget = self.choices.memory_budget
+        return "off" if budget is None else next(policy for policy, part in BUDGETS.items() if float(part) == budget)
+
+    @property
+    def estimated_peak(self) -> int | None:
+        """What torch's counter should show at its highest; None where the plan is for other weights than these."""
+        if self.planned.not_ours is not None:
+            return None
+        one = self.planned.demand.settings.precision == "fp8" and self.choices.fp8_layouts == "one"
+        precision, parked = "fp8 one layout" if one else None, self.choices.park_inputs
+        return self.planned.demand.training_peak(self.policy, precision, parked=parked)
+
+
+def decide(
+    job: StepJob, config: RunConfig, machine: Machine, model: RandomModel, device: torch.device
+) -> Decided:  # fmt: skip
+    limited = machine if job.memory_limit is None else with_limit(machine, job.memory_limit)
+    planned = make_plan(config, limited, model.spec, model.source, model.facts)
+    refuse_misfit(planned, allowed=False)
+    choices, reasons = choose(config, planned, model.spec.attention, device, torch.bfloat16, shapes=1)
+    return Decided(planned, choices, reasons)
+
+
+def with_limit(machine: Machine, limit: int) -> Machine:
+    """A machine whose GPU leaves a plan exactly `limit` bytes of what torch's counter shows."""
+    total = int((limit * (1 + FRAGMENTATION) + CONTEXT_BYTES) / (1 - HEADROOM)) + 1
+    gpus = tuple(gpu.model_copy(update={"memory_total": total, "memory_free": total}) for gpu in machine.gpus)
+    return machine.model_copy(update={"gpus": gpus})
+
+
+class Trainer:
+    """One run, ready to step."""
+
+    def __init__(self, job: Job, view: Heard) -> None:
+        self.job, self._view = job, view
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What the run has told its user so far."""
+        return tuple(self._view.said)
+
+    @property
+    def trainee(self) -> Trainee:
+        return self.job.trainee
+
+    def step(self) -> Tensor:
+        """One window; its loss per sample, on the device."""
+        done = run_window(self.job)
+        if isinstance(done, Stop):
+            raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
+        return done.loss / done.samples
+
+
+@contextmanager
+def trainer(
+    job: StepJob, config: RunConfig, decided: Decided, machine: Machine, model: RandomModel, runtime: Runtime
+) -> Iterator[Trainer]:
+    with ExitStack() as stack:
+        host = open_host(config, decided.planned, machine, runtime, None, model.facts)
+        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, decided.choices, host)
+        ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
+        view = Heard()
+        yield Trainer(assemble_unresumed(config, trainee, ready, runtime, view, stack), view)
+
+
+def assemble_unresumed(
+    config: RunConfig, trainee: Trainee, ready: Ready, runtime: Runtime, view: View, stack: ExitStack
+) -> Job:  # fmt: skip
+    """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
+    beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
+    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
+    return assemble(
+        config, trainee, ready, live, beginning, source, runtime, None, view,
+        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
+    )  # fmt: skip

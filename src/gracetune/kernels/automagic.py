@@ -1,0 +1,242 @@
+"""The kernels of `optim.automagic_cuda`. Importing this needs Triton.
+
+M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
+says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted
+in the grid's first dimension, the only one without a low limit. `bad` is one number: where it is not 0, nothing is
+written at all.
+"""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor
+
+_TILE = 4096
+_FLAT = 2048
+_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes kernels are told; `matrices` counts those of all parameters with a gradient."""
+
+    tensors: int
+    lead: int
+    rows: int
+    columns: int
+    aligned: bool
+    """Every matrix begins where a GPU can read 16 bytes at once."""
+
+    @classmethod
+    def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> Shape:
+        return cls(tensors, shape[:-2].numel(), shape[-2], shape[-1], aligned)
+
+    @property
+    def matrices(self) -> int:
+        return self.tensors * self.lead
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl.constexpr):
+    """The first element of a matrix."""
+    base = tl.load(table + matrix // lead).to(tl.pointer_type(dtype)) + (matrix % lead).to(tl.int64) * rows * columns
+    if aligned:
+        base = tl.multiple_of(base, 16)
+    return base
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _slot(slots, matrix, lead):
+    """The number of a matrix in the stack's state."""
+    return tl.load(slots + matrix // lead) * lead + matrix % lead
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _end(size, bad):
+    """Up to where results are kept: nowhere, of a step that is left out."""
+    return tl.where(tl.load(bad) == 0.0, size, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _rows_kernel(
+    gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
+    dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    r = block * high + tl.arange(0, high)
+    total = tl.zeros([high, wide], dtype=tl.float32)
+    for start in range(0, columns, wide):
+        c = start + tl.arange(0, wide)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(source + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += g * g
+    mean = tl.sum(total, axis=1) / columns
+    target = moment + _slot(slots, matrix, lead) * rows + r
+    before = tl.load(target, mask=r < rows, other=0.0)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=r < _end(rows, bad))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _columns_kernel(
+    gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
+    dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    c = block * wide + tl.arange(0, wide)
+    total = tl.zeros([high, wide], dtype=tl.float32)
+    for start in range(0, rows, high):
+        r = start + tl.arange(0, high)
+        inside = (r < rows)[:, None] & (c < columns)[None, :]
+        g = tl.load(source + r[:, None] * columns + c[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += g * g
+    mean = tl.sum(total, axis=0) / rows
+    target = moment + _slot(slots, matrix, lead) * columns + c
+    before = tl.load(target, mask=c < columns, other=0.0)
+    tl.store(target, before * beta2 + (mean + eps) * rest, mask=c < _end(columns, bad))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _update(source, by_row, by_col, matrix, rows, columns, i):
+    """Normalised gradients, before the clip."""
+    inside = i < rows * columns
+    g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
+    wide = tl.load(by_col + matrix.to(tl.int64) * columns + i % columns, mask=inside, other=0.0)
+    return g * high * wide
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _squares_kernel(
+    gradients,
+    by_row,
+    by_col,
+    partial,
+    lead,
+    rows,
+    columns,
+    blocks,
+    dtype: tl.constexpr,
+    aligned: tl.constexpr,
+    flat: tl.constexpr,
+):
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    i = block * flat + tl.arange(0, flat)
+    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    tl.store(partial + matrix.to(tl.int64) * blocks + block, tl.sum(u * u, axis=0))
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _move_kernel(
+    places, gradients, slots, by_row, by_col, damping, bad, stored, signs,
+    lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
+    dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
+):  # fmt: skip
+    matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    i = block * flat + tl.arange(0, flat)
+    inside = i < rows * columns
+    source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
+    u = _update(source, by_row, by_col, matrix, rows, columns, i)
+    positive = (u > 0).to(tl.int32)
+
+    state = _slot(slots, matrix, lead).to(tl.int64) * rows * columns + i
+    last = tl.load(signs + state, mask=inside, other=0).to(tl.int32)
+    units = tl.load(stored + state, mask=inside, other=0).to(tl.int32) + bias
+    step = tl.where(last == none_yet, 0, tl.where(last == positive, bump, -bump))
+    units = tl.minimum(tl.maximum(units + step, lowest), highest)
+    kept = i < _end(rows * columns, bad)
+    tl.store(signs + state, positive.to(tl.uint8), mask=kept)
+    tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=kept)
+
+    rate = units.to(tl.float32) * unit
+    rate = tl.where(units <= lowest, min_lr, rate)
+    rate = tl.where(units >= highest, max_lr, rate)
+    place = _matrix(places, matrix, lead, rows, columns, dtype, aligned) + i
+    p = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    damped = u * tl.load(damping + matrix // lead)
+    tl.store(place, (p - (damped + p * decay) * rate).to(dtype), mask=kept)
+
+
+# -- launching --------------------------------------------------------------------------------------------------------
+
+
+def _power(size: int, most: int) -> int:
+    return min(triton.next_power_of_2(size), most)  # type: ignore[no-any-return, unused-ignore]
+
+
+def average_rows(
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    *, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    wide = _power(shape.columns, 256)
+    high = _power(shape.rows, max(1, _TILE // wide))
+    blocks = triton.cdiv(shape.rows, high)
+    _rows_kernel[(shape.matrices * blocks,)](
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
+    )  # fmt: skip
+
+
+def average_columns(
+    gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
+    *, beta2: float, eps: float,
+) -> None:  # fmt: skip
+    wide = _power(shape.columns, 128)
+    high = _power(shape.rows, max(1, _TILE // wide))
+    blocks = triton.cdiv(shape.columns, wide)
+    _columns_kernel[(shape.matrices * blocks,)](
+        gradients, slots, moment, bad, shape.lead, shape.rows, shape.columns, blocks, beta2, 1.0 - beta2, eps,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, high=high, wide=wide,
+    )  # fmt: skip
+
+
+def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """[tensors, pieces]: what is left is a short sum for each tensor."""
+    flat = _power(shape.rows * shape.columns, _FLAT)
+    blocks = triton.cdiv(shape.rows * shape.columns, flat)
+    partial = torch.empty((shape.matrices, blocks), dtype=torch.float32, device=gradients.device)
+    _squares_kernel[(shape.matrices * blocks,)](
+        gradients, by_row, by_col, partial, shape.lead, shape.rows, shape.columns, blocks,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, flat=flat,
+    )  # fmt: skip
+    return partial.reshape(shape.tensors, -1)
+
+
+def move(
+    places: Tensor,
+    gradients: Tensor,
+    slots: Tensor,
+    by_row: Tensor,
+    by_col: Tensor,
+    damping: Tensor,
+    bad: Tensor,
+    rates: Tensor,
+    signs: Tensor,
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    unit: float,
+    bump: int,
+    lowest: int,
+    highest: int,
+    bias: int,
+    min_lr: float,
+    max_lr: float,
+    weight_decay: float,
+    no_sign: int,
+) -> None:
+    """`rates` are stored as `RateGrid` describes; `no_sign` stands in `signs` where there was no update yet."""
+    flat = _power(shape.rows * shape.columns, _FLAT)
+    blocks = triton.cdiv(shape.rows * shape.columns, flat)
+    _move_kernel[(shape.matrices * blocks,)](
+        places, gradients, slots, by_row, by_col, damping, bad, rates, signs,
+        shape.lead, shape.rows, shape.columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, weight_decay,
+        dtype=_DTYPES[dtype], aligned=shape.aligned, none_yet=no_sign, flat=flat,
+    )  # fmt: skip

@@ -1,1 +1,0 @@
-"""What a run needs, where it would live, and whether it fits: pure functions, no torch, no GPU."""

@@ -1,0 +1,208 @@
+"""The memory around the model: encoders and their passes, caches, staged files. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.memory.placement import hints_of
+from gracetune.models.footprint import AudioLatents, Encoder, Footprint, Shape
+from gracetune.planning.demand import Need, Phase, Role
+from gracetune.planning.samples import DatasetFacts
+from gracetune.units import GIB, MIB
+
+CACHE_BYTES = 2
+"""Latents and embeddings are cached in 16 bits."""
+RING_DEPTH = 3
+PROCESS_BYTES = 4 * GIB
+"""Host memory of Python, torch and the CUDA driver in one training process."""
+TILE = 512
+"""Side of the pieces a VAE works on when `vae_tiling` is on."""
+_LATER: tuple[Phase, ...] = ("encode latents", "train", "sample")
+
+
+def sample_bytes(footprint: Footprint, shape: Shape) -> int:
+    """One sample of a batch: latents and caption."""
+    return CACHE_BYTES * (footprint.latents.elements(shape) + footprint.text.cached_elements)
+
+
+def codec_bytes(footprint: Footprint, shape: Shape, *, decode: bool, tiled: bool) -> int:
+    """Alive at the worst moment of one sample's VAE pass, beside the weights."""
+    codec, latents = footprint.codec, footprint.latents
+    if isinstance(latents, AudioLatents):
+        points, planes = int(shape.seconds * latents.sample_rate), 1
+    else:
+        points, planes = shape.pixels, shape.frames
+        if tiled:
+            points = min(points, TILE * TILE)
+    if planes == 1:
+        elements = codec.decode if decode else codec.encode
+    else:
+        elements = (codec.decode_video if decode else codec.encode_video) + 3 * planes
+    return int(points * elements * codec.element_bytes)
+
+
+def encoder_needs(
+    config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape], *, sampling: bool
+) -> Iterator[Need]:
+    after: tuple[Phase, ...] = _LATER if sampling else _LATER[:2]
+    live, refreshed = _live(config), [dataset for dataset in _enabled(config) if _refreshed(dataset)]
+
+    def draws(encoder: Encoder) -> bool:
+        return sampling and encoder.draws
+
+    for encoder in footprint.encoders:
+        text = encoder.kind == "text"
+        first: Phase = "encode text" if text else "encode latents"
+        # An embedding is as new as the pictures it depends on.
+        anew = [*live, *refreshed]
+        again = encoder.sees_references and any(one.conditioning for one in anew) if text else bool(anew)
+        busy: tuple[Phase, ...] = (first, *(("train",) if again else ()), *(("sample",) if draws(encoder) else ()))
+        idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
+        why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")
+        yield Need(encoder.name, "encoder weights", 2 * encoder.parameters, busy, why, idle=idle, parkable=True)
+    spoken = [encoder.tokens * encoder.working for encoder in footprint.encoders if draws(encoder)]
+    if spoken:
+        # A prompt and what to avoid, one encoder after the other.
+        yield Need("encoding the prompts", "workspace", 2 * max(spoken), ("sample",), "with every sample that is drawn")
+    yield from _passes(config, footprint, shapes)
+    wanted: dict[Phase, bool] = {"encode latents": True, "train": bool(live or refreshed), "sample": sampling}
+    needed = tuple(phase for phase, yes in wanted.items() if yes)
+    waits = tuple(phase for phase in after if phase not in needed)
+    codec = footprint.codec
+    precision = "fp32" if codec.element_bytes == 4 else "bf16"
+    why = f"{codec.parameters / 1e6:.0f} M parameters, {precision}" + _during(live, refreshed)
+    size = codec.element_bytes * codec.parameters
+    yield Need(codec.name, "encoder weights", size, needed, why, idle=waits, parkable=True)
+
+
+def _enabled(config: RunConfig) -> list[Dataset]:
+    return [dataset for dataset in config.datasets if not dataset.disabled]
+
+
+def _live(config: RunConfig) -> list[Dataset]:
+    return [dataset for dataset in _enabled(config) if not _cached(config, dataset)]
+
+
+def _during(live: list[Dataset], refreshed: list[Dataset]) -> str:
+    if live:
+        return "; encodes in every step"
+    return "; encodes the next epoch while one is trained" if refreshed else ""
+
+
+def _passes(config: RunConfig, footprint: Footprint, shapes: Mapping[str, Shape]) -> Iterator[Need]:
+    batch = config.cache.text_encoder_batch_size
+    text = max(batch * encoder.tokens * encoder.working for encoder in footprint.encoders if encoder.kind == "text")
+    yield Need("text encoding", "workspace", text, ("encode text",), f"a batch of {batch} captions")
+
+    def each(datasets: list[Dataset]) -> list[int]:
+        found = [shapes[dataset.id] for dataset in datasets if dataset.id in shapes]
+        return [codec_bytes(footprint, shape, decode=False, tiled=config.model.vae_tiling) for shape in found]
+
+    live, refreshed = each(_live(config)), each([dataset for dataset in _enabled(config) if _refreshed(dataset)])
+    if live:
+        why = "one sample at a time: a dataset without a latent cache"
+        yield Need("encoding in the step", "workspace", max(live), ("train",), why)
+    if refreshed:
+        # Less would do: a batch that does not fit is halved.
+        why = "one sample at a time, beside the step: refresh_each_epoch"
+        yield Need("encoding the next epoch", "workspace", max(refreshed), ("train",), why)
+
+
+def data_needs(
+    config: RunConfig, footprint: Footprint, facts: tuple[DatasetFacts, ...], shapes: Mapping[str, Shape]
+) -> Iterator[Need]:
+    yield Need("process", "process", PROCESS_BYTES, ("encode text", *_LATER), "Python, torch, CUDA", home="host")
+    found = {fact.id: fact for fact in facts}
+    datasets = [dataset for dataset in config.datasets if dataset.id in found and dataset.id in shapes]
+    yield from _latent_caches(config, footprint, datasets, found, shapes)
+    yield from _text_cache(config, footprint, datasets, found)
+    # Datasets that name one folder and one compression share what is staged of it: `data.backends.pool` decides it so.
+    staged: dict[tuple[str, str], list[Dataset]] = {}
+    for dataset in datasets:
+        if dataset.type == "in_memory":
+            staged.setdefault((dataset.path, dataset.in_memory.compression), []).append(dataset)
+    yield from (_staged(sharing, found) for sharing in staged.values())
+
+
+def _latent_caches(
+    config: RunConfig,
+    footprint: Footprint,
+    datasets: list[Dataset],
+    facts: Mapping[str, DatasetFacts],
+    shapes: Mapping[str, Shape],
+) -> Iterator[Need]:
+    for dataset in datasets:
+        if not _cached(config, dataset):
+            continue
+        each = CACHE_BYTES * footprint.latents.elements(shapes[dataset.id])
+        variants = _variants(dataset)
+        count = facts[dataset.id].samples * variants
+        kinds = f", {variants} variants of each sample" if variants > 1 else ""
+        why = f"{count} of {_small(each)}, 16-bit{kinds}"
+        kind = dataset.cache_latents or config.cache.vae_cache_type
+        managed = _is_managed(config.cache.vae_cache_type, config)
+        yield from _cache(f"latents of {dataset.id}", "latent cache", kind, count * each, why, config, _LATER, managed)
+
+
+def _text_cache(
+    config: RunConfig, footprint: Footprint, datasets: list[Dataset], facts: Mapping[str, DatasetFacts]
+) -> Iterator[Need]:
+    captions = sum(facts[dataset.id].samples * dataset.captions.shuffle_variants for dataset in datasets
+                   if dataset.dataset_type != "conditioning")  # fmt: skip
+    prompts = 2 * len(config.validation.prompts)
+    each = CACHE_BYTES * footprint.text.cached_elements
+    why = f"{captions} and {prompts} prompts of {_small(each)}, 16-bit"
+    total = (captions + prompts) * each
+    phases: tuple[Phase, ...] = ("encode text", *_LATER)
+    kind = config.cache.text_cache_type
+    yield from _cache("captions", "text cache", kind, total, why, config, phases, _is_managed(kind, config))
+
+
+def _is_managed(kind: str, config: RunConfig) -> bool:
+    """Without hints there are no managed caches either (docs/memory.md)."""
+    return kind == "unified_memory" and hints_of(config).on
+
+
+def _cache(
+    name: str, role: Role, kind: str, size: int, why: str, config: RunConfig, phases: tuple[Phase, ...], managed: bool
+) -> Iterator[Need]:
+    if kind in ("memory", "unified_memory"):
+        insisted = managed and hints_of(config).asked
+        yield Need(name, role, size, phases, why, home="host", managed=managed, insisted=insisted)
+    # Whatever a run reads from, what it encodes goes through the disk: a crash must not cost the encoding.
+    until = "" if config.cache.persistent_cache else "; removed at the end"
+    yield Need(f"{name} on disk", role, size, phases, why + until, home="disk")
+
+
+def _cached(config: RunConfig, dataset: Dataset) -> bool:
+    changing = bool(dataset.augmentation.transforms) and dataset.augmentation.cache_mode == "disable_cache"
+    return dataset.cache_latents != "none" and not changing
+
+
+def _refreshed(dataset: Dataset) -> bool:
+    """Whether the next epoch's latents are made while an epoch trains; `data.index.freshness` decides it so."""
+    mode = dataset.augmentation.cache_mode
+    return dataset.cache_latents != "none" and mode == "refresh_each_epoch"
+
+
+def _variants(dataset: Dataset) -> int:
+    augmentation = dataset.augmentation
+    flips = (2 if augmentation.flip_x else 1) * (2 if augmentation.flip_y else 1)
+    # While an epoch's new variants are made, the last epoch's are still being read.
+    return flips * (2 if _refreshed(dataset) else 1)
+
+
+def _staged(datasets: list[Dataset], facts: Mapping[str, DatasetFacts]) -> Need:
+    limit = min((one.in_memory.memory_limit_gb for one in datasets if one.in_memory.memory_limit_gb), default=None)
+    size = max(facts[one.id].file_bytes for one in datasets)
+    why = "as large as the files: media do not compress"
+    if limit is not None and size > limit * 1e9:
+        why += f"; MORE THAN memory_limit_gb {limit:g}: staging will refuse"
+    phases: tuple[Phase, ...] = ("encode text", *_LATER)
+    return Need(f"files of {', '.join(one.id for one in datasets)}", "staged data", size, phases, why, home="host")
+
+
+def _small(size: int) -> str:
+    return f"{size / MIB:.2f} MiB" if size >= MIB // 10 else f"{size / 1024:.1f} KiB"

@@ -1,0 +1,363 @@
+"""From a config and a footprint to a `Demand`: every line of memory a run will ask for. Pure; see docs/estimate.md.
+
+Trained tensors are fp32 (autocast computes with copies in the run's precision), so a parameter costs 4 bytes, its
+gradient 4, and the optimizer what `adapters.trainable.optimizer_state` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gracetune.adapters.trainable import (
+    Selection,
+    Tensors,
+    optimizer_state,
+    select,
+    trainable,
+    unused_conv_options,
+)
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import ConfigError
+from gracetune.memory.placement import hints_of
+from gracetune.models.footprint import Block, Footprint, Shape
+from gracetune.planning.activations import Method, activations, casts_tensors
+from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
+from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload
+from gracetune.planning.processes import (
+    GATHERED_BLOCKS,
+    ONE_PROCESS,
+    REDUCED_BLOCKS,
+    Processes,
+    sharded_fp8_problem,
+)
+from gracetune.planning.samples import DatasetFacts, largest_sample
+
+AdapterPath = Literal["plain", "library"]
+_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What several steps of the estimate look at."""
+
+    config: RunConfig
+    footprint: Footprint
+    method: Method
+    selection: Selection
+    tensors: tuple[Tensors, ...]
+    sampling: bool
+    processes: Processes
+
+    @property
+    def elements(self) -> int:
+        """Trained parameters of one denoiser."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def local(self) -> tuple[Tensors, ...]:
+        """What one process holds of the trained tensors."""
+        return self.processes.local(self.tensors)
+
+    @property
+    def local_elements(self) -> int:
+        return sum(tensor.elements for tensor in self.local)
+
+    @property
+    def trained_denoisers(self) -> int:
+        return len(self.footprint.denoisers) if self.config.model.experts == "both" else 1
+
+    @property
+    def loaded(self) -> tuple[Phase, ...]:
+        """Phases with the denoiser in memory."""
+        return ("train", "sample") if self.sampling else ("train",)
+
+
+def estimate(
+    config: RunConfig,
+    footprint: Footprint,
+    facts: tuple[DatasetFacts, ...],
+    *,
+    compiled: bool,
+    adapter_path: AdapterPath = "plain",
+    processes: Processes = ONE_PROCESS,
+) -> Demand:
+    """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
+    libraries'. A run has ours."""
+    job = _job(config, footprint, compiled, adapter_path, processes)
+    workloads, shapes, assumed = _workloads(job)
+    needs = [
+        *_trained_needs(job),
+        *_gathered_needs(job),
+        *encoder_needs(config, footprint, shapes, sampling=job.sampling),
+        *data_needs(config, footprint, facts, shapes),
+        _batch_ring(job, shapes),
+        *_sampling_needs(job, shapes),
+        _checkpoints(job),
+    ]
+    return Demand(
+        title=_title(job),
+        needs=tuple(need for need in needs if need.bytes > 0),
+        denoisers=_denoisers(job),
+        workloads=workloads,
+        codec=_codec(job, shapes),
+        settings=_settings(job),
+        phases=_phases(job),
+        assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
+        processes=processes,
+    )
+
+
+def _phases(job: _Job) -> tuple[Phase, ...]:
+    phases = PHASES if job.sampling else PHASES[:3]
+    return (*phases[:2], "load", *phases[2:]) if job.processes.sharded else phases
+
+
+def _job(
+    config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: AdapterPath, processes: Processes
+) -> _Job:
+    if processes.sharded and config.model.base_precision == "fp8":
+        raise ConfigError([sharded_fp8_problem()])
+    full = config.adapter.kind == "full_finetune"
+    method = Method(
+        compiled=compiled,
+        adapter_path=adapter_path,
+        compute_bytes=4 if config.training.mixed_precision == "fp32" else 2,
+        full_finetune=full,
+    )
+    selection = select(footprint, config.adapter)
+    tensors = trainable(footprint, selection, config.adapter)
+    validation = config.validation
+    scheduled = validation.at_start or validation.every_steps is not None or validation.every_epochs is not None
+    sampling = validation.enabled and bool(validation.prompts) and scheduled
+    return _Job(config, footprint, method, selection, tensors, sampling, processes)
+
+
+def _title(job: _Job) -> str:
+    adapter, footprint = job.config.adapter, job.footprint
+    rank = "" if adapter.kind in ("full_finetune", "full_delta", "ia3") else f" rank {adapter.rank}"
+    if adapter.kind == "lokr":
+        split = f" factor {adapter.factor}" if adapter.factor > 0 else ""
+        rank = split + (" full rank" if adapter.full_rank else rank)
+    return f"{footprint.family} {footprint.flavour}, {adapter.kind}{rank}, {job.config.optimizer.name}"
+
+
+def _settings(job: _Job) -> Settings:
+    config = job.config
+    return Settings(
+        checkpointing=config.training.gradient_checkpointing,
+        policies=job.method.policies,
+        precision="trained" if job.method.full_finetune else config.model.base_precision,
+        fp8_possible=not job.method.full_finetune and not job.processes.sharded,
+        use_uvm=config.memory.use_uvm,
+        oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
+        managed=config.memory.use_uvm or hints_of(config).on,
+        refuses_managed=config.memory.enable_uvm_hints is False,
+    )
+
+
+def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
+    names, experts = job.footprint.denoisers, job.config.model.experts
+    whole = _sizes(job)
+    sizes = tuple((precision, job.processes.share(size)) for precision, size in whole)
+    trained, sharded = job.method.full_finetune, job.processes.sharded
+    if len(names) == 1 or experts == "both":
+        return tuple(Denoiser(name, sizes, index > 0, trained, sharded) for index, name in enumerate(names))
+    chosen = names[0] if experts == "high" else names[1]
+    other = names[1] if experts == "high" else names[0]
+    # The expert that is not trained is only there to sample with, and every process that does has it whole.
+    frozen = (("trained", 2 * job.footprint.parameters),) if trained else whole
+    extra = (Denoiser(other, frozen, idle_in_training=True, only_sampled=True),) if job.sampling else ()
+    return (Denoiser(chosen, sizes, trained=trained, sharded=sharded), *extra)
+
+
+def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
+    footprint, precision = job.footprint, job.config.model.base_precision
+    if job.method.full_finetune:
+        return (("trained", 2 * footprint.parameters + 2 * job.elements),)  # what is trained is held in fp32
+    matrices = footprint.linear_weights
+    rest = 2 * (footprint.parameters - matrices)
+    scales = 4 * footprint.linear_rows
+    sizes = [("fp8", 2 * matrices + scales + rest), ("fp8 one layout", matrices + scales + rest)]
+    if precision in _WEIGHT_BYTES:
+        sizes.append((precision, _WEIGHT_BYTES[precision] * footprint.parameters))
+    return tuple(sizes)
+
+
+def _trained_needs(job: _Job) -> list[Need]:
+    config, experts, part = job.config, job.trained_denoisers, job.processes.part
+    every = job.local_elements * experts
+    each = f"{job.elements / 1e6:.1f} M parameters" + (f" x {experts} experts" if experts > 1 else "")
+    state = optimizer_state(job.local, config.optimizer)
+    name = f"optimizer ({config.optimizer.name})"
+    needs = [
+        Need("gradients", "gradients", 4 * job.local_elements, ("train",), f"fp32, of one denoiser at a time{part}"),
+        Need(name, "optimizer state", experts * state.bytes, job.loaded, state.why + part),
+    ]
+    if not job.method.full_finetune:
+        needs.insert(0, Need(config.adapter.kind, "trained weights", 4 * every, job.loaded, f"{each}, fp32{part}"))
+    if copy := _compute_copy(job):
+        needs.append(Need("compute copy", "compute copy", copy, ("train",), "autocast's copies of the trained weights"))
+    if config.training.ema.enabled:
+        needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of what is trained{part}"))
+    return needs
+
+
+def _gathered_needs(job: _Job) -> list[Need]:
+    """Sharded: what `fully_shard` puts together again from all processes, beside this one's part."""
+    if not job.processes.sharded:
+        return []
+    footprint, full = job.footprint, job.method.full_finetune
+    frozen_bytes = 4 if full else _WEIGHT_BYTES[job.config.model.base_precision]
+    trained = [_trained_in(block, job) for block in footprint.blocks]
+    largest = max(
+        frozen_bytes * sum(linear.weights for linear in block.linears) + (0 if full else 4 * elements)
+        for block, elements in zip(footprint.blocks, trained, strict=True)
+    )
+    # What is around the blocks is one group of its own: whole from the first forward to the last backward pass.
+    around = frozen_bytes * (footprint.parameters - footprint.linear_weights)
+    if job.processes.reshard:
+        size, why = GATHERED_BLOCKS * largest + around, f"{GATHERED_BLOCKS} blocks and what is around them, whole"
+    else:
+        adapters = 0 if full else 4 * job.elements
+        size = frozen_bytes * footprint.parameters + adapters + (GATHERED_BLOCKS - 1) * largest
+        why = "every block stays whole until its backward pass (fsdp_reshard_after_forward: false)"
+    reduced = REDUCED_BLOCKS * 4 * max(trained)
+    loading = _sizes(job)[-1][1] + (0 if full else 4 * job.elements)
+    before = (job.trained_denoisers - 1) * job.processes.share(loading)
+    return [
+        Need("denoiser before sharding", "frozen weights", loading, ("load",), "every process loads it whole first"),
+        Need("experts sharded before it", "frozen weights", before, ("load",), "loaded one after the other"),
+        Need("gathered weights", "workspace", size, job.loaded, why),
+        Need("gradients being reduced", "workspace", reduced, ("train",), f"{REDUCED_BLOCKS} blocks', whole, fp32"),
+    ]
+
+
+def _trained_in(block: Block, job: _Job) -> int:
+    """Trained parameters of one such block."""
+    targets = [target for target in job.selection.targets if target.block is block]
+    return sum(tensor.elements // tensor.count for target in targets for tensor in target.tensors())
+
+
+def _compute_copy(job: _Job) -> int:
+    """What is rebuilt from factors is cast instead of them, and counts with the activations."""
+    if job.method.compute_bytes == 4:
+        return 0
+    if job.method.full_finetune:
+        return job.method.compute_bytes * job.elements
+    cast = [target for target in job.selection.targets if casts_tensors(target, job.method)]
+    return job.method.compute_bytes * sum(tensor.elements for target in cast for tensor in target.tensors())
+
+
+def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[str]]:
+    """One workload per trained dataset, the largest shape of every dataset, and what had to be assumed."""
+    config, footprint = job.config, job.footprint
+    enabled = [(index, dataset) for index, dataset in enumerate(config.datasets) if not dataset.disabled]
+    largest = {dataset.id: largest_sample(dataset, footprint) for _, dataset in enabled}
+    shapes = {name: sample.shape for name, sample in largest.items()}
+    workloads = tuple(
+        _workload(job, index, dataset, shapes)
+        for index, dataset in enabled
+        if dataset.dataset_type in ("image", "video", "audio")
+    )
+    return workloads, shapes, [sample.assumed for sample in largest.values() if sample.assumed]
+
+
+def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape]) -> Workload:
+    references = tuple(shapes[name] for name in dataset.conditioning if name in shapes)
+    if job.footprint.references and not references:
+        references = (shapes[dataset.id],)
+    tokens = job.footprint.token_counts(shapes[dataset.id], references)
+    own = dataset.batch_size is not None
+    return Workload(
+        key=f"datasets[{index}].batch_size" if own else "training.batch_size",
+        label=f"{dataset.id}, {tokens['image']} + {tokens['text']} tokens",
+        batch=dataset.batch_size or job.config.training.batch_size,
+        activations=activations(job.footprint, tokens, job.selection, job.method),
+    )
+
+
+def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
+    size = max(
+        (dataset.batch_size or job.config.training.batch_size) * sample_bytes(job.footprint, shapes[dataset.id])
+        for dataset in job.config.datasets
+        if dataset.id in shapes
+    )
+    return Need("batch ring", "batch ring", RING_DEPTH * size, ("train",), f"{RING_DEPTH} batches")
+
+
+def _sampling_needs(job: _Job, shapes: dict[str, Shape]) -> list[Need]:
+    if not job.sampling:
+        return []
+    shape = _sample_shape(job, shapes)
+    tokens = job.footprint.token_counts(shape, (shape,) if job.footprint.references else ())
+    step = activations(job.footprint, tokens, job.selection, job.method)[0]
+    # Guidance draws with and without the prompt in one batch; nothing is kept for a backward pass.
+    why = f"the denoiser's forward pass, {_size(shape)}, with and without the prompt"
+    return [Need("sampling", "workspace", 2 * step.working, ("sample",), why)]
+
+
+def _codec(job: _Job, shapes: dict[str, Shape]) -> CodecPasses:
+    model, footprint = job.config.model, job.footprint
+    largest = max(shapes.values(), key=lambda shape: codec_bytes(footprint, shape, decode=False, tiled=False))
+    drawn = _sample_shape(job, shapes) if job.sampling else None
+    return CodecPasses(
+        batch=1 if model.vae_slicing else job.config.cache.vae_batch_size,
+        batch_key="cache.vae_batch_size",
+        encode=codec_bytes(footprint, largest, decode=False, tiled=False),
+        encode_tiled=codec_bytes(footprint, largest, decode=False, tiled=True),
+        decode=codec_bytes(footprint, drawn, decode=True, tiled=False) if drawn else 0,
+        decode_tiled=codec_bytes(footprint, drawn, decode=True, tiled=True) if drawn else 0,
+        tiled=model.vae_tiling,
+        what=_size(largest),
+    )
+
+
+def _size(shape: Shape) -> str:
+    if shape.seconds:
+        return f"{shape.seconds:.0f} s"
+    return f"{shape.width}x{shape.height}" + (f", {shape.frames} frames" if shape.frames > 1 else "")
+
+
+def _sample_shape(job: _Job, shapes: dict[str, Shape]) -> Shape:
+    """The largest sample asked for; what is unset is taken from the largest training sample."""
+    default = max(shapes.values(), key=lambda shape: (shape.pixels * shape.frames, shape.seconds))
+    validation = job.config.validation
+    wanted = [
+        Shape(
+            width=prompt.width or validation.width or default.width,
+            height=prompt.height or validation.height or default.height,
+            frames=prompt.num_frames or validation.num_frames or default.frames,
+            seconds=default.seconds,
+        )
+        for prompt in validation.prompts
+    ]
+    return max(wanted, key=lambda shape: shape.pixels * shape.frames)
+
+
+def _checkpoints(job: _Job) -> Need:
+    config = job.config
+    every = job.elements * job.trained_denoisers
+    weights = every * {"bf16": 2, "fp16": 2, "fp32": 4}[config.checkpoints.save_dtype]
+    state = 4 * every + job.trained_denoisers * optimizer_state(job.tensors, config.optimizer).bytes
+    ema = 4 * every if config.training.ema.enabled else 0
+    kept = config.checkpoints.keep_last + 1
+    why = f"{config.checkpoints.keep_last} kept and one being written, each with weights and optimizer"
+    return Need("checkpoints", "checkpoints", kept * (weights + state + ema), ("train",), why, home="disk")
+
+
+def _remarks(job: _Job) -> list[str]:
+    config, footprint = job.config, job.footprint
+    remarks = [
+        f"adapter.targets: {pattern!r} matches no matrix known here; if it exists it is not counted"
+        for pattern in job.selection.unmatched
+    ]
+    if not footprint.measured:
+        words = "counted on the model's own code, not yet compared with a GPU's counters"
+        remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
+    if config.training.attention == "math":
+        remarks.append("training.attention math: the attention matrix it keeps is not counted; use auto")
+    if not any(target.linear.is_spatial for target in job.selection.targets):
+        remarks += unused_conv_options(config.adapter)
+    return remarks

@@ -1,0 +1,152 @@
+"""What a plan tries, in a fixed order: from the choice that costs nothing to the one that costs most. Pure.
+
+The order never depends on how much memory there is, so more memory cannot make a plan worse. Idle weights leave the
+device first, then tensors that a step reads again (inputs of recomputed blocks); only then does a step overflow. So a
+larger batch never brings idle weights back at the cost of tensors in use, and the overflow grows with the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from gracetune.hardware.allocation import GRANULE
+from gracetune.hardware.machine import Machine
+from gracetune.memory.arena_size import Room, arena_size
+from gracetune.models.footprint import FP8_CAPABILITY
+from gracetune.planning.activations import Policy
+from gracetune.planning.demand import Demand
+from gracetune.planning.layout import Choice, Layout, lay
+from gracetune.planning.tiers import Tiers
+
+
+@dataclass(frozen=True)
+class Ladder:
+    demand: Demand
+    machine: Machine
+    tiers: Tiers
+    force_oversubscription: bool = False
+    _layouts: dict[Choice, Layout] = field(default_factory=dict)
+
+    def lay(self, choice: Choice) -> Layout:
+        if choice not in self._layouts:
+            self._layouts[choice] = lay(self.demand, choice, self.machine, self.tiers)
+        return self._layouts[choice]
+
+    def fits(self, choice: Choice) -> bool:
+        return not self.lay(choice).excess(self.tiers)
+
+    @property
+    def start(self) -> Choice:
+        settings, codec = self.demand.settings, self.demand.codec
+        policy: Policy = "full" if settings.checkpointing == "full" else "off"
+        largest = max(load.batch for load in self.demand.workloads)
+        return Choice(policy, settings.precision, largest, codec.batch, codec.tiled)
+
+    def without_edits(self) -> Iterator[Choice]:
+        """What the trainer decides by itself: placement, and recomputation where the config says `auto`."""
+        choice, settings = self.start, self.demand.settings
+        yield choice
+        choice = replace(choice, park_encoders=True)
+        yield choice
+        if self.tiers.parking == "host":
+            # An expert comes back at every turn, an encoder perhaps never: given room for one, the expert stays.
+            choice = replace(choice, park_experts=True)
+            yield choice
+            yield replace(choice, park_encoders=False)  # where main memory has no room for both
+        choice = replace(choice, text_cache_on_device=False)
+        yield choice
+        if choice.precision == "fp8":
+            choice = replace(choice, precision="fp8 one layout")
+            yield choice
+        if settings.checkpointing == "auto":
+            for policy in settings.policies[1:]:
+                choice = replace(choice, policy=policy)
+                yield choice
+        if choice.policy == "full" and self.tiers.parking == "host":
+            choice = replace(choice, park_inputs=True)
+            yield choice
+        if settings.use_uvm:
+            yield from self._spilling(choice)
+
+    def with_edits(self) -> Iterator[Choice]:
+        """Everything above, then changes to the config: VAE passes, recompute, smaller batches, fp8, overflow."""
+        *_, choice = self.without_edits()
+        choice, settings = replace(choice, spill=0), self.demand.settings
+        for batch in smaller_batches(choice.encode_batch):
+            choice = replace(choice, encode_batch=batch)
+            yield choice
+        choice = replace(choice, tiling=True)
+        yield choice
+        if settings.checkpointing == "off":
+            for policy in settings.policies[1:]:
+                choice = replace(choice, policy=policy)
+                yield choice
+            if self.tiers.parking == "host":
+                choice = replace(choice, park_inputs=True)
+                yield choice
+        largest = choice.batch_cap
+        for batch in smaller_batches(largest):
+            choice = replace(choice, batch_cap=batch)
+            yield choice
+        if settings.fp8_possible and not choice.precision.startswith("fp8") and _has_fp8(self.machine):
+            for batch in (largest, *smaller_batches(largest)):
+                choice = replace(choice, precision="fp8 one layout", batch_cap=batch)
+                yield choice
+        yield from self._spilling(choice)
+        # Last, so that a plan that does not fit is described at its smallest.
+        yield choice
+
+    def _spilling(self, choice: Choice) -> Iterator[Choice]:
+        profile, settings = self.machine.profile.value, self.demand.settings
+        forced = self.force_oversubscription and settings.use_uvm and profile == "discrete"
+        if profile != "superchip" and not forced:
+            return
+        size = arena_size(
+            Room.for_arena(self.machine, sharers=self.demand.processes.per_machine),
+            settings.oversubscription_ratio,
+            other_managed=self.lay(replace(choice, spill=GRANULE)).managed,  # as it will be with an arena of any size
+            force=forced,
+        ).bytes
+        if size:
+            yield replace(choice, spill=size)
+
+    def pruned(self, found: Choice) -> Choice:
+        """Undo the choices that later ones made unnecessary."""
+        start, most = self.start, self.lay(found)
+
+        def is_enough(choice: Choice) -> bool:
+            """It fits, and no phase overflows more than it has to."""
+            layout = self.lay(choice)
+            return self.fits(choice) and all(layout.spilled(phase) <= most.spilled(phase) for phase in layout.phases)
+
+        for batch in (start.encode_batch, *smaller_batches(start.encode_batch)):
+            if batch > found.encode_batch and is_enough(replace(found, encode_batch=batch)):
+                found = replace(found, encode_batch=batch)
+        undoing: list[Callable[[Choice], Choice]] = [
+            lambda choice: replace(choice, tiling=start.tiling),
+            lambda choice: replace(choice, park_inputs=False),
+        ]
+        if is_enough(replace(found, park_inputs=False)):
+            undoing += [
+                lambda choice: replace(choice, text_cache_on_device=True),
+                lambda choice: replace(choice, park_experts=False),
+                lambda choice: replace(choice, park_encoders=choice.park_encoders and choice.park_experts),
+            ]  # but while a step's own tensors leave the device, nothing comes back to it
+        for undo in undoing:
+            if is_enough(undo(found)):
+                found = undo(found)
+        return found
+
+
+def smaller_batches(batch: int) -> list[int]:
+    """Every smaller one; of large ones, the multiples of 16."""
+    return [size for size in range(batch - 1, 0, -1) if size <= 64 or size % 16 == 0]
+
+
+def _has_fp8(machine: Machine) -> bool:
+    text = machine.gpus[0].compute_capability if machine.gpus else None
+    if text is None:
+        return False
+    major, _, minor = text.partition(".")
+    return (int(major), int(minor or 0)) >= FP8_CAPABILITY

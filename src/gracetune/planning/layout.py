@@ -1,0 +1,293 @@
+"""Putting a demand onto a machine's tiers under one set of choices. Pure: every byte lands in exactly one place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from gracetune.hardware.allocation import CAREFUL_CAP
+from gracetune.hardware.machine import Machine
+from gracetune.memory.placement import Role as PlacementRole
+from gracetune.memory.placement import place
+from gracetune.planning.activations import Policy
+from gracetune.planning.demand import Demand, Need, Phase, Role, Workload
+from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, TierName, Tiers
+from gracetune.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a plan has decided."""
+
+    policy: Policy
+    precision: str
+    batch_cap: int
+    encode_batch: int
+    tiling: bool
+    text_cache_on_device: bool = True
+    park_experts: bool = False
+    park_encoders: bool = False
+    park_inputs: bool = False
+    """Inputs of repeated blocks wait in host memory; nothing to park under another policy than `full`."""
+    spill: int = 0
+    """Bytes of each process's overflow arena; 0 is none."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """So many bytes of one thing in one tier during these phases, and why there."""
+
+    name: str
+    role: Role
+    bytes: int
+    tier: TierName
+    phases: tuple[Phase, ...]
+    why: str
+    managed: bool = False
+    """In managed memory; the overflow arena's own bytes are `overflow`."""
+    overflow: bool = False
+    processes: int = 1
+    """So many processes of the machine hold an equal part of these bytes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A whole demand in its places: the device of one process, and the main memory of one machine."""
+
+    lines: tuple[Line, ...]
+    phases: tuple[Phase, ...]
+
+    def used(self, tier: TierName, phase: Phase) -> int:
+        return sum(line.bytes for line in self.lines if line.tier == tier and phase in line.phases)
+
+    def peak(self, tier: TierName) -> int:
+        return max(self.used(tier, phase) for phase in self.phases)
+
+    def spilled(self, phase: Phase) -> int:
+        """Bytes of one process in its overflow arena."""
+        return self._each(phase, [line for line in self.lines if line.overflow])
+
+    @property
+    def managed(self) -> int:
+        """Managed memory of one process besides the arena: caches, and experts that are parked in turn."""
+        held = [line for line in self.lines if line.managed]
+        return max(self._each(phase, held) for phase in self.phases)
+
+    def _each(self, phase: Phase, lines: list[Line]) -> int:
+        return sum(line.bytes // line.processes for line in lines if phase in line.phases)
+
+    def excess(self, tiers: Tiers) -> dict[TierName, int]:
+        """Tiers that hold more than their budget, and by how much."""
+        over = {
+            tier.name: self.peak(tier.name) - tier.budget
+            for tier in tiers.tiers
+            if tier.budget is not None and self.peak(tier.name) > tier.budget
+        }
+        return dict(sorted(over.items(), key=lambda item: -item[1]))
+
+
+def lay(demand: Demand, choice: Choice, machine: Machine, tiers: Tiers) -> Layout:
+    needs = [*needs_under(demand, choice, machine)]
+    local_ranks = demand.processes.per_machine
+    placed = {phase: [*_placed(needs, phase, choice, machine, tiers, local_ranks)] for phase in demand.phases}
+    for phase, lines in placed.items():
+        lines.extend(_allowance(lines, phase, tiers))
+        if choice.spill:
+            placed[phase] = _spilled(lines, choice.spill, tiers)
+        placed[phase] = [_of_the_machine(line, local_ranks) for line in placed[phase]]
+    return Layout(_merged(placed), demand.phases)
+
+
+_SHARED: tuple[Role, ...] = ("latent cache", "text cache", "staged data")
+"""One copy in main memory for all processes of a machine."""
+
+
+def _of_the_machine(line: Line, processes: int) -> Line:
+    """Main memory is one machine's: what each of its processes takes is there as often."""
+    if processes == 1 or line.tier not in ("host", "pool"):
+        return line
+    if line.role in _SHARED:
+        return line
+    why = f"{line.why}; {processes} processes, {format_bytes(line.bytes)} each"
+    return replace(line, bytes=processes * line.bytes, why=why, processes=processes)
+
+
+def needs_under(demand: Demand, choice: Choice, machine: Machine) -> Iterator[Need]:
+    """The demand with every choice made: what it asks for in each phase, still without places."""
+    yield from demand.needs
+    loaded = tuple(phase for phase in demand.phases if phase in ("train", "sample"))
+    parks = choice.park_experts and any(one.parkable for one in demand.denoisers)
+    # Parked in managed memory, an expert lies there for good; only its pages come and go.
+    take_turns = not any(one.only_sampled for one in demand.denoisers)
+    managed = parks and take_turns and _parks_in_managed_memory(demand, choice, machine)
+    for denoiser in demand.denoisers:
+        role: Role = "trained weights" if denoiser.trained else "frozen weights"
+        size, idle = denoiser.size(choice.precision), denoiser.idle_in_training
+        why = _precision_words(choice.precision) + (demand.processes.part if denoiser.sharded else "")
+        busy = () if idle else loaded
+        parkable = denoiser.parkable
+        yield Need(
+            denoiser.name, role, size, busy, why, idle=loaded if idle else (), parkable=parkable, managed=managed
+        )
+        if parks and take_turns and not idle and not _parks_in_managed_memory(demand, choice, machine):
+            # Frozen weights are never copied back, so the expert on the GPU keeps its place in host memory.
+            why = "pinned home of the expert that is on the GPU: switching copies one way"
+            yield Need(f"{denoiser.name}, home copy", role, size, loaded, why, home="host")
+    yield from _activation_needs(demand, choice)
+    yield from _codec_needs(demand, choice)
+
+
+def _parks_in_managed_memory(demand: Demand, choice: Choice, machine: Machine) -> bool:
+    """Overflow opens the unified-memory layer. As in `train.assembly.open_host`, hints that are refused rule it out."""
+    settings = demand.settings
+    opens = settings.managed or choice.spill > 0
+    return machine.profile.value == "superchip" and opens and not settings.refuses_managed
+
+
+def _codec_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+    codec, tiles = demand.codec, " in tiles" if choice.tiling else ""
+    encode = choice.encode_batch * (codec.encode_tiled if choice.tiling else codec.encode)
+    why = f"batch {choice.encode_batch} of {codec.what}{tiles}"
+    yield Need("VAE encoding", "workspace", encode, ("encode latents",), why)
+    decode = codec.decode_tiled if choice.tiling else codec.decode
+    if decode:
+        yield Need("VAE decoding", "workspace", decode, ("sample",), f"one sample{tiles}")
+
+
+def _precision_words(precision: str) -> str:
+    return {
+        "fp8": "fp8 in both layouts: the backward pass reads the transposed one",
+        "fp8 one layout": "fp8 in one layout, transposed on the fly in the backward pass",
+        "trained": "fp32 master weights",
+    }.get(precision, f"frozen, {precision}")
+
+
+def largest_workload(demand: Demand, choice: Choice) -> Workload:
+    def total(load: Workload) -> int:
+        return load.under(choice.policy).total(min(load.batch, choice.batch_cap), parked=choice.park_inputs)
+
+    return max(demand.workloads, key=total)
+
+
+def _activation_needs(demand: Demand, choice: Choice) -> Iterator[Need]:
+    load = largest_workload(demand, choice)
+    batch, entry = min(load.batch, choice.batch_cap), load.under(choice.policy)
+    whole = {"off": "all kept", "full": "blocks' inputs kept"}
+    kept = whole.get(choice.policy, f"a {choice.policy} kept, the rest repeated")
+    why = f"batch {batch}, {kept}; {load.label}"
+    parked = batch * entry.parkable if choice.park_inputs else 0
+    yield Need("activations", "activations", batch * entry.kept - parked, ("train",), why)
+    if parked:
+        why = "blocks' inputs between the two passes; pinned, brought back a block ahead"
+        yield Need("parked block inputs", "activations", parked, ("train",), why, home="host")
+    yield Need(
+        "backward pass",
+        "workspace",
+        batch * entry.working,
+        ("train",),
+        "gradients in flight, block being repeated",
+    )
+    if entry.rebuilt:
+        why = "LyCORIS rebuilds whole weights"
+        yield Need("rebuilt weights", "activations", entry.rebuilt, ("train",), why)
+
+
+def _placed(
+    needs: list[Need], phase: Phase, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
+) -> Iterator[Line]:
+    for need in needs:
+        if phase in need.busy:
+            tier, why, managed = _busy_place(need, choice, machine, tiers, local_ranks)
+        elif phase in need.idle:
+            (tier, why), managed = _idle_place(need, choice, machine, tiers), need.managed
+        else:
+            continue
+        yield Line(need.name, need.role, need.bytes, tier, (phase,), why, managed)
+
+
+def _busy_place(
+    need: Need, choice: Choice, machine: Machine, tiers: Tiers, local_ranks: int
+) -> tuple[TierName, str, bool]:  # fmt: skip
+    """Where, why, and whether that is managed memory."""
+    if need.home == "disk":
+        return "disk", need.why, False
+    if need.home == "device":
+        return tiers.compute, need.why, need.managed
+    if need.role not in ("latent cache", "text cache"):
+        return tiers.store, need.why, False
+    role: PlacementRole = "latent_cache" if need.role == "latent cache" else "text_cache"
+    device = machine.gpus[0].memory_total if machine.gpus else None
+    known = device if choice.text_cache_on_device else None
+    profile = machine.profile.value
+    if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
+        profile = "superchip"  # as `cache.slabs.choose_residence` has it; more than the cap is refused there
+    placement = place(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
+    managed = placement.place in ("managed_host", "managed_device")
+    if managed and not need.managed:
+        return tiers.store, f"{need.why}; page-locked main memory", False
+    tier = tiers.compute if placement.place == "managed_device" else tiers.store
+    return tier, f"{need.why}; {placement.reason}", managed
+
+
+def _idle_place(need: Need, choice: Choice, machine: Machine, tiers: Tiers) -> tuple[TierName, str]:
+    expert = need.role != "encoder weights"
+    parked = choice.park_experts if expert else choice.park_encoders
+    if not (need.parkable and parked):
+        return tiers.compute, f"{need.why}; idle, there is room"
+    if tiers.parking == "disk":
+        return "disk", "released after use, read again if needed"
+    if not expert:
+        return tiers.parking, "parked in main memory while it is idle"
+    profile = machine.profile.value if need.managed else "discrete"
+    return tiers.parking, f"parked: {place('cold_weights', profile).reason}"
+
+
+def _allowance(lines: list[Line], phase: Phase, tiers: Tiers) -> Iterator[Line]:
+    if not tiers.has_gpu:
+        return
+    stored = ("latent cache", "text cache", "staged data", "process")
+    used = sum(line.bytes for line in lines if line.tier == tiers.compute and line.role not in stored)
+    why = f"CUDA context {format_bytes(CONTEXT_BYTES)}, fragmentation {FRAGMENTATION:.0%}"
+    yield Line("allowance", "allowance", CONTEXT_BYTES + int(used * FRAGMENTATION), tiers.compute, (phase,), why)
+
+
+# Weights are loaded first and the arena serves what no longer fits, so what is allocated last spills first. Optimizer
+# state is not in this list on purpose: running it from host memory is not built, so no plan may count on it.
+_SPILLS_FIRST: tuple[Role, ...] = (
+    "activations", "workspace", "gradients", "compute copy", "EMA", "trained weights",
+    "frozen weights", "encoder weights",
+)  # fmt: skip
+
+
+def _spilled(lines: list[Line], arena: int, tiers: Tiers) -> list[Line]:
+    """Move what exceeds the device's budget into the overflow arena, as far as the arena goes."""
+    budget = tiers[tiers.compute].budget
+    over = sum(line.bytes for line in lines if line.tier == tiers.compute) - (budget or 0)
+    left = min(max(0, over), arena)
+    result: list[Line] = []
+    candidates = sorted(lines, key=lambda line: _SPILLS_FIRST.index(line.role) if line.role in _SPILLS_FIRST else 99)
+    for line in candidates:
+        moved = min(left, line.bytes) if line.tier == tiers.compute and line.role in _SPILLS_FIRST else 0
+        left -= moved
+        if moved:
+            why = f"overflow of {line.name}: in managed memory, reached over the link"
+            result.append(replace(line, bytes=moved, tier=tiers.store, why=why, managed=False, overflow=True))
+        if moved < line.bytes or not moved:
+            result.append(replace(line, bytes=line.bytes - moved))
+    return result
+
+
+def _merged(placed: dict[Phase, list[Line]]) -> tuple[Line, ...]:
+    """The same bytes of the same thing in the same place during several phases are one line."""
+    merged: dict[tuple[str, int, TierName, str, int], Line] = {}
+    for lines in placed.values():
+        seen: Counter[tuple[str, int, TierName, str]] = Counter()
+        for line in lines:
+            kind = (line.name, line.bytes, line.tier, line.why)
+            # Two things that look alike within one phase are still two.
+            key = (*kind, seen[kind])
+            seen[kind] += 1
+            before = merged.get(key)
+            merged[key] = line if before is None else replace(before, phases=before.phases + line.phases)
+    return tuple(merged.values())

@@ -1,0 +1,145 @@
+"""What a dataset's files are, as far as memory is concerned: how many, how large, and the biggest sample made of them.
+
+`survey` is the only function here that looks at a disk, and it reads names and sizes alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.config.run_config import RunConfig
+from gracetune.models.footprint import AudioLatents, Footprint, PixelLatents, Shape
+from gracetune.units import MIB
+
+Modality = Literal["image", "video", "audio"]
+
+ASSUMED_SAMPLES = 1000
+ASSUMED_FILE_BYTES: dict[Modality, int] = {"image": 2 * MIB, "video": 8 * MIB, "audio": 8 * MIB}
+ASSUMED_ASPECT = 16 / 9
+"""Of the widest picture, where only the shorter side is fixed and nothing limits the other."""
+
+_EXTENSIONS: dict[Modality, frozenset[str]] = {
+    "image": frozenset([".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".jxl"]),
+    "video": frozenset([".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".gif", ".mpg", ".mpeg"]),
+    "audio": frozenset([".wav", ".flac", ".mp3", ".ogg", ".opus", ".m4a", ".aac"]),
+}
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """One dataset as it is, or as it is taken to be; then `assumed` says so in words."""
+
+    id: str
+    samples: int
+    file_bytes: int
+    assumed: str | None = None
+
+
+def survey(config: RunConfig, samples: int | None = None) -> tuple[DatasetFacts, ...]:
+    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here."""
+    return tuple(_facts(dataset, samples) for dataset in config.datasets if not dataset.disabled)
+
+
+def _facts(dataset: Dataset, samples: int | None) -> DatasetFacts:
+    modality = modality_of(dataset)
+    folder = Path(dataset.path).expanduser()
+    if dataset.type != "url" and folder.is_dir():
+        sizes = sorted(_sizes(folder, _wanted(dataset, modality)))
+        count = min(len(sizes), dataset.max_samples or len(sizes))
+        total = sum(sizes) * count // len(sizes) if sizes else 0
+        empty = None if sizes else f"dataset {dataset.id}: no {modality} files in {dataset.path}"
+        return DatasetFacts(dataset.id, count, total, empty)
+    count = dataset.max_samples or samples or ASSUMED_SAMPLES
+    source = "max_samples" if dataset.max_samples else "--samples" if samples else "a guess; say --samples N"
+    each = ASSUMED_FILE_BYTES[modality]
+    words = f"dataset {dataset.id}: {dataset.path} is not visible here; {count} samples ({source})"
+    if dataset.type == "in_memory":
+        words += f", files of {each // MIB} MiB"
+    return DatasetFacts(dataset.id, count, count * each, words)
+
+
+def modality_of(dataset: Dataset) -> Modality:
+    if dataset.dataset_type in ("video", "audio"):
+        return dataset.dataset_type
+    return "image"
+
+
+def _wanted(dataset: Dataset, modality: Modality) -> frozenset[str]:
+    chosen = dataset.in_memory.file_extensions
+    if dataset.type != "in_memory" or not chosen:
+        return _EXTENSIONS[modality]
+    return frozenset(f".{extension.lower().lstrip('.')}" for extension in chosen)
+
+
+def _sizes(folder: Path, extensions: frozenset[str]) -> Iterator[int]:
+    for where, _folders, names in os.walk(folder):
+        for name in names:
+            file = Path(where, name)
+            if file.suffix.lower() in extensions:
+                try:
+                    yield file.stat().st_size
+                except OSError:
+                    continue  # a dangling link; the run itself reports it
+
+
+@dataclass(frozen=True)
+class LargestSample:
+    """The biggest sample a dataset can give, and what had to be assumed to know it."""
+
+    shape: Shape
+    assumed: str | None = None
+
+
+def largest_sample(dataset: Dataset, footprint: Footprint) -> LargestSample:
+    """Buckets of a fixed area all have about the same size; where only a side is fixed, the widest picture counts."""
+    latents = footprint.latents
+    if isinstance(latents, AudioLatents):
+        return _audio(dataset, latents)
+    pixels, assumed = _pixels(dataset)
+    cell = latents.spatial * latents.patch
+    side = max(cell, round(math.sqrt(pixels) / cell) * cell)
+    frames, assumed_frames = _frames(dataset, latents)
+    notes = [note for note in (assumed, assumed_frames) if note]
+    return LargestSample(Shape(side, side, frames), "; ".join(notes) or None)
+
+
+def _audio(dataset: Dataset, latents: AudioLatents) -> LargestSample:
+    longest = dataset.audio.max_duration_seconds
+    if longest is None:
+        words = f"dataset {dataset.id}: clips as long as the model takes, {latents.longest_seconds:.1f} s"
+        return LargestSample(Shape(seconds=latents.longest_seconds), words)
+    return LargestSample(Shape(seconds=longest))
+
+
+def _pixels(dataset: Dataset) -> tuple[float, str | None]:
+    if dataset.resolution_type == "area":
+        return dataset.resolution * 1e6, None
+    if dataset.resolution_type == "pixel_area":
+        return dataset.resolution**2, None
+    crop = dataset.crop
+    if crop.enabled and crop.aspect == "square":
+        return dataset.resolution**2, None
+    ratios = [max(ratio, 1 / ratio) for ratio in crop.aspect_buckets] if crop.enabled else []
+    limits = [dataset.maximum_aspect_ratio, dataset.minimum_aspect_ratio]
+    ratios = ratios or [max(limit, 1 / limit) for limit in limits if limit is not None]
+    if ratios:
+        return dataset.resolution**2 * max(ratios), None
+    words = f"dataset {dataset.id}: no picture wider than 16:9 (the shorter side is fixed, the other is not)"
+    return dataset.resolution**2 * ASSUMED_ASPECT, words
+
+
+def _frames(dataset: Dataset, latents: PixelLatents) -> tuple[int, str | None]:
+    video = dataset.video
+    if dataset.dataset_type != "video" or latents.temporal == 1:
+        return 1, None
+    if video.from_length:
+        longest = video.max_frames or latents.default_frames
+        source = "video.max_frames" if video.max_frames else f"the family's {longest}"
+        return longest, f"dataset {dataset.id}: clips of up to {longest} frames ({source})"
+    return video.num_frames or latents.default_frames, None

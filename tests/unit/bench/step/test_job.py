@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gracetune.bench.step.job import PRESETS, StepJob, checked, config_of, parse_resolution
+from gracetune.errors import ConfigError
+
+JOB = StepJob("wan14b")
+
+
+@pytest.mark.parametrize(
+    ("text", "sides"), [("1024", (1024, 1024)), ("832x480", (832, 480)), (" 832 X 480 ", (832, 480))]
+)
+def test_a_resolution_is_a_side_or_both(text: str, sides: tuple[int, int]) -> None:
+    assert parse_resolution(text) == sides
+
+
+@pytest.mark.parametrize("text", ["", "big", "832x", "832x480x81", "-64", "1024.5"])
+def test_anything_else_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_resolution(text)
+    assert "--resolution 832x480" in caught.value.problems[0].hint
+
+
+def test_every_impossible_wish_is_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked(replace(JOB, width=1000, frames=80, batch=0, steps=5))
+    assert [problem.key for problem in caught.value.problems] == [
+        "--resolution (width)", "--frames", "--batch", "--steps",
+    ]  # fmt: skip
+    assert caught.value.problems[1].hint == "--frames 81"
+
+
+def test_pictures_have_no_frames() -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked(StepJob("sdxl", frames=5))
+    assert "sdxl makes pictures" in caught.value.problems[0].expected
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_bench_is_a_config_a_user_could_write(name: str, tmp_path: Path) -> None:
+    config = config_of(checked(StepJob(name, "lokr", memory_limit=1 << 30)), tmp_path / "model", tmp_path / "out")
+    assert (config.model.family, config.model.flavour) == (PRESETS[name].family, PRESETS[name].flavour)
+    assert (config.adapter.kind, config.adapter.full_rank, config.adapter.factor) == ("lokr", True, 16)
+    assert config.training.gradient_checkpointing == "auto"
+    assert config.training.compile == "auto"
+
+
+def test_what_the_issue_calls_its_shapes() -> None:
+    assert JOB.tokens == 4096
+    video = checked(replace(JOB, width=832, height=480, frames=81))
+    assert video.tokens == 32_760
+    assert (JOB.resolution, video.resolution) == (1024, "832x480")
+
+
+def test_a_smoke_test_says_what_it_really_computed() -> None:
+    smoke = replace(JOB, frames=81, smoke=True)
+    assert (smoke.resolution, smoke.shape.frames, smoke.tokens) == (64, 5, 32)

@@ -1,0 +1,66 @@
+"""The estimate against torch's own counter on one H200: every row of the table in docs/estimate.md."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import pytest
+
+from gracetune.config.run_config import RunConfig
+from gracetune.models.registry import footprint_of
+from gracetune.planning.activations import Policy
+from gracetune.planning.estimate import estimate
+from gracetune.planning.samples import DatasetFacts
+from gracetune.units import GIB
+
+LOKR = {"kind": "lokr", "factor": 16, "full_rank": True}
+
+
+class Row(NamedTuple):
+    """Wan2.2 14B, one expert, one frame of 1024x1024, AdamW; peak of torch.cuda.max_memory_allocated in GiB."""
+
+    what: str
+    peak: float
+    adapter: dict[str, Any]
+    path: Literal["plain", "library"]
+    compiled: bool
+    policy: Policy
+    batch: int = 1
+    precision: str = "bf16"
+
+
+ROWS = [
+    Row("peft LoRA, eager, checkpointed", 30.9, {"kind": "lora"}, "library", False, "full"),
+    Row("peft LoRA, eager", 72.2, {"kind": "lora"}, "library", False, "off"),
+    Row("peft LoRA, compiled", 64.0, {"kind": "lora"}, "library", True, "off"),
+    Row("plain LoRA, compiled", 60.5, {"kind": "lora"}, "plain", True, "off"),
+    Row("plain LoRA, compiled, budget 0.5", 43.6, {"kind": "lora"}, "plain", True, "half"),
+    Row("plain LoRA, compiled, fp8", 60.6, {"kind": "lora"}, "plain", True, "off", precision="fp8"),
+    Row("the same, batch 4, budget 0.5", 91.7, {"kind": "lora"}, "plain", True, "half", 4, "fp8"),
+    Row("LyCORIS LoKr, eager, checkpointed", 31.0, LOKR, "library", False, "full"),
+    Row("LyCORIS LoKr, eager", 87.0, LOKR, "library", False, "off"),
+    Row("LyCORIS LoKr, compiled", 82.0, LOKR, "library", True, "off"),
+    Row("LyCORIS LoCon, eager, checkpointed", 31.0, {"kind": "locon"}, "library", False, "full"),
+    Row("LyCORIS LoCon, eager", 88.0, {"kind": "locon"}, "library", False, "off"),
+    Row("LyCORIS LoCon, compiled", 83.0, {"kind": "locon"}, "library", True, "off"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
+def test_within_five_percent_of_the_measurement(row: Row) -> None:
+    """Ten percent is promised; what was derived from first principles does better, and should stay so."""
+    config = RunConfig.model_validate(
+        {
+            "name": "run",
+            "output_dir": "out",
+            "model": {"family": "wan", "experts": "high", "base_precision": row.precision},
+            "datasets": [{"id": "pictures", "path": "/nowhere", "resolution": 1024}],
+            "training": {"max_steps": 1, "batch_size": row.batch},
+            "adapter": {"rank": 16, **row.adapter},
+            "validation": {"enabled": False},
+        }
+    )
+    footprint, _ = footprint_of(config.model)
+    facts = (DatasetFacts("pictures", 1, 1),)
+    demand = estimate(config, footprint, facts, compiled=row.compiled, adapter_path=row.path)
+    assert demand.training_peak(row.policy) / GIB == pytest.approx(row.peak, rel=0.05)

@@ -251,6 +251,7 @@ def test_a_checkpoint_part(seen: Seen) -> None:
     assert json.loads(state.read_text())["host"] == platform.node()
     lines = map(json.loads, (seen.run / "logs" / "events.jsonl").read_text().splitlines())
     assert [line["resumed_step"] for line in lines if line["kind"] == "RunStarted"] == [None, 2]
+    assert f"the checkpoint was written by {platform.node()}" in seen.json("resume")["notes"]
 
 
 def test_an_export_format(seen: Seen) -> None:

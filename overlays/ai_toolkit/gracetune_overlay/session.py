@@ -8,16 +8,12 @@ The report, `gracetune_overlay.json` in the run's folder (of further ranks `grac
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import gracetune
-from gracetune.config.environment import Environment
-from gracetune.storage.atomic import sync_folder
+from gracetune.extension import Environment, __version__, write_file
 
 from .automagic import AutomagicFeature
 from .caches import CacheFeature
@@ -97,22 +93,14 @@ class Session:
         features = {name: part.report() for name, part in parts.items()}
         body = {
             "version": REPORT_VERSION,
-            "gracetune": gracetune.__version__,
+            "gracetune": __version__,
             "outcome": outcome,
             "features": features,
         }
         folder = Path(process.save_root)
         name = "gracetune_overlay.json" if rank == "0" else f"gracetune_overlay.rank{rank}.json"
-        temporary = folder / f".{uuid.uuid4().hex}.tmp"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(body, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(folder / name)
-            sync_folder(folder)
+            write_file(folder / name, f"{json.dumps(body, indent=2)}\n".encode())
         except OSError as error:  # a full disk must not hide what stopped the run
             self._say(f"no {name}: {error.strerror or error}; what it would have said: {json.dumps(body)}")
-        finally:
-            temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
+from gracetune.config.optimizers import reads_key
 from gracetune.config.places import Place, look
 from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
@@ -17,7 +18,12 @@ Wrong = tuple[Path, str, str, str]
 
 def path_problems(resolved: Resolved) -> list[Problem]:
     """Everything a config names on disk that is not there."""
-    return [_problem(resolved, path, *rest) for path, *rest in _wrong_paths(resolved)]
+    return [problem for _, problem in named_path_problems(resolved)]
+
+
+def named_path_problems(resolved: Resolved) -> list[tuple[str, Problem]]:
+    """The same, each with gracetune's own name of its key: the problem names it as the file does."""
+    return [(dotted(path), _problem(resolved, path, *rest)) for path, *rest in _wrong_paths(resolved)]
 
 
 def limits_memory(resolved: Resolved) -> bool:
@@ -59,7 +65,7 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
     for path, name in weights.items():
         if name is not None and _is_local(name):
             yield from _unless(("file", "folder"), path, name, "weights on this machine, or a hub id")
-    if config.optimizer.name == "automagic" and config.optimizer.rates_from is not None:
+    if reads_key(config.optimizer.name, "rates_from") and config.optimizer.rates_from is not None:
         expected = "the optimizer.pt of an ai-toolkit run"
         yield from _unless(("file",), ("optimizer", "rates_from"), config.optimizer.rates_from, expected)
     yield from _unless(

@@ -171,6 +171,24 @@ class TestMarks:
         assert "gpuu" in done.stdout
 
 
+class TestBlame:
+    """.git-blame-ignore-revs lists commits that only moved files."""
+
+    REVISIONS: ClassVar = [
+        line for line in (ROOT / ".git-blame-ignore-revs").read_text().splitlines() if line and line[0] != "#"
+    ]
+
+    def test_each_is_a_commit_of_this_history(self) -> None:
+        if run("git", "rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+            pytest.skip("no git history here, or not all of it")
+        outside = [one for one in self.REVISIONS if run("git", "merge-base", "--is-ancestor", one, "HEAD").returncode]
+        assert outside == []
+
+    def test_each_is_written_out(self) -> None:
+        assert self.REVISIONS
+        assert [one for one in self.REVISIONS if not re.fullmatch("[0-9a-f]{40}", one)] == []
+
+
 class TestMakefile:
     TARGETS = ("demo", "test", "test-full", "test-gpu", "test-gpu-long", "lint", "clean", "help")
 

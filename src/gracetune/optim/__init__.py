@@ -1,1 +1,1 @@
-"""Optimizers, learning-rate schedules, the batch ramp."""
+"""Optimizers (one record each in `optimizers`), learning-rate schedules, the batch ramp."""

@@ -221,7 +221,7 @@ def _busy_place(
     known = device if choice.text_cache_on_device else None
     profile = machine.profile.value
     if need.insisted and profile == "discrete" and need.bytes <= CAREFUL_CAP:
-        profile = "superchip"  # as `cache.slabs.choose_residence` has it; more than the cap is refused there
+        profile = "superchip"  # as `cache.residence.choose_residence` has it; more than the cap is refused there
     placement = place(role, profile, size=need.bytes, device_bytes=known, local_ranks=local_ranks)
     managed = placement.place in ("managed_host", "managed_device")
     if managed and not need.managed:

@@ -1,1 +1,1 @@
-"""Typed events, where they are written, progress, and the report at the end. Imports nothing else of gracetune."""
+"""Typed events, where they are written, progress, and the report at the end. Imports storage alone of gracetune."""

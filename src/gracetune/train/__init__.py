@@ -1,1 +1,1 @@
-"""One run from config to adapter: runtime, step, loop, callbacks."""
+"""One run from config to adapter, in four verbs (`run.train`): preflight, load, fit, finish."""

@@ -28,7 +28,7 @@ from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
 from gracetune.train.replay import Replay
 
 LATENTS_PER_TOKEN = 4
-"""Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.flow_shift`)."""
+"""Families whose shift follows the resolution all make one token of 2 x 2 latents (`models.common.flow_shift`)."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gracetune.adapters.state import Algorithm, Layer
+from gracetune.adapters.algorithms.registry import algorithm as record_of
+from gracetune.adapters.state import Layer
 
 
 def registered(name: str) -> str:
@@ -22,9 +22,10 @@ def registered(name: str) -> str:
 
 
 class AttachedLayer(ABC):
-    def __init__(self, path: str, algorithm: Algorithm, alpha: float, rank: int | None) -> None:
+    def __init__(self, path: str, algorithm: str, alpha: float, rank: int | None) -> None:
         self.path = path
         self.algorithm = algorithm
+        self.record = record_of(algorithm)
         self.alpha = 1.0 if rank is None else alpha
         self.rank = rank
 
@@ -43,7 +44,7 @@ class AttachedLayer(ABC):
     @property
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors of a file that are not trained."""
-        return MappingProxyType({})
+        return {name: torch.tensor(value) for name, value in self.record.constants.items()}
 
     @property
     def scale(self) -> float:

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.files import SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY, PEFT_CONFIG
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
@@ -79,10 +81,11 @@ def _defaults(state: AdapterState) -> dict[str, str]:
 def _network(state: AdapterState) -> dict[str, str]:
     kinds = algorithms(state)
     rank, alpha = common_rank(state), common_alpha(state)
-    found = {"ss_network_module": "networks.lora" if kinds == ("lora",) else "lycoris.kohya"}
+    own = algorithm(kinds[0]).kohya_module if len(kinds) == 1 else Algorithm.kohya_module
+    found = {"ss_network_module": own}
     if rank is not None and alpha is not None:
         found |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
-    if kinds != ("lora",):
+    if own == Algorithm.kohya_module:
         found["ss_network_args"] = json.dumps({"algo": kinds[0]})
     return found
 

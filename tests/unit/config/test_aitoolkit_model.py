@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.aitoolkit.model import OTHER_ARCHS, archs
+from gracetune.config.dialects.aitoolkit.model import OTHER_ARCHS, archs
 from gracetune.config.families import find_flavour
 from unit.config.aitoolkit_jobs import (
     FLUX,

@@ -23,19 +23,21 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from gracetune.adapters import full, lycoris, peft_lora
-from gracetune.adapters.computation import Computation, reference
-from gracetune.adapters.delta import ZERO_AT_FIRST
-from gracetune.adapters.fast.layer import FastLayer, choice
+from gracetune.adapters import full
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
-from gracetune.adapters.layer import AttachedLayer, local, seeded
+from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.loading import fitted
+from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
 from gracetune.adapters.trainable import unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.seeded_random import seeded
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""
@@ -89,7 +91,7 @@ class Attached(ABC):
 
     @abstractmethod
     def acting(self) -> dict[str, list[nn.Parameter]]:
-        """By layer, the tensors that are 0 as long as the layer changes nothing (`delta.ZERO_AT_FIRST`)."""
+        """By layer, the tensors that are 0 as long as the layer changes nothing (`Algorithm.zero_at_first`)."""
 
     @abstractmethod
     @contextmanager
@@ -129,7 +131,7 @@ def attach(
 
     Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones.
     """
-    if any(isinstance(module, LoraLayer | lycoris.Factors | AdaptedLinear) for module in denoiser.modules()):
+    if any(isinstance(module, LoraLayer | Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
     if adapter.strength == 0:
         raise ConfigError([Problem("adapter.strength", "0", "another number", "at 0 nothing would be trained")])
@@ -148,8 +150,9 @@ def attach(
     spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
     notes = () if spatial else unused_conv_options(adapter)
     ways = {
-        path: choice(denoiser.get_submodule(path), options) if adapter_path == "auto" else reference("asked for")
+        path: choice(module, options) if adapter_path == "auto" else reference(module, options, "asked for")
         for path, options in plan.items()
+        for module in [denoiser.get_submodule(path)]
     }
     return _LayersAttached(
         denoiser, plan, ways, chosen, family=family, stage=stage, seed=seed, strength=adapter.strength, notes=notes
@@ -274,7 +277,7 @@ class _LayersAttached(Attached):
 
     def acting(self) -> dict[str, list[nn.Parameter]]:
         return {
-            path: [parameter for name, parameter in layer.parameters().items() if name in ZERO_AT_FIRST]
+            path: [parameter for name, parameter in layer.parameters().items() if name in layer.record.zero_at_first]
             for path, layer in self._layers.items()
         }
 
@@ -324,11 +327,9 @@ def _layers(count: int) -> str:
 
 def _made(model: nn.Module, path: str, options: LayerOptions, how: Computation) -> AttachedLayer:
     layer = model.get_submodule(path)
-    if how.form != "library" and isinstance(layer, nn.Linear):
+    if how.form != LIBRARY and isinstance(layer, nn.Linear):
         return FastLayer(path, layer, options, how, model)
-    if options.algorithm in peft_lora.ALGORITHMS:
-        return peft_lora.PeftLayer(path, layer, options, model)
-    return lycoris.LycorisLayer(path, layer, options)
+    return algorithm(options.algorithm).reference_layer(path, layer, options, model)
 
 
 class _FullAttached(Attached):

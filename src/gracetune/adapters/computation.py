@@ -1,6 +1,6 @@
-"""How the adapter on one linear layer is computed, why so, and what that keeps for the backward pass. Pure.
+"""How the adapter on one layer is computed, why so, and what that keeps for the backward pass.
 
-Decided once, here, so that what runs (`adapters.fast`) and what is planned (`planning.activations`) are the same thing:
+Each algorithm's record decides it once, so that what runs (`adapters.fast`) and what is planned are the same thing:
 
     low rank            up (down x): LoRA, LoCon; DoRA with the length of each row on top
     kronecker           (W1 (x) W2) x as one product with each factor, on an input seen as a matrix
@@ -13,13 +13,11 @@ Decided once, here, so that what runs (`adapters.fast`) and what is planned (`pl
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from gracetune.adapters.trainable import Kronecker, LokrOptions, Target, kronecker
-
-Form = Literal["low rank", "kronecker", "kronecker by rank", "hadamard by rank", "hadamard rebuilt", "library"]
-KEPT_SHARE = 4
-"""Leaving W2 apart saves work and keeps activations: worth it while they are at most the input's over this."""
+Form = str
+"""One of those above, or a form that another package's fused layer has."""
+LIBRARY = "library"
 
 
 @dataclass(frozen=True)
@@ -30,67 +28,21 @@ class Computation:
     """Elements for each token beside the layer's input, in the precision of the computation."""
     w1_first: bool = True
     """Kronecker: the order of the two products."""
+    compiled_constant: int = 0
+    """Elements that a compiler keeps whatever the batch, beside the adapter's tensors and casts of them."""
+    rebuilds_weight: bool = False
+    """The whole change is built and kept for the input's gradient."""
+    backward_bytes: int = 0
+    """For each weight of the layer, alive at once in the backward pass until the gradient has reached the factors."""
+    casts_tensors: bool = True
+    """Copies of the adapter's tensors in the precision of the computation are kept for the backward pass."""
+    copies_input: bool = False
+    """The input is cast to fp32 and back, so each layer keeps a copy. Compiled, equal copies become one."""
+    fp32_output: bool = False
+    """The output is scaled in fp32: another working tensor, unless a compiler does it in one pass."""
 
     @property
     def path(self) -> Literal["factorised", "rebuilt", "library"]:
-        if self.form == "library":
+        if self.form == LIBRARY:
             return "library"
         return "rebuilt" if self.form == "hadamard rebuilt" else "factorised"
-
-
-class Options(LokrOptions, Protocol):
-    @property
-    def dropout(self) -> float: ...
-
-
-def choose(kind: str, inputs: int, outputs: int, options: Options) -> Computation:
-    """For a linear layer."""
-    if kind in ("lora", "locon"):
-        return of_low_rank(options.rank)
-    if kind == "dora":
-        return of_dora(options.rank, outputs, dropout=options.dropout > 0)
-    if kind == "loha":
-        return of_loha(inputs, outputs, options.rank)
-    if kind == "lokr":
-        return of_lokr(kronecker(inputs, outputs, options))
-    return reference(f"{kind} has no factorised form")
-
-
-def computation(target: Target) -> Computation:
-    """Of one kind of matrix in a plan."""
-    linear, adapter = target.linear, target.adapter
-    if linear.kernel:
-        return reference("convolutions")
-    return choose(adapter.kind, linear.inputs, linear.outputs, adapter)
-
-
-def reference(why: str) -> Computation:
-    return Computation("library", why)
-
-
-def of_low_rank(rank: int) -> Computation:
-    return Computation("low rank", "two products of the rank's width", kept=rank)
-
-
-def of_dora(rank: int, outputs: int, *, dropout: bool) -> Computation:
-    if dropout:
-        return reference("DoRA's dropout lets the base layer run twice")
-    return Computation("low rank", "two products of the rank's width, rows scaled after them", kept=rank + outputs)
-
-
-def of_lokr(split: Kronecker) -> Computation:
-    """Counted in multiplications for each token."""
-    (a, c), (b, d), rank = split.first, split.second, split.rank
-    w1_first, w2_first = a * c * d + a * b * d, c * b * d + a * c * b
-    apart, kept = rank * (c * d + a * c + a * b), rank * (a + c)
-    if split.second_apart and apart < min(w1_first, w2_first) and kept * KEPT_SHARE <= c * d:
-        return Computation("kronecker by rank", "products with W2's factors and with W1", kept=kept)
-    return Computation("kronecker", "a product with W1 and one with W2", w1_first=w1_first <= w2_first)
-
-
-def of_loha(inputs: int, outputs: int, rank: int) -> Computation:
-    """The product of rank r^2 takes r^2 (in + out) multiplications a token, the change itself in x out."""
-    pairs = rank * rank
-    if pairs * (inputs + outputs) <= inputs * outputs:
-        return Computation("hadamard by rank", f"two products of width {pairs}", kept=pairs)
-    return Computation("hadamard rebuilt", f"products of width {pairs} would cost more than the change itself")

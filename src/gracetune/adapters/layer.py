@@ -5,17 +5,15 @@ Whoever wants another forward writes another one of these (`fast.layer` is one);
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from types import MappingProxyType
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from gracetune.adapters.state import Algorithm, Layer
+from gracetune.adapters.algorithms.registry import algorithm as record_of
+from gracetune.adapters.state import Layer
 
 
 def registered(name: str) -> str:
@@ -24,9 +22,10 @@ def registered(name: str) -> str:
 
 
 class AttachedLayer(ABC):
-    def __init__(self, path: str, algorithm: Algorithm, alpha: float, rank: int | None) -> None:
+    def __init__(self, path: str, algorithm: str, alpha: float, rank: int | None) -> None:
         self.path = path
         self.algorithm = algorithm
+        self.record = record_of(algorithm)
         self.alpha = 1.0 if rank is None else alpha
         self.rank = rank
 
@@ -45,7 +44,7 @@ class AttachedLayer(ABC):
     @property
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors of a file that are not trained."""
-        return MappingProxyType({})
+        return {name: torch.tensor(value) for name, value in self.record.constants.items()}
 
     @property
     def scale(self) -> float:
@@ -81,18 +80,3 @@ def _whole(parameter: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", torch.float32, copy=True).contiguous()
-
-
-@contextmanager
-def seeded(seed: int, *names: str) -> Iterator[None]:
-    """Draws inside depend on the seed and the names alone, and leave the CPU's generator as it was.
-
-    Libraries draw their initial weights on the CPU from the global generator; those of GPUs are not touched.
-    """
-    digest = hashlib.sha256("\0".join((str(seed), *names)).encode()).digest()
-    before = torch.get_rng_state()
-    try:
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
-    finally:
-        torch.set_rng_state(before)

@@ -7,20 +7,14 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.layer import AttachedLayer
-from gracetune.adapters.state import AdapterState, Algorithm, Layer, Stage
+from gracetune.adapters.state import AdapterState, Layer, Stage
 from gracetune.errors import ConfigError, Problem
 
 _SHOWN = 8
-_RENAMED: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("locon", "lora"): {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
-    ("lora", "locon"): {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"},
-    ("locon", "dora"): {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
-}
-"""The same tensors under other names. A locon file may be a DoRA; its `dora_scale` says so."""
-_LINEAR = ("lora_B.weight", "lora_up.weight", "lokr_w1", "lokr_w1_a", "hada_w1_a")
-"""One of them is in every decomposed layer, and the change is proportional to it."""
 
 
 def fitted(
@@ -34,7 +28,7 @@ def fitted(
     wrong: list[Problem] = []
     for path, target in layers.items():
         if path in state.layers:
-            layer = _as(state.layers[path], target.algorithm)
+            layer = _as(state.layers[path], target.record)
             wrong += _mismatches(path, layer, target)
             fitting[path] = _rescaled(layer, target.scale)
     problems += wrong[:_SHOWN]
@@ -55,14 +49,9 @@ def _of_the_whole(state: AdapterState, family: str, stage: Stage) -> list[Proble
     return problems
 
 
-def _as(layer: Layer, algorithm: Algorithm) -> Layer:
-    names = _RENAMED.get((layer.algorithm, algorithm))
-    if names is None or "lora_mid.weight" in layer.tensors:
-        return layer
-    tensors = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
-    if "dora_scale" in tensors:
-        tensors["dora_scale"] = tensors["dora_scale"].flatten()
-    return Layer(algorithm, tensors, layer.alpha, layer.rank)
+def _as(layer: Layer, record: Algorithm) -> Layer:
+    tensors = record.renamed(layer.algorithm, layer.tensors)
+    return layer if tensors is None else Layer(record.name, tensors, layer.alpha, layer.rank)
 
 
 def _mismatches(path: str, layer: Layer, target: AttachedLayer) -> list[Problem]:
@@ -94,7 +83,7 @@ def _mismatches(path: str, layer: Layer, target: AttachedLayer) -> list[Problem]
 def _rescaled(layer: Layer, scale: float) -> dict[str, Tensor]:
     tensors = dict(layer.tensors)
     if layer.scale != scale:
-        name = next((name for name in _LINEAR if name in tensors), None)
+        name = next((name for name in algorithm(layer.algorithm).proportional_to if name in tensors), None)
         if name is not None:
             tensors[name] = tensors[name].float() * (layer.scale / scale)
     return tensors

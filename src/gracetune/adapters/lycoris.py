@@ -15,17 +15,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from lycoris.modules.diag_oft import DiagOFTModule
-from lycoris.modules.ia3 import IA3Module
-from lycoris.modules.locon import LoConModule
-from lycoris.modules.loha import LohaModule
-from lycoris.modules.lokr import LokrModule
 from torch import Tensor, nn
 
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import change
 from gracetune.adapters.layer import AttachedLayer, registered
 from gracetune.adapters.options import LayerOptions
-from gracetune.adapters.state import Algorithm
 
 CHILD = "adapter"
 """Name of the module inside the layer."""
@@ -34,9 +30,9 @@ CHILD = "adapter"
 class Factors(nn.Module):
     """The trained tensors of one layer, and what they add to its output."""
 
-    def __init__(self, algorithm: Algorithm, tensors: Mapping[str, Tensor], scale: float, dropout: float) -> None:
+    def __init__(self, record: Algorithm, tensors: Mapping[str, Tensor], scale: float, dropout: float) -> None:
         super().__init__()
-        self.algorithm = algorithm
+        self.record = record
         self.scale = scale
         self.dropout = dropout
         self.strength = 1.0
@@ -51,9 +47,10 @@ class Factors(nn.Module):
         """What has to be added to the layer's output for `x`, at strength 1."""
         with torch.autocast(x.device.type, enabled=False):
             tensors = {name: tensor.float() for name, tensor in self.tensors().items()}
-            base = layer.weight.detach().float() if self.algorithm in ("ia3", "diag_oft") else None
-            weight = change(self.algorithm, tensors, self.scale, layer.weight.shape, base).to(x.dtype)
-        bias = tensors["diff_b"].to(x.dtype) if "diff_b" in tensors else None
+            base = layer.weight.detach().float() if self.record.depends_on_weight else None
+            weight = change(self.record, tensors, self.scale, layer.weight.shape, base).to(x.dtype)
+        bias_tensor = self.record.bias_tensor
+        bias = tensors[bias_tensor].to(x.dtype) if bias_tensor in tensors else None
         if self.dropout and self.training:
             x = F.dropout(x, self.dropout)
         if isinstance(layer, nn.Linear):
@@ -74,11 +71,11 @@ def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor
 
 class LycorisLayer(AttachedLayer):
     def __init__(self, path: str, layer: nn.Module, options: LayerOptions) -> None:
-        tensors, rank = first_values(layer, options)
+        tensors, rank = algorithm(options.algorithm).first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
         weight = cast(Tensor, layer.weight)
         self._layer = layer
-        self._factors = Factors(options.algorithm, tensors, self.scale, options.dropout).to(weight.device)
+        self._factors = Factors(self.record, tensors, self.scale, options.dropout).to(weight.device)
         self._factors.train(layer.training)
         layer.add_module(CHILD, self._factors)
         self._hook = layer.register_forward_hook(_add)
@@ -93,29 +90,17 @@ class LycorisLayer(AttachedLayer):
         self._hook.remove()
         delattr(self._layer, CHILD)
 
-    @property
-    def constants(self) -> Mapping[str, Tensor]:
-        return {"on_input": torch.tensor(0)} if self.algorithm == "ia3" else {}
+
+# -- the factors' first values ----------------------------------------------------------------------------------------
 
 
-# -- the factors' shapes and first values -----------------------------------------------------------------------------
-
-Made = tuple[dict[str, Tensor], int | None]
-"""Tensors, and the rank where something is decomposed."""
-
-
-def first_values(layer: nn.Module, options: LayerOptions) -> Made:
-    """The factors as lycoris-lora makes them for this layer."""
-    return _MAKERS[options.algorithm](layer, options)
-
-
-def _taken(module: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach() for name, parameter in module.named_parameters()}
-
-
-def _library(kind: Callable[..., nn.Module], layer: nn.Module, options: LayerOptions, **more: Any) -> dict[str, Tensor]:
+def made_by_library(
+    kind: Callable[..., nn.Module], layer: nn.Module, options: LayerOptions, **more: Any
+) -> dict[str, Tensor]:
+    """The factors as a module of lycoris-lora makes them for this layer."""
     with _quiet():
-        return _taken(kind("", layer, 1.0, options.rank, options.alpha, **more))
+        module = kind("", layer, 1.0, options.rank, options.alpha, **more)
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
 @contextmanager
@@ -128,35 +113,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _lokr(layer: nn.Module, options: LayerOptions) -> Made:
-    tensors = _library(
-        LokrModule,
-        layer,
-        options,
-        factor=options.factor,
-        decompose_both=options.decompose_both,
-        full_matrix=options.full_rank,
-    )
-    whole = "lokr_w1" in tensors and "lokr_w2" in tensors
-    return tensors, None if whole else options.rank
-
-
-def _full(layer: nn.Module, _options: LayerOptions) -> Made:
-    """Not the library's: that one takes the weight out of its layer and keeps a second copy of it."""
-    weight, bias = cast(Tensor, layer.weight), cast("Tensor | None", layer.bias)
-    tensors = {"diff": torch.zeros_like(weight, dtype=torch.float32)}
-    if bias is not None:
-        tensors["diff_b"] = torch.zeros_like(bias, dtype=torch.float32)
-    return tensors, None
-
-
-_MAKERS: Mapping[str, Callable[[nn.Module, LayerOptions], Made]] = {
-    "locon": lambda layer, options: (_library(LoConModule, layer, options), options.rank),
-    "loha": lambda layer, options: (_library(LohaModule, layer, options), options.rank),
-    "lokr": _lokr,
-    "ia3": lambda layer, options: (_library(IA3Module, layer, options), None),
-    "diag_oft": lambda layer, options: (_library(DiagOFTModule, layer, options), None),
-    "full_delta": _full,
-}

@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.files import SUFFIX, data_hash, legacy_hash
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY, PEFT_CONFIG
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
@@ -23,8 +25,6 @@ from gracetune.models.key_maps import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"
-_DUAL_WAN = ("wan2.2", "wan_2.2_14b")
-"""Only Wan 2.2 14B has two experts; which Wan another adapter is for, only the caller can say."""
 _OF_ONE_FILE = (
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", HEADER_ENTRY, PEFT_CONFIG, "gracetune.family",
     "gracetune.algorithm", "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
@@ -68,8 +68,8 @@ def header(
 def _defaults(state: AdapterState) -> dict[str, str]:
     keys = KEY_MAPS[state.family]
     architecture, version = keys.architecture or keys.family, keys.base_version
-    if state.stage:
-        architecture, version = _DUAL_WAN
+    if state.stage and keys.of_experts is not None:
+        architecture, version = keys.of_experts
     return {
         "ss_base_model_version": version,
         "modelspec.sai_model_spec": SPECIFICATION,
@@ -81,10 +81,11 @@ def _defaults(state: AdapterState) -> dict[str, str]:
 def _network(state: AdapterState) -> dict[str, str]:
     kinds = algorithms(state)
     rank, alpha = common_rank(state), common_alpha(state)
-    found = {"ss_network_module": "networks.lora" if kinds == ("lora",) else "lycoris.kohya"}
+    own = algorithm(kinds[0]).kohya_module if len(kinds) == 1 else Algorithm.kohya_module
+    found = {"ss_network_module": own}
     if rank is not None and alpha is not None:
         found |= {"ss_network_dim": str(rank), "ss_network_alpha": f"{alpha:g}"}
-    if kinds != ("lora",):
+    if own == Algorithm.kohya_module:
         found["ss_network_args"] = json.dumps({"algo": kinds[0]})
     return found
 

@@ -8,22 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.adapters.state import Algorithm
 from gracetune.adapters.targets import Modules, class_names, options_for
+from gracetune.config.adapter_kinds import by_lycoris_name
 from gracetune.config.run_config import Adapter
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
-_ALGORITHMS: Mapping[str, Algorithm] = {
-    "lora": "lora",
-    "locon": "locon",
-    "loha": "loha",
-    "lokr": "lokr",
-    "full": "full_delta",
-    "ia3": "ia3",
-    "diag-oft": "diag_oft",
-}
-_FIELDS: Mapping[str, str] = {
+_ALGORITHMS = by_lycoris_name()
+FIELDS: Mapping[str, str] = {
     "dim": "rank",
     "linear_dim": "rank",
     "alpha": "alpha",
@@ -33,13 +25,19 @@ _FIELDS: Mapping[str, str] = {
     "decompose_both": "decompose_both",
     "dropout": "dropout",
 }
-OPTIONS = ("algo", *_FIELDS)
+"""LyCORIS' names of a layer's options, and ours."""
+OPTIONS = ("algo", *FIELDS)
 """What one entry of `by_module` may say."""
+
+
+def kind_of(algo: Any) -> str | None:
+    """The algorithm that LyCORIS calls so."""
+    return _ALGORITHMS.get(algo.strip().lower()) if isinstance(algo, str) else None
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    algorithm: Algorithm
+    algorithm: str
     rank: int
     alpha: float
     dropout: float = 0.0
@@ -62,7 +60,7 @@ class Resolver:
         """`spatial`: a convolution that looks at more than one pixel, which `conv_rank` and `conv_alpha` are for."""
         entry = options_for(self.modules[path], self.by_class, self.present)
         adapter = self.adapter if entry is None else self.by_class[entry]
-        own = () if entry is None else tuple(_FIELDS.get(name, name) for name in self.adapter.by_module[entry])
+        own = () if entry is None else tuple(FIELDS.get(name, name) for name in self.adapter.by_module[entry])
         rank, alpha = adapter.rank, adapter.alpha
         if spatial and "rank" not in own:
             rank = adapter.conv_rank or rank
@@ -99,10 +97,10 @@ def _with(adapter: Adapter, module: str, options: Mapping[str, Any], problems: l
     key = f"adapter.by_module.{module}"
     changes: dict[str, Any] = {}
     for name, value in options.items():
-        if name in _FIELDS:
-            changes[_FIELDS[name]] = value
-        elif name == "algo" and isinstance(value, str) and value.strip().lower() in _ALGORITHMS:
-            changes["kind"] = _ALGORITHMS[value.strip().lower()]
+        if name in FIELDS:
+            changes[FIELDS[name]] = value
+        elif name == "algo" and (kind := kind_of(value)) is not None:
+            changes["kind"] = kind
         elif name == "algo":
             hint = misspelt(value, _ALGORITHMS, "choose one of them")
             problems.append(Problem(f"{key}.algo", str(value), f"one of {', '.join(_ALGORITHMS)}", hint))
@@ -112,7 +110,7 @@ def _with(adapter: Adapter, module: str, options: Mapping[str, Any], problems: l
     try:
         return Adapter(**{**adapter.model_dump(), **changes})
     except ValidationError as error:
-        written = {_FIELDS.get(name, name): name for name in options}
+        written = {FIELDS.get(name, name): name for name in options}
         problems += [
             Problem(f"{key}.{written.get(str(fault['loc'][0]), '')}", str(fault["input"]), fault["msg"], "correct it")
             for fault in error.errors()

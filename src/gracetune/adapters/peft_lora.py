@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from gracetune.adapters.layer import AttachedLayer
 from gracetune.adapters.options import LayerOptions
 
-ALGORITHMS = ("lora", "dora")
 _NAME = "default"
 _BOX = "layer"
 
@@ -93,7 +92,14 @@ def _wrapped(layer: nn.Module, options: LayerOptions) -> nn.Module:
     return wrapped
 
 
-def drawn(shape: torch.Size) -> Tensor:
+def first_pair(layer: nn.Module, rank: int) -> dict[str, Tensor]:
+    """Where peft begins with a linear layer."""
+    linear = cast(nn.Linear, layer)
+    down = _kaiming(torch.Size((rank, linear.in_features)))
+    return {"lora_A.weight": down, "lora_B.weight": torch.zeros(linear.out_features, rank)}
+
+
+def _kaiming(shape: torch.Size) -> Tensor:
     """First values of lora_A, by peft's own rule, on the CPU."""
     return nn.init.kaiming_uniform_(torch.empty(shape), a=math.sqrt(5))
 
@@ -105,7 +111,7 @@ def _to_fp32(wrapped: nn.Module, *, dora: bool) -> None:
     """
     parts = cast(Any, wrapped)
     down = parts.lora_A[_NAME]
-    down.weight = nn.Parameter(drawn(down.weight.shape).to(down.weight.device))
+    down.weight = nn.Parameter(_kaiming(down.weight.shape).to(down.weight.device))
     parts.lora_B.float()
     if dora:
         magnitude = parts.lora_magnitude_vector[_NAME]

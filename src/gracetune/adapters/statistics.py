@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gracetune.adapters.delta import delta, kronecker_factors, needs_weight
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
+from gracetune.adapters.delta import delta, needs_weight
 from gracetune.adapters.shapes import columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 
@@ -44,31 +45,18 @@ def _is_finite(layer: Layer) -> bool:
 
 def change_norm(layer: Layer) -> float:
     tensors = {name: tensor.detach().float() for name, tensor in layer.tensors.items()}
+    record = algorithm(layer.algorithm)
     if needs_weight(layer):
-        return math.sqrt(sum(float(tensor.square().sum()) for name, tensor in tensors.items() if name != "on_input"))
-    if layer.algorithm == "lokr":
-        first, second = kronecker_factors(tensors)
-        return abs(layer.scale) * float(first.norm() * second.norm())
-    pair = _pair(layer, tensors)
-    if pair is not None:
-        up, down = pair[0].flatten(1).double(), pair[1].flatten(1).double()
-        # |BA|^2 = tr(B'B AA'): two matrices of the rank's size instead of one of the weight's.
-        squared = float(((up.T @ up) * (down @ down.T)).sum())
-        return abs(layer.scale) * math.sqrt(max(0.0, squared))
-    if layer.algorithm == "full_delta":
-        return float(tensors["diff"].norm())
+        trained = (tensor for name, tensor in tensors.items() if name not in record.constants)
+        return math.sqrt(sum(float(tensor.square().sum()) for tensor in trained))
+    found = record.norm(tensors, layer.scale)
+    if found is not None:
+        return found
     # The norm does not depend on how the columns are folded into a kernel.
     return float(delta(layer, (outputs(layer) or 0, columns(layer) or 0)).norm())
 
 
-def _pair(layer: Layer, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
-    if layer.algorithm == "lora":
-        return tensors["lora_B.weight"], tensors["lora_A.weight"]
-    if layer.algorithm == "locon" and "lora_mid.weight" not in tensors:
-        return tensors["lora_up.weight"], tensors["lora_down.weight"]
-    return None
-
-
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Keys of weights that are zero throughout. alpha and on_input are no weights."""
-    return tuple(key for key, tensor in tensors.items() if not key.endswith(("alpha", "on_input")) and not tensor.any())
+    """Keys of weights that are zero throughout. alpha and (IA)3's flag are no weights."""
+    others = ("alpha", *(name for record in algorithms() for name in record.constants))
+    return tuple(key for key, tensor in tensors.items() if not key.endswith(others) and not tensor.any())

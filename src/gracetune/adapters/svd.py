@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gracetune.adapters.delta import apply, bias_delta, delta, kronecker_factors, needs_weight
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.delta import apply, bias_delta, delta, needs_weight
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
@@ -73,9 +74,10 @@ def _decomposed(
     layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
-    exact = None if needs_weight(layer) else _EXACT.get(layer.algorithm)
-    if exact is not None and "lora_mid.weight" not in layer.tensors:
-        left, values, right, norm = exact(layer, rank)
+    record = algorithm(layer.algorithm)
+    exact = None if needs_weight(layer) else record.singular_vectors(layer.tensors, layer.scale, rank)
+    if exact is not None:
+        left, values, right, norm = exact
         return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
     change = _change(layer, weight, shape).flatten(1).double()
     left, values, right = _leading(change, rank)
@@ -88,32 +90,6 @@ def _change(layer: Layer, weight: Tensor | Sequence[int], shape: torch.Size) -> 
     if not isinstance(weight, Tensor):
         raise ValueError(f"what {layer.algorithm} changes depends on the weight: give it, not its shape")
     return apply(layer, weight) - weight.detach().float()
-
-
-def _of_product(layer: Layer, rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    """The singular values of B A are those of a matrix of the rank's size: R_B R_A', the triangles of both."""
-    up, down = (layer.tensors[name].detach().double().flatten(1) for name in _PAIRS[layer.algorithm])
-    (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
-    inner, values, outer = torch.linalg.svd(layer.scale * first @ second.T, full_matrices=False)
-    return left @ inner[:, :rank], values[:rank], outer[:rank] @ right.T, float(values.norm())
-
-
-def _of_kronecker(layer: Layer, rank: int) -> tuple[Tensor, Tensor, Tensor, float]:
-    tensors = {name: tensor.detach().double() for name, tensor in layer.tensors.items()}
-    (u1, s1, v1), (u2, s2, v2) = (
-        torch.linalg.svd(factor, full_matrices=False) for factor in kronecker_factors(tensors)
-    )
-    values = layer.scale * torch.outer(s1, s2)
-    kept = values.abs().flatten().topk(min(rank, values.numel())).indices
-    first, second = kept // len(s2), kept % len(s2)
-    left = torch.einsum("ak,bk->abk", u1[:, first], u2[:, second]).flatten(0, 1)
-    right = torch.einsum("kc,kd->kcd", v1[first], v2[second]).flatten(1)
-    return left, values.flatten()[kept], right, float(values.norm())
-
-
-_PAIRS = {"lora": ("lora_B.weight", "lora_A.weight"), "locon": ("lora_up.weight", "lora_down.weight")}
-_EXACT = {"lora": _of_product, "locon": _of_product, "lokr": _of_kronecker}
-"""Kinds whose singular vectors follow from their factors, without the whole matrix."""
 
 
 def _leading(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,13 +6,14 @@ A pattern is one of three things, and a config does not say which:
     a module class                Attention   FeedForward   WanTransformerBlock   Linear: every layer inside one
     a class by an older name      Attention, where the model only has WanAttention
 
-The first two are what `adapters.trainable` counts with; the third because presets outlive class names.
+The third because presets outlive class names. `choose` decides for models (`select`) and for footprints alike
+(`adapters.trainable`).
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -52,6 +53,61 @@ class Selection:
     """Paths a target asked for that are not taken, and the sentence that says why."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What patterns choose from a list of layers; a layer is its place in the list."""
+
+    wanted: Mapping[int, str]
+    """The first target that matches it."""
+    left_out: Mapping[int, str]
+    """Those of the wanted that are not taken, and the sentence that says why."""
+    unmatched: tuple[str, ...]
+    """Targets that match nothing."""
+    unmatched_exclude: tuple[str, ...]
+
+    @property
+    def taken(self) -> dict[int, str]:
+        return {place: pattern for place, pattern in self.wanted.items() if place not in self.left_out}
+
+
+def choose(
+    layers: Sequence[tuple[str, ModuleInfo]],
+    targets: Iterable[str],
+    exclude: Iterable[str] = (),
+    *,
+    untrained: Iterable[str] = (),
+    kinds: Collection[Kind] = ADAPTABLE,
+) -> Choice:
+    """Apply all patterns to layers given by path. `exclude` may also name what no target can."""
+    candidates = [place for place, (_path, info) in enumerate(layers) if info.kind in kinds]
+    wanted, unmatched = _first_matches(targets, layers, candidates)
+    unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
+    idle, _ = _first_matches(untrained, layers, candidates)
+    left_out = {place: f"excluded by `{unwanted[place]}`" for place in wanted if place in unwanted}
+    left_out |= {place: "no gradient ever reaches it" for place in wanted if place in idle and place not in unwanted}
+    return Choice(wanted, left_out, unmatched, unmatched_exclude)
+
+
+def _first_matches(
+    patterns: Iterable[str], layers: Sequence[tuple[str, ModuleInfo]], places: Sequence[int]
+) -> tuple[dict[int, str], tuple[str, ...]]:
+    """The first pattern that matches each layer, and the patterns that match none."""
+    found: dict[int, str] = {}
+    unmatched = []
+    for pattern in patterns:
+        matched = [place for place in places if _matches(pattern, *layers[place])]
+        matched = matched or [place for place in places if renamed(pattern, layers[place][1].classes) is not None]
+        if not matched:
+            unmatched.append(pattern)
+        for place in matched:
+            found.setdefault(place, pattern)
+    return found, tuple(unmatched)
+
+
+def _matches(pattern: str, path: str, info: ModuleInfo) -> bool:
+    return names(pattern, path) or class_of(pattern, info.classes) is not None
+
+
 def select(
     modules: Modules,
     targets: Iterable[str],
@@ -64,41 +120,26 @@ def select(
 
     `untrained` are a family's own patterns of layers no gradient reaches: they may match nothing, and win over targets.
     """
-    candidates = {path: info for path, info in modules.items() if info.kind in kinds}
-    problems: list[Problem] = []
-    wanted = _explained("adapter.targets", targets, candidates, modules, problems)
-    unwanted = _explained("adapter.exclude", exclude, modules, modules, problems)
+    layers = list(modules.items())
+    choice = choose(layers, targets, exclude, untrained=untrained, kinds=kinds)
+    candidates = {path: info for path, info in layers if info.kind in kinds}
+    problems = [_unmatched("adapter.targets", pattern, candidates, modules) for pattern in choice.unmatched]
+    problems += [_unmatched("adapter.exclude", pattern, modules, modules) for pattern in choice.unmatched_exclude]
     if problems:
         raise ConfigError(problems)
-    idle = {path for pattern in untrained for path in matching(pattern, candidates)}
-    left_out = {path: f"excluded by `{unwanted[path]}`" for path in wanted if path in unwanted}
-    left_out |= {path: "no gradient ever reaches it" for path in wanted if path in idle and path not in unwanted}
-    why = {path: _reason(wanted[path], path) for path in candidates if path in wanted and path not in left_out}
+    left_out = {layers[place][0]: reason for place, reason in choice.left_out.items()}
+    taken = choice.taken
+    why = {path: _reason(taken[place], path) for place, (path, _info) in enumerate(layers) if place in taken}
     if not why:
-        raise ConfigError([_nothing_left(wanted, left_out)])
+        raise ConfigError([_nothing_left(len(choice.wanted), left_out)])
     return Selection(tuple(why), why, left_out)
-
-
-def _explained(
-    key: str, patterns: Iterable[str], candidates: Modules, modules: Modules, problems: list[Problem]
-) -> dict[str, str]:
-    """Path -> the first pattern that matches it."""
-    found: dict[str, str] = {}
-    for pattern in patterns:
-        paths = matching(pattern, candidates)
-        if not paths:
-            problems.append(_unmatched(key, pattern, candidates, modules))
-        for path in paths:
-            found.setdefault(path, pattern)
-    return found
 
 
 def matching(pattern: str, modules: Modules) -> tuple[str, ...]:
     """Every path one pattern stands for."""
-    found = tuple(
-        path for path, info in modules.items() if names(pattern, path) or class_of(pattern, info.classes) is not None
-    )
-    return found or tuple(path for path, info in modules.items() if renamed(pattern, info.classes) is not None)
+    layers = list(modules.items())
+    found, _unmatched_patterns = _first_matches((pattern,), layers, range(len(layers)))
+    return tuple(layers[place][0] for place in found)
 
 
 def names(pattern: str, path: str) -> bool:
@@ -171,9 +212,9 @@ def class_names(modules: Modules) -> list[str]:
     return list(dict.fromkeys(name for info in modules.values() for name in info.classes))
 
 
-def _nothing_left(wanted: Mapping[str, str], left_out: Mapping[str, str]) -> Problem:
+def _nothing_left(wanted: int, left_out: Mapping[str, str]) -> Problem:
     if not wanted:
         return Problem("adapter.targets", "no pattern at all", "layers to adapt", "name some, such as to_q")
     path, reason = next(iter(left_out.items()))
-    found = f"{len(wanted)} layers, all of them left out ({path}: {reason})"
+    found = f"{wanted} layers, all of them left out ({path}: {reason})"
     return Problem("adapter.targets", found, "at least one layer to train", "name more targets, or exclude less")

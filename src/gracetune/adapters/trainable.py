@@ -1,24 +1,26 @@
 """What is trained: which matrices and convolutions, what an adapter adds to each, and what an optimizer keeps. Pure.
 
-The shapes are those of peft (lora, dora) and lycoris-lora (the others); tests build both libraries' modules and
-compare.
+Which layers are chosen is decided by `targets.choose`, the shapes of their tensors by the algorithms' records; tests
+build peft's and lycoris-lora's modules and compare.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import ValidationError
 
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import Computation
+from gracetune.adapters.options import FIELDS, kind_of
+from gracetune.adapters.targets import ModuleInfo, choose, options_for
 from gracetune.config.run_config import Adapter, Optimizer
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.footprint import Block, Footprint, Linear
-
-Dimensions = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,20 @@ class Target:
     linear: Linear
     adapter: Adapter
 
+    @property
+    def record(self) -> Algorithm:
+        """A full fine-tune trains what a whole difference has."""
+        return algorithm("full_delta" if self.adapter.kind == "full_finetune" else self.adapter.kind)
+
     def tensors(self) -> Iterator[Tensors]:
-        for shape in _SHAPES[self.adapter.kind](self.linear, self.adapter):
+        for shape in self.record.shapes(self.linear, self.adapter).values():
             yield Tensors(shape, self.block.count)
+
+    def computation(self) -> Computation:
+        return self.record.on(self.linear, self.adapter)
+
+    def reference(self, why: str) -> Computation:
+        return self.record.reference(self.linear.outputs, self.adapter, why)
 
 
 @dataclass(frozen=True)
@@ -56,26 +69,30 @@ class Selection:
 
 def select(footprint: Footprint, adapter: Adapter) -> Selection:
     """Apply `adapter.targets`, `exclude` and `by_module`. Without targets a full fine-tune selects every matrix."""
-    targets = tuple(
-        Target(block, linear, _options(adapter, linear))
-        for block in footprint.blocks
-        for linear in block.linears
-        if _wanted(block, linear, adapter)
-    )
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
-    unmatched = tuple(
-        pattern for pattern in adapter.targets if not any(matches(pattern, block, linear) for block, linear in pairs)
+    if not adapter.targets and adapter.kind != "full_finetune":
+        pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
+    layers = [(f"{block.name}.{linear.name}", _module(linear)) for block, linear in pairs]
+    choice = choose(layers, adapter.targets or ("*",), adapter.exclude)
+    present = {name for _path, info in layers for name in info.classes}
+    targets = tuple(
+        Target(*pairs[place], _options(adapter, layers[place][1], pairs[place][1], present))
+        for place in range(len(pairs))
+        if place in choice.taken
     )
-    return Selection(targets, unmatched)
+    return Selection(targets, choice.unmatched if adapter.targets else ())
 
 
-def _wanted(block: Block, linear: Linear, adapter: Adapter) -> bool:
-    if any(matches(pattern, block, linear) for pattern in adapter.exclude):
-        return False
-    if adapter.targets:
-        return any(matches(pattern, block, linear) for pattern in adapter.targets)
-    asked = linear.default or (linear.conv_default and adapter.conv_rank is not None)
-    return asked or adapter.kind == "full_finetune"
+def _is_default(linear: Linear, adapter: Adapter) -> bool:
+    return linear.default or (linear.conv_default and adapter.conv_rank is not None)
+
+
+def _module(linear: Linear) -> ModuleInfo:
+    """As far as a footprint knows it."""
+    owners = (linear.owner,) if linear.owner else ()
+    if linear.kernel:
+        return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners)
+    return ModuleInfo("Linear", "linear", owners)
 
 
 def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
@@ -88,137 +105,26 @@ def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
     return (f"{' and '.join(given)}: no effect, because {why}",)
 
 
-def matches(pattern: str, block: Block, linear: Linear) -> bool:
-    """A module class, or a run of dotted name parts, as `attn1`, `to_out.0` or `blocks.*.ffn` are."""
-    if linear.owner and fnmatchcase(linear.owner, pattern):
-        return True
-    wanted, parts = pattern.split("."), f"{block.name}.{linear.name}".split(".")
-    starts = range(len(parts) - len(wanted) + 1)
-    return any(all(map(fnmatchcase, parts[start:], wanted)) for start in starts)
+_SIZES = ("rank", "factor", "full_rank", "decompose_both")
+"""The options of one layer that decide what is counted here."""
 
 
-_KINDS = {"lora": "lora", "locon": "locon", "loha": "loha", "lokr": "lokr", "full": "full_delta", "ia3": "ia3",
-          "diag-oft": "diag_oft"}  # fmt: skip
-_FIELDS = {"dim": "rank", "linear_dim": "rank", "factor": "factor", "full_matrix": "full_rank",
-           "decompose_both": "decompose_both"}  # fmt: skip
-
-
-def _options(adapter: Adapter, linear: Linear) -> Adapter:
-    own: Mapping[str, Any] = adapter.by_module.get(linear.owner, {})
+def _options(adapter: Adapter, info: ModuleInfo, linear: Linear, present: Collection[str]) -> Adapter:
+    entry = options_for(info, adapter.by_module, present)
+    own: Mapping[str, Any] = {} if entry is None else adapter.by_module[entry]
     changes: dict[str, Any] = {"rank": adapter.conv_rank} if linear.is_spatial and adapter.conv_rank else {}
-    changes |= {field: own[name] for name, field in _FIELDS.items() if name in own}
-    if str(own.get("algo")) in _KINDS:
-        changes["kind"] = _KINDS[own["algo"]]
+    changes |= {field: own[name] for name, field in FIELDS.items() if name in own and field in _SIZES}
+    kind = kind_of(own.get("algo"))
+    if kind is not None:
+        changes["kind"] = kind
     try:
         return Adapter.model_validate(adapter.model_dump() | changes) if changes else adapter
     except ValidationError as error:
-        key = f"adapter.by_module.{linear.owner}"
+        key = f"adapter.by_module.{entry}"
         raise ConfigError(
             [Problem(f"{key} ({fault['loc'][0]})", str(fault["input"]), fault["msg"], "correct it")
              for fault in error.errors()]
         ) from error  # fmt: skip
-
-
-def factorization(dimension: int, factor: int) -> tuple[int, int]:
-    """LyCORIS' split of a dimension into two factors, the smaller first: the most even one up to `factor`."""
-    if factor > 0 and dimension % factor == 0:
-        return min(factor, dimension // factor), max(factor, dimension // factor)
-    limit = factor if factor > 0 else dimension
-    divisors = [small for small in range(1, math.isqrt(dimension) + 1) if dimension % small == 0 and small <= limit]
-    small = divisors[-1]
-    return small, dimension // small
-
-
-def _lora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    ones = (1,) * len(linear.kernel)
-    return [(adapter.rank, linear.inputs, *linear.kernel), (linear.outputs, adapter.rank, *ones)]
-
-
-def _dora(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    return [*_lora(linear, adapter), (linear.outputs,)]
-
-
-def _loha(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    across = linear.inputs * math.prod(linear.kernel)
-    pair: list[Dimensions] = [(linear.outputs, adapter.rank), (adapter.rank, across)]
-    return 2 * pair
-
-
-class LokrOptions(Protocol):
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def factor(self) -> int: ...
-
-    @property
-    def full_rank(self) -> bool: ...
-
-    @property
-    def decompose_both(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Kronecker:
-    """LoKr on one matrix: W1 [a, c] and W2 [b, d], each whole or a product of two of the rank's width."""
-
-    first: tuple[int, int]
-    second: tuple[int, int]
-    rank: int
-    first_apart: bool
-    second_apart: bool
-
-
-def kronecker(inputs: int, outputs: int, options: LokrOptions) -> Kronecker:
-    rank = options.rank
-    small_in, large_in = factorization(inputs, options.factor)
-    small_out, large_out = factorization(outputs, options.factor)
-    return Kronecker(
-        first=(small_out, small_in),
-        second=(large_out, large_in),
-        rank=rank,
-        first_apart=options.decompose_both and rank < max(small_out, small_in) / 2 and not options.full_rank,
-        second_apart=rank < max(large_out, large_in) / 2 and not options.full_rank,
-    )
-
-
-def _lokr(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    split = kronecker(linear.inputs, linear.outputs, adapter)
-    shapes: list[Dimensions] = []
-    for (rows, columns), apart, kernel in (
-        (split.first, split.first_apart, ()),
-        (split.second, split.second_apart, linear.kernel),  # the second factor has the kernel
-    ):
-        pair: list[Dimensions] = [(rows, split.rank), (split.rank, columns * math.prod(kernel))]
-        shapes += pair if apart else [(rows, columns, *kernel)]
-    return shapes
-
-
-def _ia3(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
-    return [(1, linear.outputs, *(1 for _ in linear.kernel))] if linear.kernel else [(linear.outputs,)]
-
-
-def _diag_oft(linear: Linear, adapter: Adapter) -> list[Dimensions]:
-    size, blocks = factorization(linear.outputs, adapter.rank)
-    return [(blocks, size, size)]
-
-
-def _whole(linear: Linear, _adapter: Adapter) -> list[Dimensions]:
-    bias: list[Dimensions] = [(linear.outputs,)] if linear.bias else []
-    return [(linear.outputs, linear.inputs, *linear.kernel), *bias]
-
-
-_SHAPES: Mapping[str, Callable[[Linear, Adapter], list[Dimensions]]] = {
-    "lora": _lora,
-    "dora": _dora,
-    "locon": _lora,
-    "loha": _loha,
-    "lokr": _lokr,
-    "ia3": _ia3,
-    "diag_oft": _diag_oft,
-    "full_delta": _whole,
-    "full_finetune": _whole,
-}
 
 
 def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from gracetune.config.adapter_kinds import algorithms
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Path
 from gracetune.config.rules import Broken
@@ -30,8 +31,9 @@ def _ranks(adapter: Adapter) -> Iterator[Broken]:
     for module, options in adapter.by_module.items():
         kind = options.get("algo", adapter.kind)
         ranks += [(("adapter", "by_module", module, name), kind, options.get(name)) for name in ("dim", "linear_dim")]
+    limited = {name for one in algorithms() if one.rank_is_width for name in (one.name, one.lycoris_name)}
     for path, kind, rank in ranks:
-        if kind in ("lora", "dora", "locon", "loha") and isinstance(rank, int | float) and rank > LARGEST_RANK:
+        if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
             yield Broken(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
                          "write 16, for example; whole matrices are learnt by full_delta, or by lokr with "
                          "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from gracetune.config.adapter_kinds import AdapterKind
 from gracetune.config.base import (
     LONGEST_SIDE,
     BatchSize,
@@ -59,7 +60,7 @@ class Model(Section):
 
 
 class Adapter(Section):
-    kind: Literal["lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta", "full_finetune"] = "lora"
+    kind: AdapterKind = "lora"
     rank: Rank = 16
     alpha: PositiveFloat | None = None
     """Unset means equal to the rank."""

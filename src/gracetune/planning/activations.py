@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from gracetune.adapters.computation import Computation, computation, reference
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.trainable import Selection, Target
 from gracetune.models.footprint import STAYING, Block, Footprint, Kept, Stream, Tokens
 
@@ -126,46 +126,37 @@ def _cost(block: Block, tokens: Tokens, selection: Selection, method: Method) ->
 def _constant(target: Target, method: Method) -> int:
     """Elements one matrix' adapter keeps whatever the batch, beside its own tensors and casts of them."""
     linear, way = target.linear, _way(target, method)
-    if rebuilds(target, method):
+    if way.rebuilds_weight:
         return linear.weights if linear.backward else 0
-    if way.form == "hadamard by rank" and method.compiled:
-        return way.kept * (linear.inputs + linear.outputs)  # the compiler keeps the factors' pairs
-    return 0
+    return way.compiled_constant if method.compiled else 0
 
 
 def _in_the_backward_pass(target: Target, method: Method) -> int:
     """Bytes of the weight's size alive at once, until the gradient has reached the factors."""
-    if _way(target, method).form == "hadamard rebuilt":
-        return 12 * target.linear.weights  # both products and the gradient, in fp32
-    return 4 * target.linear.weights if rebuilds(target, method) else 0
+    return _way(target, method).backward_bytes * target.linear.weights
 
 
 def _scaling(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
     """DoRA scales the output in fp32, in one pass if a compiler sees to it."""
     if method.compiled or method.compute_bytes == 4:
         return 0
-    dora = [target.linear for target in targets if target.adapter.kind == "dora"]
-    return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in dora), default=0)
+    scaled = [target.linear for target in targets if _way(target, method).fp32_output]
+    return max((int(4 * linear.outputs * _tokens(linear.stream, block, tokens)) for linear in scaled), default=0)
 
 
 def _way(target: Target, method: Method) -> Computation:
-    return computation(target) if method.adapter_path == "plain" else reference("a plan for the libraries' layers")
-
-
-def rebuilds(target: Target, method: Method) -> bool:
-    """Whether the whole weight is rebuilt and kept."""
-    kinds = ("locon", "loha", "lokr", "ia3", "diag_oft")
-    return _way(target, method).form == "library" and target.adapter.kind in kinds
+    if method.adapter_path == "plain":
+        return target.computation()
+    return target.reference("a plan for the libraries' layers")
 
 
 def casts_tensors(target: Target, method: Method) -> bool:
     """Whether copies of its tensors in the precision of the computation are kept for the backward pass."""
-    return not rebuilds(target, method) and not _way(target, method).form.startswith("hadamard")
+    return _way(target, method).casts_tensors
 
 
 def _casts(target: Target, method: Method) -> bool:
-    library = _way(target, method).form == "library"
-    return library and target.adapter.kind in ("lora", "dora") and method.compute_bytes < 4
+    return _way(target, method).copies_input and method.compute_bytes < 4
 
 
 def _copying(block: Block, targets: list[Target], method: Method) -> list[Target]:
@@ -200,13 +191,7 @@ def _added(block: Block, tokens: Tokens, targets: list[Target], method: Method) 
         linear, elements = target.linear, 0
         if target in copying:
             elements += linear.inputs
-        way = _way(target, method)
-        elements += way.kept
-        if way.form == "library" and target.adapter.kind in ("lora", "dora"):
-            elements += target.adapter.rank
-        if way.form == "library" and target.adapter.kind == "dora":
-            # The magnitude scales both the base's and the adapter's output; each is kept for the other's gradient.
-            elements += 2 * linear.outputs
+        elements += _way(target, method).kept
         total += int(elements * _tokens(linear.stream, block, tokens))
     return total * method.compute_bytes
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.trainable import (
     Selection,
     Tensors,
@@ -136,11 +137,9 @@ def _job(
 
 def _title(job: _Job) -> str:
     adapter, footprint = job.config.adapter, job.footprint
-    rank = "" if adapter.kind in ("full_finetune", "full_delta", "ia3") else f" rank {adapter.rank}"
-    if adapter.kind == "lokr":
-        split = f" factor {adapter.factor}" if adapter.factor > 0 else ""
-        rank = split + (" full rank" if adapter.full_rank else rank)
-    return f"{footprint.family} {footprint.flavour}, {adapter.kind}{rank}, {job.config.optimizer.name}"
+    options = "" if job.method.full_finetune else algorithm(adapter.kind).described(adapter)
+    kind = f"{adapter.kind} {options}".strip()
+    return f"{footprint.family} {footprint.flavour}, {kind}, {job.config.optimizer.name}"
 
 
 def _settings(job: _Job) -> Settings:

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.data.draws import draw
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.loader import EpochEnd, Exhausted
 from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
+from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Stop
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.hooks import StepStarts
@@ -106,7 +106,7 @@ class Job:
 
     def seed_window(self) -> None:
         """What a layer draws by itself (dropout) depends on the window and the rank, and on nothing before them."""
-        torch.manual_seed(draw(self.seed, "window", self.position.step, self.runtime.rank) >> 1)
+        torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
     def agreed_stop(self) -> Stop | None:
         """The same answer on every rank, for the same window."""

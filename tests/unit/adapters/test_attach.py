@@ -513,7 +513,7 @@ class TestModel:
     def test_a_failure_half_way_leaves_no_trace(
         self, wan: Callable[[], Denoiser], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from gracetune.adapters import lycoris
+        from gracetune.adapters.algorithms.ia3 import Ia3
 
         denoiser = wan()
         names, base = list(denoiser.model.state_dict()), denoiser()
@@ -521,7 +521,7 @@ class TestModel:
         def fails(*_: Any) -> Any:
             raise RuntimeError("no")
 
-        monkeypatch.setattr(lycoris, "_MAKERS", {**lycoris._MAKERS, "ia3": fails})
+        monkeypatch.setattr(Ia3, "first_values", fails)
         with pytest.raises(RuntimeError, match="no"):
             denoiser.attach("lora", by_module={"FeedForward": {"algo": "ia3"}})
         assert list(denoiser.model.state_dict()) == names

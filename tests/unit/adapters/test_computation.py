@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from lycoris.modules.lokr import LokrModule
 from torch import nn
 
-from gracetune.adapters.computation import KEPT_SHARE, choose, of_loha, of_lokr
-from gracetune.adapters.trainable import Kronecker, kronecker
+from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker
+from gracetune.adapters.algorithms.registry import algorithm
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ SIZE = st.integers(1, 200)
 @given(SIZE, SIZE, SIZE, SIZE, st.integers(1, 64), st.booleans())
 @settings(deadline=None)
 def test_lokr_never_takes_the_dearer_order(a: int, b: int, c: int, d: int, rank: int, apart: bool) -> None:
-    found = of_lokr(Kronecker((a, c), (b, d), rank, False, apart))
+    found = cheapest(Kronecker((a, c), (b, d), rank, False, apart))
     whole = {True: a * c * d + a * b * d, False: c * b * d + a * c * b}
     if found.form == "kronecker":
         assert whole[found.w1_first] == min(whole.values())
@@ -43,7 +43,7 @@ def test_lokr_never_takes_the_dearer_order(a: int, b: int, c: int, d: int, rank:
 @given(SIZE, SIZE, st.integers(1, 20))
 @settings(deadline=None)
 def test_loha_is_rebuilt_only_where_pairs_cost_more(inputs: int, outputs: int, rank: int) -> None:
-    found = of_loha(inputs, outputs, rank)
+    found = algorithm("loha").computation(inputs, outputs, Options(rank))
     pairs = rank**2 * (inputs + outputs) <= inputs * outputs
     assert found.path == ("factorised" if pairs else "rebuilt")
     assert found.kept == (rank**2 if pairs else 0)
@@ -55,7 +55,7 @@ def test_loha_is_rebuilt_only_where_pairs_cost_more(inputs: int, outputs: int, r
         ("lora", Options(), "low rank", 16),
         ("locon", Options(), "low rank", 16),
         ("dora", Options(), "low rank", 16 + 13824),
-        ("dora", Options(dropout=0.1), "library", 0),
+        ("dora", Options(dropout=0.1), "library", 16 + 2 * 13824),
         ("lokr", Options(factor=16, full_rank=True), "kronecker", 0),
         ("lokr", Options(factor=16), "kronecker by rank", 16 * 32),
         ("lokr", Options(), "kronecker", 0),  # 64 x 108: the rank's tensors would be half of the input's size
@@ -66,7 +66,7 @@ def test_loha_is_rebuilt_only_where_pairs_cost_more(inputs: int, outputs: int, r
     ],
 )
 def test_on_the_feed_forward_of_wan_14b(kind: str, options: Options, form: str, kept: int) -> None:
-    found = choose(kind, 5120, 13824, options)
+    found = algorithm(kind).computation(5120, 13824, options)
     assert (found.form, found.kept) == (form, kept)
     assert found.why
 

@@ -2,50 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import cast
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gracetune.adapters import lycoris, peft_lora
-from gracetune.adapters.computation import Computation, choose, reference
-from gracetune.adapters.fast.modules import (
-    AdaptedLinear,
-    DoraLinear,
-    LoconLinear,
-    LohaLinear,
-    LokrLinear,
-    LoraLinear,
-    row_lengths,
-)
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.computation import Computation
 from gracetune.adapters.layer import AttachedLayer, registered
 from gracetune.adapters.options import LayerOptions
-
-_MODULES: Mapping[str, type[AdaptedLinear]] = {
-    "lora": LoraLinear,
-    "dora": DoraLinear,
-    "locon": LoconLinear,
-    "lokr": LokrLinear,
-    "loha": LohaLinear,
-}
 
 
 def choice(layer: nn.Module, options: LayerOptions) -> Computation:
     """How this layer's adapter is computed, and why."""
     if not isinstance(layer, nn.Linear):
-        return reference("convolutions")
-    return choose(options.algorithm, layer.in_features, layer.out_features, options)
+        return reference(layer, options, "convolutions")
+    return algorithm(options.algorithm).computation(layer.in_features, layer.out_features, options)
+
+
+def reference(layer: nn.Module, options: LayerOptions, why: str) -> Computation:
+    outputs = layer.out_features if isinstance(layer, nn.Linear) else cast(nn.Conv2d, layer).out_channels
+    return algorithm(options.algorithm).reference(outputs, options, why)
 
 
 class FastLayer(AttachedLayer):
     def __init__(
         self, path: str, layer: nn.Linear, options: LayerOptions, how: Computation, model: nn.Module
     ) -> None:  # fmt: skip
-        tensors, rank = _first_values(layer, options)
+        record = algorithm(options.algorithm)
+        tensors, rank = record.first_values(layer, options)
         super().__init__(path, options.algorithm, options.alpha, rank)
         self._names = {name: registered(name) for name in tensors}
         self._base = layer
-        self._layer = _MODULES[options.algorithm](layer, tensors, how, scale=self.scale, dropout=options.dropout)
+        self._layer = record.fused_layer()(layer, tensors, how, scale=self.scale, dropout=options.dropout)
         model.set_submodule(path, self._layer, strict=True)
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -56,14 +44,3 @@ class FastLayer(AttachedLayer):
 
     def remove(self, model: nn.Module) -> None:
         model.set_submodule(self.path, self._base, strict=True)
-
-
-def _first_values(layer: nn.Linear, options: LayerOptions) -> tuple[dict[str, Tensor], int | None]:
-    """Those of the libraries, bit for bit."""
-    if options.algorithm not in peft_lora.ALGORITHMS:
-        return lycoris.first_values(layer, options)
-    down = peft_lora.drawn(torch.Size((options.rank, layer.in_features)))
-    tensors = {"lora_A.weight": down, "lora_B.weight": torch.zeros(layer.out_features, options.rank)}
-    if options.algorithm == "dora":
-        tensors["dora_scale"] = row_lengths(layer)
-    return tensors, options.rank

@@ -13,12 +13,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gracetune.adapters.algorithms.assembly import Convention
+from gracetune.adapters.algorithms.low_rank import LowRank
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
-from gracetune.adapters.formats.layers import Convention
 from gracetune.adapters.formats.reading import Reading, read_states
 from gracetune.adapters.formats.writing import (
     Spelling,
     Written,
+    alpha_in,
     original_refusal,
     original_stems,
     our_stems,
@@ -30,7 +33,6 @@ from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
 CONVENTION = Convention(without_alpha="rank")
-_CORES = ("lora_mid.weight", "hada_t1", "hada_t2")
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
@@ -47,22 +49,14 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
 
 
 def refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    if layer.algorithm == "ia3":
-        return "ComfyUI does not know (IA)3"
     if row_magnitude(layer) is not None:
         return (
             "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one; "
             "with --model MODEL they are written so that the result is right"
         )
-    if "rescale" in layer.tensors:
-        return "ComfyUI leaves out OFT's rescale"
-    if "lokr_t2" in layer.tensors:
-        return "torch.kron refuses what ComfyUI builds of LoKr's Tucker form, and ComfyUI then leaves the layer out"
-    second = layer.tensors.get("lokr_w2")
-    if second is not None and second.ndim not in (2, 4):
-        return "ComfyUI multiplies Kronecker factors of matrices and 2-d convolutions only"
-    if any(layer.tensors[core].ndim != 4 for core in _CORES if core in layer.tensors):
-        return "ComfyUI takes Tucker forms of 2-d convolutions only"
+    reason = algorithm(layer.algorithm).refusal("comfyui", layer.tensors)
+    if reason is not None:
+        return reason
     return _cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else original_refusal(layer, path, keys)
 
 
@@ -71,19 +65,18 @@ def _cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     original = keys.original(path)
     if original is None or not (original.place.fused or original.place.halves_swapped):
         return None
-    if "diff_b" in layer.tensors:
+    record = algorithm(layer.algorithm)
+    if record.bias_tensor in layer.tensors:
         return "ComfyUI does not load a bias into a matrix it cuts up or reorders"
     decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
-    if original.place.halves_swapped and (layer.algorithm == "diag_oft" or decomposed):
+    if original.place.halves_swapped and (record.depends_on_weight or decomposed):
         return "ComfyUI reorders the rows of this layer's change, but not what it is computed from"
     return None
 
 
 def _is_lora(layer: Layer) -> bool:
-    return layer.algorithm in ("lora", "dora", "locon")
+    return isinstance(algorithm(layer.algorithm), LowRank)
 
 
 def _alpha(layer: Layer, *, plain: bool) -> float | None:
-    if layer.algorithm in ("ia3", "diag_oft", "full_delta"):  # for ComfyUI OFT's alpha is a constraint
-        return None
-    return None if _is_lora(layer) and plain else layer.alpha
+    return None if _is_lora(layer) and plain else alpha_in("comfyui", layer)

@@ -10,6 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.file_errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import Located, locate, split
@@ -21,20 +22,7 @@ from gracetune.models.keys import KeyMap
 
 Spelled = FormatName | Literal["other"]
 
-_HINTS = (
-    ("wan", "wan"),
-    ("qwen", "qwen_image"),
-    ("flux", "flux"),
-    ("sdxl", "sdxl"),
-    ("stable-diffusion-xl", "sdxl"),
-    ("stable_audio", "stable_audio"),
-    ("stable-audio", "stable_audio"),
-)
 _HEADER_FIELDS = ("gracetune.family", "ss_base_model_version", "modelspec.architecture")
-_KINDS = (
-    ("lokr_", "lokr"), ("hada_", "loha"), ("oft_blocks", "diag_oft"), ("on_input", "ia3"), ("diff", "full_delta"),
-    ("lora_mid", "locon"), ("dora_scale", "dora"), ("magnitude", "dora"), ("lora_", "lora"),
-)  # fmt: skip
 _IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
 _EXPERTS: tuple[Stage, Stage] = ("high_noise", "low_noise")
 _SHOWN = 8
@@ -120,7 +108,7 @@ def _said(metadata: Mapping[str, str]) -> Iterable[str]:
         yield metadata["gracetune.family"]
     for entry in _HEADER_FIELDS:
         value = metadata.get(entry, "").lower()
-        yield from (family for text, family in _HINTS if text in value)
+        yield from (family for family, keys in KEY_MAPS.items() if any(mark in value for mark in keys.header_marks))
 
 
 def _too_deep(found: Located, keys: KeyMap) -> bool:
@@ -178,7 +166,9 @@ def _format(
         return "other", f"format: other, keys begin with {prefix}"
     said = metadata.get("gracetune.format")
     kinds = set(_algorithms(tensors, metadata))
-    with_alpha = any(key.endswith(".alpha") for key in tensors) or kinds - {"lora", "dora"}
+    with_alpha = any(key.endswith(".alpha") for key in tensors) or not all(
+        algorithm(kind).trained_by_peft for kind in kinds
+    )
     if HEADER_ENTRY not in metadata and keys.comfyui_takes_ours and (said == "comfyui" or with_alpha):
         return "comfyui", f"format: comfyui, which takes {keys.component}.<path> for this family"
     return "diffusers", f"format: diffusers, keys begin with {prefix or 'the layer itself'}"
@@ -200,9 +190,9 @@ def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> t
 
 
 def _kind(names: set[str]) -> str | None:
-    for text, kind in _KINDS:
-        if any(name.startswith(text) for name in names):
-            return kind
+    for record in reversed(algorithms()):
+        if any(name.startswith(record.marks) for name in names):
+            return record.name
     return None
 
 

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracetune.adapters.formats.layers import Convention, LayerError, common_alpha, common_rank
+from gracetune.adapters.algorithms.assembly import Convention, LayerError
+from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.formats.layers import common_alpha, common_rank
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.writing import (
     Written,
@@ -52,21 +55,16 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
 
 
 def refusal(layer: Layer) -> str | None:
-    if layer.algorithm not in ("lora", "dora", "locon"):
-        return "diffusers loads LoRA and DoRA for this family, nothing else"
-    if "lora_mid.weight" in layer.tensors:
-        return "PEFT has no Tucker form"
+    reason = algorithm(layer.algorithm).refusal("diffusers", layer.tensors)
+    if reason is not None:
+        return reason
     if "dora_scale" in layer.tensors and row_magnitude(layer) is None:
         return "PEFT's DoRA has a magnitude for each output, this one for each input"
     return None
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
-    names = {
-        "lora_down.weight": "lora_A.weight",
-        "lora_up.weight": "lora_B.weight",
-        "dora_scale": "lora_magnitude_vector",
-    }
+    names = {**PEFT_NAMES, "dora_scale": "lora_magnitude_vector"}
     spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
     if "lora_magnitude_vector" in spelled:
         kernel = spelled["lora_A.weight"].ndim - 2

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gracetune.adapters.formats.layers import LayerError
+from gracetune.adapters.algorithms.assembly import LayerError
+from gracetune.adapters.algorithms.low_rank import LowRank
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.state import Layer
 from gracetune.models.keys import Place
 
@@ -23,10 +25,10 @@ from gracetune.models.keys import Place
 def joined(layers: Mapping[int, Layer], place: Place) -> Layer:
     """`layers` by their position in `place`. Raises `LayerError`."""
     first = next(iter(layers.values()))
-    if all(layer.algorithm == "full_delta" for layer in layers.values()):
+    if all(_is_difference(layer) for layer in layers.values()):
         return _stacked(layers, place)
     for layer in layers.values():
-        if layer.algorithm not in ("lora", "locon") or set(layer.tensors) not in _PLAIN:
+        if _pair(layer) is None:
             raise LayerError(f"{layer.algorithm} on part of a matrix that holds {_parts(place)} in one")
         if (layer.rank, layer.alpha) != (first.rank, first.alpha):
             raise LayerError(f"different ranks or alphas on {_parts(place)}, which are one matrix there")
@@ -50,9 +52,9 @@ def joined(layers: Mapping[int, Layer], place: Place) -> Layer:
 
 def parted(layer: Layer, place: Place) -> dict[str, Layer]:
     """The layers of `place` that one of the whole matrix stands for. Raises `LayerError`."""
-    if layer.algorithm == "full_delta":
+    if _is_difference(layer):
         return _unstacked(layer, place)
-    if layer.algorithm not in ("lora", "locon") or set(layer.tensors) not in _PLAIN:
+    if _pair(layer) is None:
         raise LayerError(f"{layer.algorithm} over {_parts(place)} in one matrix: it cannot be cut into these layers")
     assert layer.rank is not None
     down, up = _matrices(layer)
@@ -115,17 +117,32 @@ def _unit(outputs: int, place: Place) -> int:
     return unit
 
 
-_PLAIN = ({"lora_A.weight", "lora_B.weight"}, {"lora_down.weight", "lora_up.weight"})
+def can_be_joined(layer: Layer) -> bool:
+    return _is_difference(layer) or _pair(layer) is not None
+
+
+def _is_difference(layer: Layer) -> bool:
+    """Rows and nothing else."""
+    return layer.tensors.keys() <= set(algorithm(layer.algorithm).row_tensors)
+
+
+def _pair(layer: Layer) -> tuple[str, str] | None:
+    """The names of a plain LoRA's down and up matrix."""
+    record = algorithm(layer.algorithm)
+    if isinstance(record, LowRank) and layer.tensors.keys() == {record.down, record.up}:
+        return record.down, record.up
+    return None
 
 
 def _matrices(layer: Layer) -> tuple[Tensor, Tensor]:
-    if layer.algorithm == "locon":
-        return layer.tensors["lora_down.weight"], layer.tensors["lora_up.weight"]
-    return layer.tensors["lora_A.weight"], layer.tensors["lora_B.weight"]
+    names = _pair(layer)
+    assert names is not None
+    return layer.tensors[names[0]], layer.tensors[names[1]]
 
 
 def _layer(like: Layer, down: Tensor, up: Tensor, alpha: float) -> Layer:
-    names = ("lora_down.weight", "lora_up.weight") if like.algorithm == "locon" else ("lora_A.weight", "lora_B.weight")
+    names = _pair(like)
+    assert names is not None
     return Layer(like.algorithm, dict(zip(names, (down, up), strict=True)), alpha, down.shape[0])
 
 

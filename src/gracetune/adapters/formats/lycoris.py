@@ -10,10 +10,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from gracetune.adapters.formats.kohya import lycoris_alpha
-from gracetune.adapters.formats.layers import Convention
+from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.formats.reading import Reading, read_states
-from gracetune.adapters.formats.writing import Spelling, Written, our_stems
+from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, our_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState
 
@@ -21,7 +20,7 @@ CONVENTION = Convention(without_alpha="undefined", lora_is_locon=True)  # LyCORI
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
-    spelling = Spelling("lycoris", "down", lycoris_alpha, lambda layer, path, keys: None)
+    spelling = Spelling("lycoris", "down", lambda layer: alpha_in("lycoris", layer), lambda layer, path, keys: None)
     return write_with(state, dtype, spelling, our_stems("lycoris_", "_"))
 
 

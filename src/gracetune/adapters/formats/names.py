@@ -10,23 +10,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gracetune.adapters.algorithms.registry import algorithms
 from gracetune.adapters.state import Stage
 from gracetune.models.keys import KeyMap, Place
 
+_TENSORS = dict.fromkeys(("alpha", *(name for record in algorithms() for name in record.file_tensors)))
 _SUFFIXES: tuple[tuple[str, str], ...] = (
-    (r"\.lora_(?P<side>[AB])(?:\.(?!weight$)[^.]+)?\.weight", "lora_{side}.weight"),  # PEFT may name the adapter
-    (r"\.lora_(?P<side>[AB])", "lora_{side}.weight"),
-    (r"\.lora_down\.weight", "lora_A.weight"),
-    (r"\.lora_up\.weight", "lora_B.weight"),
-    (r"\.lora_mid\.weight", "lora_mid.weight"),
-    (r"[._]lora\.down\.weight", "lora_A.weight"),
-    (r"[._]lora\.up\.weight", "lora_B.weight"),
-    (r"\.lora_linear_layer\.down\.weight", "lora_A.weight"),
-    (r"\.lora_linear_layer\.up\.weight", "lora_B.weight"),
-    (r"\.lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?", "magnitude"),
-    (r"\.(?P<name>lokr_(?:w1|w2)(?:_[ab])?|lokr_t2|hada_w[12]_[ab]|hada_t[12])", "{name}"),
-    (r"\.(?P<name>alpha|dora_scale|oft_blocks|rescale|diff|diff_b|on_input)", "{name}"),
-    (r"\.weight", "weight"),  # (IA)3's; last, since most of the others end like it
+    *(spelling for record in algorithms() for spelling in record.spellings),
+    (rf"\.(?P<name>{'|'.join(map(re.escape, _TENSORS))})", "{name}"),
 )
 _ENDINGS = tuple((re.compile(rf"(?P<stem>.+?){pattern}"), name) for pattern, name in _SUFFIXES)
 
@@ -56,7 +47,7 @@ class Split:
 
     stem: str
     tensor: str
-    """`lora_A.weight`, `lokr_w1`, `alpha`: the names of `adapters.state`, LoRA's throughout; PEFT's `magnitude`."""
+    """`lora_A.weight`, `lokr_w1`, `alpha`: the names of `algorithms/`, LoRA's throughout; PEFT's `magnitude`."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from gracetune.adapters.algorithms.assembly import Convention, LayerError, NoScaleError
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.file_errors import (
     AdapterFileError,
@@ -17,7 +19,7 @@ from gracetune.adapters.file_errors import (
     UnknownKeysError,
 )
 from gracetune.adapters.formats import fusing
-from gracetune.adapters.formats.layers import Convention, LayerError, NoScaleError, assemble
+from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import Located, is_of_text_encoder, locate, split
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
 from gracetune.adapters.state import AdapterState, Layer, Stage
@@ -215,7 +217,7 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
         return fusing.parted(layer, place)
     if place.halves_swapped:
         decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
-        if layer.algorithm not in ("lora", "locon", "full_delta") or decomposed:
+        if not algorithm(layer.algorithm).row_tensors or decomposed:
             raise LayerError(f"{layer.algorithm} on a layer whose rows are in another order in diffusers")
         layer = swapped(layer)
     return {place.paths[0]: layer}

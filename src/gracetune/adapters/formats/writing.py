@@ -9,10 +9,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from gracetune.adapters.algorithms.assembly import LayerError, is_by_input
+from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats import fusing
-from gracetune.adapters.formats.layers import LayerError, algorithms, is_by_input
+from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import Problem
@@ -23,13 +27,8 @@ FormatName = Literal["comfyui", "diffusers", "kohya", "lycoris"]
 Written = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the header's entries the format itself needs."""
 
-_FILE_NAMES = {
-    "down": {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"},
-    "A": {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"},
-}
-_HALVES = ("lora_B.weight", "lora_up.weight", "diff", "diff_b")
-_ALWAYS_FP32 = (MAGNITUDE, "rescale", "lora_magnitude_vector")
-"""Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They cost next to nothing."""
+_FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
+_ALWAYS_FP32 = tuple(name for record in records() for name in record.always_fp32)
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """The header's word that a file's dora_scale by rows is ComfyUI's."""
 
@@ -117,12 +116,11 @@ def original_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     original = keys.original(path)
     if original is None:
         return None
-    joinable = layer.algorithm == "full_delta" or (layer.algorithm in ("lora", "locon") and len(layer.tensors) == 2)
-    if original.place.fused and not joinable:
+    if original.place.fused and not fusing.can_be_joined(layer):
         parts = ", ".join(part.rpartition(".")[2] for part in original.place.paths)
         only = "only plain LoRAs or differences of its parts can be joined"
         return f"{parts} are one matrix in the original model, and {only}"
-    if original.place.halves_swapped and layer.algorithm not in ("lora", "locon", "full_delta"):
+    if original.place.halves_swapped and not algorithm(layer.algorithm).row_tensors:
         return "the rows of this layer are in another order in the original model, and this kind cannot be reordered"
     if original.place.halves_swapped and not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors):
         return "the rows of this layer are in another order in the original model, and DoRA's would have to follow"
@@ -194,16 +192,20 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return result
 
 
+def alpha_in(format: FormatName, layer: Layer) -> float | None:
+    return algorithm(layer.algorithm).alpha_in(format, layer.alpha)
+
+
 def row_magnitude(layer: Layer) -> Tensor | None:
     """DoRA's magnitudes where they belong to the weight's rows."""
     found, rows = layer.tensors.get(MAGNITUDE), outputs(layer)
-    if found is None or rows is None or layer.algorithm == "dora":  # PEFT knows rows only
+    if found is None or rows is None or algorithm(layer.algorithm).magnitude_by_rows:
         return found
     return None if is_by_input(found, rows) else found
 
 
 def _spelled(layer: Layer, lora: Literal["A", "down"]) -> Mapping[str, Tensor]:
-    names = _FILE_NAMES["down" if "lora_mid.weight" in layer.tensors else lora]  # a core is always down, mid, up
+    names = _FILE_NAMES["down" if CORE in layer.tensors else lora]  # a core is always down, mid, up
     spelled = {names.get(name, name): tensor for name, tensor in layer.tensors.items()}
     rows = spelled.pop(BASE_MAGNITUDE, row_magnitude(layer))
     if rows is not None:
@@ -218,8 +220,9 @@ def _weight_dimensions(layer: Layer) -> int:
 
 def swapped(layer: Layer) -> Layer:
     """The two halves of a layer's output rows in each other's place."""
+    rows = algorithm(layer.algorithm).row_tensors
     tensors = {
-        name: torch.cat(tuple(reversed(tensor.chunk(2)))) if name in _HALVES else tensor
+        name: torch.cat(tuple(reversed(tensor.chunk(2)))) if name in rows else tensor
         for name, tensor in layer.tensors.items()
     }
     return replace(layer, tensors=tensors)

@@ -12,11 +12,11 @@ import diffusers
 import torch
 from torch import Tensor, nn
 
-from gracetune.adapters.state import AdapterState, Algorithm, Layer, Stage
+from gracetune.adapters.state import AdapterState, Layer, Stage
 from gracetune.adapters.verify import shapes_of
 from gracetune.models.key_maps import KEY_MAPS
 
-ALGORITHMS: tuple[Algorithm, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
+ALGORITHMS: tuple[str, ...] = ("lora", "dora", "lokr", "loha", "locon", "ia3", "diag_oft", "full_delta")
 FLAVOURS = {"wan": "t2v-14b-2.2", "qwen_image": "t2i", "flux": "dev", "sdxl": "base-1.0", "stable_audio": "open-1.0"}
 CLASSES: dict[str, Any] = {
     "wan": diffusers.WanTransformer3DModel,
@@ -59,7 +59,7 @@ def one_of_each(shapes: Shapes) -> Shapes:
 def state(
     family: str,
     shapes: Shapes,
-    algorithm: Algorithm,
+    algorithm: str,
     *,
     rank: int = 2,
     alpha: float = 3.0,
@@ -77,7 +77,7 @@ def state(
 
 
 def layer(
-    algorithm: Algorithm,
+    algorithm: str,
     shape: Sequence[int],
     rank: int,
     alpha: float,

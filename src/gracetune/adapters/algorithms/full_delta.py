@@ -1,0 +1,81 @@
+"""The whole difference of a weight, and of its bias.
+
+diff [out, in, *kernel], diff_b [out] where the layer has a bias
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from gracetune.adapters.algorithms.matrices import shaped
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
+from gracetune.adapters.computation import LIBRARY, Computation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from gracetune.adapters.options import LayerOptions
+
+
+class FullDelta(Algorithm):
+    name = "full_delta"
+    lycoris_name = "full"
+    has_rank = False
+    zero_at_first = frozenset({"diff", "diff_b"})
+    bias_tensor = "diff_b"
+
+    file_tensors = ("diff", "diff_b")
+    needed = frozenset({"diff"})
+    marks = ("diff",)
+    row_tensors = ("diff", "diff_b")
+
+    def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
+        bias: dict[str, Dimensions] = {"diff_b": (layer.outputs,)} if layer.bias else {}
+        return {"diff": (layer.outputs, layer.inputs, *layer.kernel), **bias}
+
+    def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
+        """Not the library's: that one takes the weight out of its layer and keeps a second copy of it."""
+        import torch
+
+        weight, bias = cast("Tensor", layer.weight), cast("Tensor | None", layer.bias)
+        tensors = {"diff": torch.zeros_like(weight, dtype=torch.float32)}
+        if bias is not None:
+            tensors["diff_b"] = torch.zeros_like(bias, dtype=torch.float32)
+        return tensors, None
+
+    def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
+        return shaped(tensors["diff"], shape)
+
+    def norm(self, tensors: Tensors, scale: float) -> float | None:
+        return float(tensors["diff"].norm())
+
+    def reference(self, outputs: int, options: Options, why: str) -> Computation:
+        """The trained tensor is the change: nothing is rebuilt."""
+        return Computation(LIBRARY, why)
+
+    def least_dimensions(self, tensor: str) -> int:
+        return 1 if tensor == "diff" else 0
+
+    def outputs(self, tensors: Tensors) -> int | None:
+        return tensors["diff"].shape[0]
+
+    def columns(self, tensors: Tensors) -> int | None:
+        return None  # `misfit` compares the whole shape
+
+    def weight_shape(self, tensors: Tensors) -> Dimensions | None:
+        return tuple(tensors["diff"].shape)
+
+    def misfit(self, tensors: Tensors, shape: Dimensions) -> str | None:
+        found = tuple(tensors["diff"].shape)
+        if found != shape:
+            return f"a difference of {'x'.join(map(str, found))} for a weight of {'x'.join(map(str, shape))}"
+        if "diff_b" in tensors and tensors["diff_b"].numel() != shape[0]:
+            return f"a bias of {tensors['diff_b'].numel()} for {shape[0]} outputs"
+        return None
+
+    def alpha_in(self, format: str, alpha: float) -> float | None:
+        return None
+
+
+ALGORITHM = FullDelta()

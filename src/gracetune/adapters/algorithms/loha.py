@@ -1,0 +1,117 @@
+"""LoHa: s (W1a W1b) * (W2a W2b), a product element by element of two products of the rank's width.
+
+    hada_w1_a, hada_w2_a [out, r], hada_w1_b, hada_w2_b [r, in * kernel]
+
+In files also hada_t1, hada_t2 (Tucker form) and dora_scale.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from gracetune.adapters.algorithms.assembly import (
+    Convention,
+    LayerError,
+    check_core,
+    check_matrices,
+    one_rank,
+    scaled,
+    sides,
+)
+from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped, tucker
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
+from gracetune.adapters.computation import Computation
+from gracetune.adapters.state import Layer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from gracetune.adapters.fast.modules import AdaptedLinear
+    from gracetune.adapters.options import LayerOptions
+
+
+class Loha(Algorithm):
+    name = "loha"
+    lycoris_name = "loha"
+    rank_is_width = True
+    zero_at_first = frozenset({"hada_w2_a"})
+
+    file_tensors = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b", "hada_t1", "hada_t2", "dora_scale")
+    needed = frozenset({"hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"})
+    marks = ("hada_",)
+    proportional_to = ("hada_w1_a",)
+
+    def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
+        left = (layer.outputs, options.rank)
+        right = (options.rank, layer.inputs * math.prod(layer.kernel))
+        return {"hada_w1_a": left, "hada_w1_b": right, "hada_w2_a": left, "hada_w2_b": right}
+
+    def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
+        from lycoris.modules.loha import LohaModule
+
+        from gracetune.adapters.lycoris import made_by_library
+
+        return made_by_library(LohaModule, layer, options), options.rank
+
+    def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
+        first = tucker(tensors["hada_w1_a"], tensors["hada_w1_b"], tensors.get("hada_t1"))
+        second = tucker(tensors["hada_w2_a"], tensors["hada_w2_b"], tensors.get("hada_t2"))
+        return shaped(first * second, shape)
+
+    def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
+        """The product of rank r^2 takes r^2 (in + out) multiplications a token, the change itself in x out."""
+        pairs = options.rank * options.rank
+        if pairs * (inputs + outputs) <= inputs * outputs:
+            return Computation(
+                "hadamard by rank",
+                f"two products of width {pairs}",
+                kept=pairs,
+                compiled_constant=pairs * (inputs + outputs),  # the compiler keeps the factors' pairs
+                casts_tensors=False,
+            )
+        return Computation(
+            "hadamard rebuilt",
+            f"products of width {pairs} would cost more than the change itself",
+            backward_bytes=12,  # both products and the gradient, in fp32
+            casts_tensors=False,
+        )
+
+    def fused_layer(self) -> type[AdaptedLinear]:
+        from gracetune.adapters.fast.modules import LohaLinear
+
+        return LohaLinear
+
+    def least_dimensions(self, tensor: str) -> int:
+        return 2 if tensor.startswith("hada_") else 0
+
+    def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
+        check_matrices(tensors, sorted(self.needed))
+        rank = one_rank({name: tensors[name].shape[0] for name in ("hada_w1_b", "hada_w2_b")})
+        cores = {"hada_t1", "hada_t2"} & tensors.keys()
+        if len(cores) == 1:
+            raise LayerError("only one of hada_t1 and hada_t2")
+        for first, second in (("hada_w1_a", "hada_w2_a"), ("hada_w1_b", "hada_w2_b"), ("hada_t1", "hada_t2")):
+            if first in tensors and tensors[first].shape != tensors[second].shape:
+                raise LayerError(f"{first} is {sides(tensors[first])}, {second} {sides(tensors[second])}")
+        for name in ("hada_w1_a", "hada_w2_a"):
+            inner = tensors[name].shape[0 if cores else 1]
+            if inner != rank:
+                raise LayerError(f"{name} has rank {inner}, hada_w1_b {rank}")
+        check_core(tensors, "hada_t1", rank)
+        return Layer("loha", dict(tensors), scaled(alpha, rank, convention), rank)
+
+    def outputs(self, tensors: Tensors) -> int | None:
+        return tensors["hada_w1_a"].shape[1 if "hada_t1" in tensors else 0]
+
+    def columns(self, tensors: Tensors) -> int | None:
+        return tensors["hada_w1_b"].shape[1] * core_size(tensors.get("hada_t1"))
+
+    def refusal(self, format: str, tensors: Tensors) -> str | None:
+        if format != "comfyui":
+            return super().refusal(format, tensors)
+        return core_refusal(tensors.get("hada_t1")) or core_refusal(tensors.get("hada_t2"))
+
+
+ALGORITHM = Loha()

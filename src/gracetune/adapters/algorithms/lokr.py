@@ -1,0 +1,233 @@
+"""LoKr: s W1 (x) W2, a Kronecker product of two factors, each whole or a product of two matrices of the rank's width.
+
+    lokr_w1 or lokr_w1_a + lokr_w1_b; lokr_w2 or lokr_w2_a + lokr_w2_b, in files also lokr_t2 (Tucker form), dora_scale
+
+A dimension is split into two factors by `adapter.factor`. `adapter.full_rank` keeps both factors whole; only
+`adapter.decompose_both` takes the first apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gracetune.adapters.algorithms.assembly import (
+    Convention,
+    LayerError,
+    check_core,
+    check_matrices,
+    listed,
+    one_rank,
+    scaled,
+)
+from gracetune.adapters.algorithms.matrices import core_size, factorization, shaped, tucker
+from gracetune.adapters.algorithms.record import (
+    Algorithm,
+    Dimensions,
+    FirstValues,
+    Options,
+    SingularVectors,
+    Tensors,
+    WeightShape,
+)
+from gracetune.adapters.computation import Computation
+from gracetune.adapters.state import Layer
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from gracetune.adapters.fast.modules import AdaptedLinear
+    from gracetune.adapters.options import LayerOptions
+
+KEPT_SHARE = 4
+"""Leaving W2 apart saves work and keeps activations: worth it while they are at most the input's over this."""
+
+
+@dataclass(frozen=True)
+class Kronecker:
+    """LoKr on one matrix: W1 [a, c] and W2 [b, d], each whole or a product of two of the rank's width."""
+
+    first: tuple[int, int]
+    second: tuple[int, int]
+    rank: int
+    first_apart: bool
+    second_apart: bool
+
+
+def kronecker(inputs: int, outputs: int, options: Options) -> Kronecker:
+    rank = options.rank
+    small_in, large_in = factorization(inputs, options.factor)
+    small_out, large_out = factorization(outputs, options.factor)
+    return Kronecker(
+        first=(small_out, small_in),
+        second=(large_out, large_in),
+        rank=rank,
+        first_apart=options.decompose_both and rank < max(small_out, small_in) / 2 and not options.full_rank,
+        second_apart=rank < max(large_out, large_in) / 2 and not options.full_rank,
+    )
+
+
+def cheapest(split: Kronecker) -> Computation:
+    """Counted in multiplications for each token."""
+    (a, c), (b, d), rank = split.first, split.second, split.rank
+    w1_first, w2_first = a * c * d + a * b * d, c * b * d + a * c * b
+    apart, kept = rank * (c * d + a * c + a * b), rank * (a + c)
+    if split.second_apart and apart < min(w1_first, w2_first) and kept * KEPT_SHARE <= c * d:
+        return Computation("kronecker by rank", "products with W2's factors and with W1", kept=kept)
+    return Computation("kronecker", "a product with W1 and one with W2", w1_first=w1_first <= w2_first)
+
+
+class Lokr(Algorithm):
+    name = "lokr"
+    lycoris_name = "lokr"
+    own_options = ("factor", "full_rank", "decompose_both")
+    zero_at_first = frozenset({"lokr_w2", "lokr_w2_b"})
+
+    file_tensors = (
+        "lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b", "lokr_t2", "dora_scale"
+    )  # fmt: skip
+    marks = ("lokr_",)
+    proportional_to = ("lokr_w1", "lokr_w1_a")
+
+    def described(self, options: Options) -> str:
+        split = [f"factor {options.factor}"] if options.factor > 0 else []
+        return " ".join([*split, "full rank" if options.full_rank else super().described(options)])
+
+    def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
+        split = kronecker(layer.inputs, layer.outputs, options)
+        shapes: dict[str, Dimensions] = {}
+        for name, (rows, columns), apart, kernel in (
+            ("lokr_w1", split.first, split.first_apart, ()),
+            ("lokr_w2", split.second, split.second_apart, layer.kernel),  # the second factor has the kernel
+        ):
+            if apart:
+                shapes[f"{name}_a"] = (rows, split.rank)
+                shapes[f"{name}_b"] = (split.rank, columns * math.prod(kernel))
+            else:
+                shapes[name] = (rows, columns, *kernel)
+        return shapes
+
+    def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
+        from lycoris.modules.lokr import LokrModule
+
+        from gracetune.adapters.lycoris import made_by_library
+
+        tensors = made_by_library(
+            LokrModule,
+            layer,
+            options,
+            factor=options.factor,
+            decompose_both=options.decompose_both,
+            full_matrix=options.full_rank,
+        )
+        whole = "lokr_w1" in tensors and "lokr_w2" in tensors
+        return tensors, None if whole else options.rank
+
+    def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
+        import torch
+
+        return shaped(torch.kron(*_factors(tensors)), shape)
+
+    def norm(self, tensors: Tensors, scale: float) -> float | None:
+        first, second = _factors(tensors)
+        return abs(scale) * float(first.norm() * second.norm())
+
+    def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
+        """Those of a Kronecker product are Kronecker products of its factors'."""
+        import torch
+
+        factors = _factors({name: tensor.detach().double() for name, tensor in tensors.items()})
+        (u1, s1, v1), (u2, s2, v2) = (torch.linalg.svd(factor, full_matrices=False) for factor in factors)
+        values = scale * torch.outer(s1, s2)
+        kept = values.abs().flatten().topk(min(rank, values.numel())).indices
+        first, second = kept // len(s2), kept % len(s2)
+        left = torch.einsum("ak,bk->abk", u1[:, first], u2[:, second]).flatten(0, 1)
+        right = torch.einsum("kc,kd->kcd", v1[first], v2[second]).flatten(1)
+        return left, values.flatten()[kept], right, float(values.norm())
+
+    def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
+        return cheapest(kronecker(inputs, outputs, options))
+
+    def fused_layer(self) -> type[AdaptedLinear]:
+        from gracetune.adapters.fast.modules import LokrLinear
+
+        return LokrLinear
+
+    def claims(self, names: set[str]) -> bool:
+        if not any(name.startswith("lokr_") for name in names):
+            return False
+        others = {name for name in names if not name.startswith("lokr_") and name != "dora_scale"}
+        if others:
+            raise LayerError(f"LoKr together with {listed(others)}")
+        return True
+
+    def least_dimensions(self, tensor: str) -> int:
+        return 2 if tensor.startswith("lokr_") else 0
+
+    def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
+        ranks: dict[str, int] = {}
+        check_matrices(tensors, ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2_a", "lokr_w2_b"))
+        for factor in ("lokr_w1", "lokr_w2"):
+            pieces = {f"{factor}_a", f"{factor}_b"} & tensors.keys()
+            if factor in tensors and pieces:
+                raise LayerError(f"{factor} both whole and in pieces")
+            if factor not in tensors and len(pieces) < 2:
+                raise LayerError(f"neither {factor} nor both {factor}_a and {factor}_b")
+            if pieces:
+                inner = tensors[f"{factor}_b"].shape[0]
+                outer = tensors[f"{factor}_a"].shape[0 if factor == "lokr_w2" and "lokr_t2" in tensors else 1]
+                if inner != outer:
+                    raise LayerError(f"{factor}_a has rank {outer}, {factor}_b {inner}")
+                ranks[factor] = inner
+        if "lokr_t2" in tensors and "lokr_w2" not in ranks:
+            raise LayerError("lokr_t2 without lokr_w2_a and lokr_w2_b")
+        if not ranks:
+            # Nothing is decomposed, so alpha scales nothing. ai-toolkit writes 9999999999 here, which fp16 makes inf.
+            return Layer("lokr", dict(tensors), 1.0, None)
+        rank = one_rank(ranks)
+        check_core(tensors, "lokr_t2", rank)
+        return Layer("lokr", dict(tensors), scaled(alpha, rank, convention), rank)
+
+    def outputs(self, tensors: Tensors) -> int | None:
+        return _rows(tensors, "lokr_w1") * _rows(tensors, "lokr_w2")
+
+    def columns(self, tensors: Tensors) -> int | None:
+        second = tensors.get("lokr_w2")
+        if second is None:
+            inner = tensors["lokr_w2_b"].shape[1] * core_size(tensors.get("lokr_t2"))
+        else:
+            inner = math.prod(second.shape[1:])
+        first = tensors.get("lokr_w1")
+        return (tensors["lokr_w1_b"] if first is None else first).shape[1] * inner
+
+    def refusal(self, format: str, tensors: Tensors) -> str | None:
+        if format != "comfyui":
+            return super().refusal(format, tensors)
+        if "lokr_t2" in tensors:
+            return "torch.kron refuses what ComfyUI builds of LoKr's Tucker form, and ComfyUI then leaves the layer out"
+        second = tensors.get("lokr_w2")
+        if second is not None and second.ndim not in (2, 4):
+            return "ComfyUI multiplies Kronecker factors of matrices and 2-d convolutions only"
+        return None
+
+
+def _factors(tensors: Tensors) -> tuple[Tensor, Tensor]:
+    """The two matrices, [a, c] and [b, d * kernel]; the change is their Kronecker product."""
+    first = tensors.get("lokr_w1")
+    if first is None:
+        first = tensors["lokr_w1_a"] @ tensors["lokr_w1_b"]
+    second = tensors.get("lokr_w2")
+    if second is None:
+        second = tucker(tensors["lokr_w2_a"], tensors["lokr_w2_b"], tensors.get("lokr_t2"))
+    return first, second.flatten(1)
+
+
+def _rows(tensors: Tensors, factor: str) -> int:
+    if factor in tensors:
+        return tensors[factor].shape[0]
+    return tensors[f"{factor}_a"].shape[1 if factor == "lokr_w2" and "lokr_t2" in tensors else 0]
+
+
+ALGORITHM = Lokr()

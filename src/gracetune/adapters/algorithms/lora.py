@@ -1,0 +1,99 @@
+"""LoRA: s B A. peft's layer is the reference.
+
+    lora_A.weight [r, in], lora_B.weight [out, r], of convolutions with the kernel
+
+A file's `lora_A` and `lora_B` may also be a DoRA (with a `dora_scale`) or a LoCon (by the file's convention, or in
+Tucker form): `assemble` tells them apart.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_core, is_by_input, scaled, sides
+from gracetune.adapters.algorithms.low_rank import CORE, LYCORIS_NAMES, PEFT_NAMES, LowRank
+from gracetune.adapters.algorithms.record import FirstValues, Options, Tensors
+from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.state import Layer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gracetune.adapters.fast.modules import AdaptedLinear
+    from gracetune.adapters.layer import AttachedLayer
+    from gracetune.adapters.options import LayerOptions
+
+
+class Lora(LowRank):
+    name = "lora"
+    lycoris_name = "lora"
+    down, up = "lora_A.weight", "lora_B.weight"
+    names = PEFT_NAMES
+    same_as = ("locon",)
+    trained_by_peft = True
+    zero_at_first = frozenset({"lora_B.weight"})
+
+    file_tensors = ("lora_A.weight", "lora_B.weight", CORE, "dora_scale")
+    needed = frozenset({"lora_A.weight", "lora_B.weight"})
+    spellings = (
+        (r"\.lora_(?P<side>[AB])(?:\.(?!weight$)[^.]+)?\.weight", "lora_{side}.weight"),  # PEFT may name the adapter
+        (r"\.lora_(?P<side>[AB])", "lora_{side}.weight"),
+        (r"\.lora_down\.weight", "lora_A.weight"),
+        (r"\.lora_up\.weight", "lora_B.weight"),
+        (r"[._]lora\.down\.weight", "lora_A.weight"),
+        (r"[._]lora\.up\.weight", "lora_B.weight"),
+        (r"\.lora_linear_layer\.down\.weight", "lora_A.weight"),
+        (r"\.lora_linear_layer\.up\.weight", "lora_B.weight"),
+    )
+    marks = ("lora_",)
+    row_tensors = ("lora_B.weight",)
+    proportional_to = ("lora_B.weight",)
+    kohya_module = "networks.lora"
+
+    def first_values(self, layer: nn.Module, options: LayerOptions) -> FirstValues:
+        """peft's, of a linear layer. Convolutions are always peft's own layers."""
+        from gracetune.adapters.peft_lora import first_pair
+
+        return first_pair(layer, options.rank), options.rank
+
+    def reference(self, outputs: int, options: Options, why: str) -> Computation:
+        return Computation(LIBRARY, why, kept=options.rank, copies_input=True)
+
+    def fused_layer(self) -> type[AdaptedLinear]:
+        from gracetune.adapters.fast.modules import LoraLinear
+
+        return LoraLinear
+
+    def reference_layer(self, path: str, layer: nn.Module, options: LayerOptions, model: nn.Module) -> AttachedLayer:
+        from gracetune.adapters.peft_lora import PeftLayer
+
+        return PeftLayer(path, layer, options, model)
+
+    def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
+        """LoRA, DoRA or LoCon: by what else is there, and by the file's convention."""
+        down, up = tensors["lora_A.weight"], tensors["lora_B.weight"]
+        if down.shape[0] != up.shape[1]:
+            ranks = f"rank {down.shape[0]} ({sides(down)}), lora_B.weight {up.shape[1]} ({sides(up)})"
+            raise LayerError(f"lora_A.weight has {ranks}")
+        rank = down.shape[0]
+        middle = tensors.get(CORE)
+        kernels = [("lora_B.weight", up), *([("lora_A.weight", down)] if middle is not None else [])]
+        for name, tensor in kernels:
+            if any(side != 1 for side in tensor.shape[2:]):
+                raise LayerError(f"{name} is {sides(tensor)}: its kernel has one point")
+        check_core(tensors, CORE, rank)
+        scale = tensors.get("dora_scale")
+        inputs = down.shape[1]
+        by_input = scale is not None and is_by_input(scale, up.shape[0]) and scale.numel() == inputs
+        if scale is not None and not by_input and scale.numel() != up.shape[0]:
+            raise LayerError(f"dora_scale {sides(scale)} for {up.shape[0]} outputs and {inputs} inputs")
+        alpha = scaled(alpha, rank, convention)
+        if middle is not None or convention.lora_is_locon or by_input:
+            named = {LYCORIS_NAMES.get(name, name): tensor for name, tensor in tensors.items()}
+            return Layer("locon", named, alpha, rank)
+        if scale is None:
+            return Layer("lora", dict(tensors), alpha, rank)
+        return Layer("dora", dict(tensors) | {"dora_scale": scale.reshape(-1)}, alpha, rank)
+
+
+ALGORITHM = Lora()

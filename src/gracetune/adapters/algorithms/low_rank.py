@@ -1,0 +1,89 @@
+"""What LoRA, DoRA and LoCon share: s B A, a down matrix A [r, in, *kernel] and an up matrix B [out, r, 1, 1]."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, ClassVar
+
+from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped
+from gracetune.adapters.algorithms.record import Algorithm, Dimensions, Options, SingularVectors, Tensors, WeightShape
+from gracetune.adapters.computation import Computation
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+PEFT_NAMES = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+LYCORIS_NAMES = {"lora_A.weight": "lora_down.weight", "lora_B.weight": "lora_up.weight"}
+CORE = "lora_mid.weight"
+"""Between the two, of a convolution in LyCORIS' Tucker form. Read from files and written to them, not trained."""
+
+
+class LowRank(Algorithm):
+    down: ClassVar[str]
+    up: ClassVar[str]
+    names: ClassVar[dict[str, str]]
+    """Other names of its two matrices, and its own."""
+    same_as: ClassVar[tuple[str, ...]]
+    """Algorithms whose layers are this one's under other names."""
+    rank_is_width = True
+
+    def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
+        ones = (1,) * len(layer.kernel)
+        return {
+            self.down: (options.rank, layer.inputs, *layer.kernel),
+            self.up: (layer.outputs, options.rank, *ones),
+        }
+
+    def added(self, tensors: Tensors, shape: torch.Size) -> Tensor:
+        up, down = tensors[self.up].flatten(1), tensors[self.down].flatten(1)
+        core = tensors.get(CORE)
+        if core is None:
+            return shaped(up @ down, shape)
+        import torch
+
+        return shaped(torch.einsum("ab...,oa,bi->oi...", core, up, down), shape)
+
+    def norm(self, tensors: Tensors, scale: float) -> float | None:
+        """|BA|^2 = tr(B'B AA'): two matrices of the rank's size instead of one of the weight's."""
+        if CORE in tensors:
+            return None
+        up, down = tensors[self.up].flatten(1).double(), tensors[self.down].flatten(1).double()
+        squared = float(((up.T @ up) * (down @ down.T)).sum())
+        return abs(scale) * math.sqrt(max(0.0, squared))
+
+    def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
+        """The singular values of B A are those of a matrix of the rank's size: R_B R_A', the triangles of both."""
+        if CORE in tensors:
+            return None
+        import torch
+
+        up, down = (tensors[name].detach().double().flatten(1) for name in (self.up, self.down))
+        (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
+        inner, values, outer = torch.linalg.svd(scale * first @ second.T, full_matrices=False)
+        return left @ inner[:, :rank], values[:rank], outer[:rank] @ right.T, float(values.norm())
+
+    def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
+        return Computation("low rank", "two products of the rank's width", kept=options.rank)
+
+    def least_dimensions(self, tensor: str) -> int:
+        return 2 if tensor.startswith("lora_") else 0
+
+    def renamed(self, algorithm: str, tensors: Tensors) -> dict[str, Tensor] | None:
+        if algorithm not in self.same_as or CORE in tensors:
+            return None
+        found = {self.names.get(name, name): tensor for name, tensor in tensors.items()}
+        if "dora_scale" in found:
+            found["dora_scale"] = found["dora_scale"].flatten()
+        return found
+
+    def outputs(self, tensors: Tensors) -> int | None:
+        return tensors[self.up].shape[0]
+
+    def columns(self, tensors: Tensors) -> int | None:
+        return math.prod(tensors[self.down].shape[1:]) * core_size(tensors.get(CORE))
+
+    def refusal(self, format: str, tensors: Tensors) -> str | None:
+        if format == "diffusers" and CORE in tensors:
+            return "PEFT has no Tucker form"
+        return core_refusal(tensors.get(CORE)) if format == "comfyui" else None

@@ -31,8 +31,7 @@ from gracetune.bench.step.clock import between, mark, synchronize
 from gracetune.bench.step.job import Scale, StepJob, config_of
 from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import RandomModel, make_model
-from gracetune.bench.step.trainer import decide
-from gracetune.cache.batches import Live
+from gracetune.bench.step.trainer import assemble_unresumed, decide
 from gracetune.cli.bench import print_rows
 from gracetune.cli.console import out
 from gracetune.config.environment import Environment
@@ -43,7 +42,6 @@ from gracetune.models.activation_parking import CudaClock
 from gracetune.models.expert_streaming import StreamedParking
 from gracetune.models.experts import ExpertHost, SwitchStats
 from gracetune.models.parking import InlineLane, Parking, Staying
-from gracetune.train.assembly import assemble
 from gracetune.train.control import Stop
 from gracetune.train.loop import run_window
 from gracetune.train.runtime import Runtime, open_runtime
@@ -124,7 +122,7 @@ def timed(
     with ExitStack() as stack:
         trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
         ready = random_data(job, config, model, pinned=device.type == "cuda")
-        run = assemble(config, trainee, ready, Live(), runtime, None, View(), stack)
+        run = assemble_unresumed(config, trainee, ready, runtime, View(), stack)
         marks: list[Any] = []
         for step in range(steps_of(turns)):
             if step == WARM_UP:

@@ -186,18 +186,18 @@ def run_prepared(preparation: Preparation, arguments: list[str], file: Path) -> 
 
 def prepare(asked: Preparation, facts: Facts) -> list[Any]:
     """The experts' hosts of the run end up in the list that is given back."""
-    names = ("models.experts", "train.assembly", "train.loop", "train.replay", "train.run")
+    names = ("models.experts", "train.assembly", "train.loop", "train.replay", "train.load")
     modules: list[Any] = [import_module(f"gracetune.{name}") for name in names]
-    experts, assembly, loop, replay, run = modules
+    experts, assembly, loop, replay, load = modules
     hosts: list[Any] = []
     loop.run_window = _seen_window(asked, facts, loop.run_window)
-    open_host = run.open_host
+    open_host = load.open_host
 
     def opened(*given: Any, **named: Any) -> Any:
         hosts.append(open_host(*given, **named))
         return hosts[-1]
 
-    run.open_host = opened
+    load.open_host = opened
     _count_graphs(facts)
     _count_staging(facts)
     if not asked.graphs:

@@ -179,7 +179,7 @@ def test_a_run_reads_in_place_on_what_it_takes_for_one_pool(
     )
     run(ring, tmp_path)
     machine = probe().model_copy(update={"profile": Profile(value="integrated", reason="for the test")})
-    monkeypatch.setattr("gracetune.train.run.probe", lambda: machine)
+    monkeypatch.setattr("gracetune.train.preflight.probe", lambda: machine)
     said = "\n".join(run(pool, tmp_path).said)
     assert "batches: in_place, one pool" in said
     assert "in shared_host (one pool: read in place)" in said

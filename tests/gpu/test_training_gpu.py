@@ -145,7 +145,7 @@ def test_the_self_check_of_a_compiled_run_makes_no_graph_and_changes_no_loss(
     assert "the adapter changes the output by " in line
     assert "the saved file reproduces it" in line
     torch._dynamo.reset()
-    monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
     run(without)
     first, second = (one.stats.graphs for one in prepared)
     assert first == second > 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from gracetune.baselines.capture import Asked, capture
 from gracetune.config import load
 from gracetune.config.environment import Environment
-from gracetune.train import run
+from gracetune.train import callbacks
 from gracetune.train.view import View
 
 STEPS = 28
@@ -39,6 +39,6 @@ if __name__ == "__main__":
     file, output, seconds = sys.argv[1:]
     alone = Environment({})
     view = Waiting(float(seconds))
-    run.Logging = partial(run.Logging, clock=view.clock)  # type: ignore[misc]
+    callbacks.Logging = partial(callbacks.Logging, clock=view.clock)  # type: ignore[misc]
     config = load(Path(file), environment=alone).config
     capture(config, Asked(STEPS, Path(output)), environment=alone, view=view)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.checkpoint.errors import OtherRunError
+from gracetune.checkpoint.errors import BusyFolderError, OtherRunError
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
@@ -28,7 +29,9 @@ from gracetune.train.guards import _Norm
 from gracetune.train.planning import Planned, refuse_misfit
 from gracetune.train.runtime import Launch
 from gracetune.train.view import Heard
+from runs.launched import write_config
 from runs.made import TinyModel, config_for, pictures, run
+from runs.test_commands import gracetune
 from runs.test_resume import states
 
 ONE = {"training": {"max_steps": 1}}
@@ -327,3 +330,65 @@ def test_an_optimizer_that_cannot_be_had_is_said_before_anything_is_loaded(
         with pytest.raises(ConfigError, match="optimizer"):
             run(config_for("wan", tiny_model, tmp_path, optimizer=optimizer))
     assert not (tmp_path / "out").exists()
+
+
+def test_everything_that_refuses_a_run_arrives_as_one_list(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`gracetune train` with mistakes of many origins: the data's folder, packages, layers, samples, addresses, a run
+    in the way. Nothing is made, and with `--json` the same list is on stdout."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    sections: dict[str, Any] = {
+        "adapter": {"targets": ["to_qq"]},
+        "optimizer": {"name": "adamw_8bit"},
+        "training": {"attention": "flash_attn_3", "mixed_precision": "fp16"},
+        "model": {"base_precision": "bf16"},
+        "logging": {"trackers": ["wandb"], "webhook": "ftp://here"},
+        "validation": {"every_steps": 1, "prompts": [{"prompt": "a", "width": 67, "height": 64}]},
+    }
+    config = config_for("flux", tiny_model, tmp_path, **sections)
+    shutil.rmtree(tmp_path / "pictures")
+    file = write_config(config, tmp_path / "c.yaml")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tiny.safetensors").touch()
+    keys = (
+        "datasets[0].path", "training.mixed_precision", "logging.trackers: wandb", "logging.webhook", "optimizer.name",
+        "output_dir", "validation.prompts[0].width", "training.attention", "adapter.targets",
+    )  # fmt: skip
+    assert gracetune("train", str(file)) == 1
+    told = capsys.readouterr().err
+    for key in keys:
+        assert f"{key}\n    found " in told, f"{key} is missing in\n{told}"
+    assert gracetune("train", str(file), "--json") == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert sorted(problem["key"] for problem in problems) == sorted(keys)
+    assert all(problem[part] for problem in problems for part in ("found", "expected", "hint"))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny.safetensors"]
+
+
+def test_a_refused_run_makes_no_folder_and_one_mistake_is_told_as_ever(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = config_for("flux", tiny_model, tmp_path, adapter={"targets": ["to_qq"]})
+    with pytest.raises(ConfigError) as refused:
+        run(config)
+    assert [problem.key for problem in refused.value.problems] == ["adapter.targets"]
+    assert not (tmp_path / "out" / "checkpoints").exists()
+    file = write_config(changed(config, "model", path="/nowhere"), tmp_path / "c.yaml")
+    assert gracetune("train", str(file), "--json") == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert [problem["key"] for problem in problems] == ["model.path"]
+
+
+def test_a_folder_that_another_run_writes_into_is_in_the_list(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, **ONE)
+    with CheckpointStore(tmp_path / "out" / "checkpoints", 1) as store:
+        store.claim({"name": "another"})
+        with pytest.raises(BusyFolderError):
+            run(config)
+        with pytest.raises(ConfigError) as refused:
+            run(changed(config, "adapter", targets=("to_qq",)))
+        keys = [problem.key for problem in refused.value.problems]
+        assert keys == ["another process writes checkpoints here", "adapter.targets"]
+    assert run(config).step == 1

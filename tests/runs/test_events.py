@@ -141,7 +141,7 @@ def told(tiny_model: TinyModel, workshop: Workshop, tmp_path_factory: pytest.Tem
 
     screen = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gracetune.train.run.open_memory", lambda *_, **_more: memory)
+        patch.setattr("gracetune.train.load.open_memory", lambda *_, **_more: memory)
         patch.setattr(gracetune.train.loop, "run_window", run_window)
         patch.setattr(InPlace, "start", late)
         patch.setattr("sys.stderr", screen)

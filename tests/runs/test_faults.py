@@ -118,7 +118,7 @@ def test_memory_that_runs_out_inside_a_window_stops_the_run_before_the_next_micr
 
     with monkeypatch.context() as patched:
         patched.setattr(TrainStep, "__call__", counted)
-        patched.setattr("gracetune.train.run.watch", lambda *_: dog)
+        patched.setattr("gracetune.train.load.watch", lambda *_: dog)
         result = run(stopped)
     assert result.stop is not None
     assert (result.stop.kind, result.step, micro_batches) == ("interrupted", 1, 8)

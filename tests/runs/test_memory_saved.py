@@ -38,7 +38,7 @@ def test_experts_that_move_in_behind_each_other_learn_what_resident_ones_learn(
     one, two = (config_for("wan", tiny_model, tmp_path / name, **DUAL_EXPERT) for name in ("resident", "in turn"))
     run(one)
     host = streaming()
-    monkeypatch.setattr("gracetune.train.run.open_host", lambda *_: host)
+    monkeypatch.setattr("gracetune.train.load.open_host", lambda *_: host)
     heard = Heard()
     run(two, heard)
     assert losses(two) == losses(one)
@@ -55,7 +55,7 @@ def test_parked_inputs_change_nothing(
     sections = {**DUAL_EXPERT, "training": training}
     one, two = (config_for("wan", tiny_model, tmp_path / name, **sections) for name in ("kept", "parked"))
     run(one)
-    monkeypatch.setattr("gracetune.train.run.choose", _parking)
+    monkeypatch.setattr("gracetune.train.load.choose", _parking)
     new_home = partial(torch.empty, dtype=torch.uint8)
     parking = ActivationParking(CPU, InlineLane(), HostClock(), new_home, least=64)
     monkeypatch.setattr(ActivationParking, "on", lambda device: parking)

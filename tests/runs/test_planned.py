@@ -12,7 +12,8 @@ from gracetune.errors import GracetuneError
 from gracetune.hardware.recording import load_recording
 from gracetune.models.published import build_published
 from gracetune.models.registry import footprint_of
-from gracetune.train import run as running
+from gracetune.train import load as loading
+from gracetune.train import preflight as checking
 from runs.launched import write_config
 from runs.made import TinyModel, config_for
 from runs.test_commands import gracetune
@@ -32,8 +33,8 @@ def handed_on(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         calls.append(given)
         raise FarEnoughError("far enough")
 
-    monkeypatch.setattr(running, "open_memory", opening)
-    monkeypatch.setattr(running, "probe", lambda: load_recording(MACHINES / "gh200-numa"))
+    monkeypatch.setattr(loading, "open_memory", opening)
+    monkeypatch.setattr(checking, "probe", lambda: load_recording(MACHINES / "gh200-numa"))
     return calls
 
 

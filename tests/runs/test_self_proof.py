@@ -34,9 +34,11 @@ PASSES = 5
 class Absent(SelfProof):
     """Looks at nothing."""
 
-    def start(self, job: Any) -> None: ...
+    def start(self, begun: Any) -> None: ...
 
-    def window(self, job: Any, done: Any) -> None: ...
+    def window(self, done: Any) -> None: ...
+
+    def check_saved(self, files: Any) -> None: ...
 
 
 def events(config: RunConfig, kind: type[Any]) -> list[Any]:
@@ -89,7 +91,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
         "Training has an effect, and the first saved file" in (tmp_path / "proven" / "out" / "report.html").read_text()
     )
 
-    monkeypatch.setattr("gracetune.train.run.SelfProof", Absent)
+    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
     run(plain)
     assert losses(proven) == losses(plain)
     assert_same_end(proven, plain, 8)

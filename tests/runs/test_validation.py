@@ -203,7 +203,7 @@ def test_what_a_pipeline_has_beside_the_denoiser_is_loaded_once_where_there_is_r
     original = gracetune.models.flux.load.load_vae
     monkeypatch.setattr(gracetune.models.flux.load, "load_vae", lambda *given: loaded.append(given) or original(*given))
     monkeypatch.setattr(gracetune.models.flux.load, "text_parts", lambda *_: pytest.fail("a text encoder was loaded"))
-    monkeypatch.setattr("gracetune.train.run.host_room", lambda *_: lambda: room)
+    monkeypatch.setattr("gracetune.train.callbacks.host_room", lambda *_: lambda: room)
     asked = {**PROMPTS, "at_start": True, "every_steps": 1}
     config = config_for(
         "flux", tiny_model, tmp_path, validation=asked, training={"max_steps": 2}, optimizer={"lr": 0.0}

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,16 +61,46 @@ def take_lock(folder: Path) -> tuple[int, bool]:
     grip = lock(descriptor, exclusive=True)
     if grip == "busy":
         os.close(descriptor)
-        raise BusyFolderError(
-            Problem(
-                "another process writes checkpoints here",
-                f"a process that holds {LOCK_FILE}",
-                "one run for each output folder",
-                f"wait for it or stop it (`fuser {folder / LOCK_FILE}` names it), or set another output_dir",
-                str(folder),
-            )
-        )
+        raise _busy(folder)
     return descriptor, grip == "held"
+
+
+def check_lock(folder: Path) -> None:
+    """BusyFolderError where another process holds the folder. Takes nothing: a shared lock, for a moment."""
+    try:
+        descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if lock(descriptor, exclusive=False) == "busy":
+            raise _busy(folder)
+    finally:
+        os.close(descriptor)
+
+
+def _busy(folder: Path) -> BusyFolderError:
+    return BusyFolderError(
+        Problem(
+            "another process writes checkpoints here",
+            f"a process that holds {LOCK_FILE}",
+            "one run for each output folder",
+            f"wait for it or stop it (`fuser {folder / LOCK_FILE}` names it), or set another output_dir",
+            str(folder),
+        )
+    )
+
+
+@contextmanager
+def temporary_folder(folder: Path) -> Iterator[None]:
+    """Inside, the folder exists. Afterwards, what was made for that is gone again: for checks that leave no trace."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for path in missing:
+            with suppress(OSError):  # it was not made, or another process has put something into it
+                path.rmdir()
 
 
 # -- retention --------------------------------------------------------------------------------------------------------

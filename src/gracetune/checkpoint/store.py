@@ -14,11 +14,13 @@ from types import TracebackType
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
 from gracetune.checkpoint.folder import (
+    check_lock,
     checkpoints,
     manifest_if_ours,
     remove_superfluous,
     set_aside,
     take_lock,
+    temporary_folder,
 )
 from gracetune.checkpoint.manifest import (
     MANIFEST,
@@ -161,6 +163,16 @@ class CheckpointStore:
             raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
         self._identity = dict(identity)
 
+    def check_claim(self) -> None:
+        """What `claim` would refuse beside the checkpoints of another run. Touches nothing."""
+        if self._ranks.rank != 0:
+            return
+        try:
+            with temporary_folder(self.folder):
+                check_lock(self.folder)
+        except OSError as error:
+            raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
+
     def refuse_others(self, identity: Mapping[str, str]) -> None:
         """OtherRunError where the folder holds checkpoints of another run. Touches nothing."""
         for one in checkpoints(self.folder):
@@ -223,11 +235,11 @@ class CheckpointStore:
         self._future = self._executor.submit(self._run, job)
         return target
 
-    def check_room(self, needed: int) -> None:
-        """CheckpointFullError where the disk has not that many bytes left."""
+    def check_room(self, needed: int, identity: Mapping[str, str] | None = None) -> None:
+        """CheckpointFullError where the disk has not that many bytes left. `identity` as in `claim`, before that."""
         free = self._free()
         if free is not None and free < needed:
-            last = self._last_whole()
+            last = self._last_whole(identity)
             safe = "there is no earlier checkpoint" if last is None else f"{last} is whole"
             raise full(f"no room for a checkpoint; {safe}", self.folder, found="", needed=needed, free=free)
 
@@ -304,15 +316,17 @@ class CheckpointStore:
         return last.size + sum(fact.size for fact in facts.values())
 
     def _free(self) -> int | None:
+        """Before the folder is made, of the nearest one above it."""
+        place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
         try:
-            return shutil.disk_usage(self.folder).free
+            return shutil.disk_usage(place).free
         except OSError:
             return None
 
-    def _last_whole(self) -> Path | None:
+    def _last_whole(self, identity: Mapping[str, str] | None = None) -> Path | None:
         """Told by its manifest: for a message, reading every byte would take too long."""
-        identity = self._identity or {}
-        ours = (one.path for one in reversed(checkpoints(self.folder)) if manifest_if_ours(one.path, identity))
+        own = self._identity or identity or {}
+        ours = (one.path for one in reversed(checkpoints(self.folder)) if manifest_if_ours(one.path, own))
         return next(ours, None)
 
 

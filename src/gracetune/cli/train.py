@@ -16,7 +16,7 @@ from gracetune.cli.console import out, print_json, session
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import Environment, Resolved, load
-from gracetune.config.this_machine import path_problems
+from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
@@ -114,7 +114,6 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
         overrides=request.overrides,
         allow_unsupported=request.allow_unsupported,
     )
-    _check_paths(resolved)
     first = (environment.get("RANK") or "0") == "0"
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
@@ -138,7 +137,8 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
         try:
             with view, libraries_quiet(view.warn):
                 result = run(
-                    resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach
+                    resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach,
+                    known=_missing_paths(resolved),
                 )  # fmt: skip
         except KeyboardInterrupt:
             print("interrupted; what is staged is lost, what is cached and saved stays", file=sys.stderr)
@@ -170,14 +170,13 @@ def _show(result: Result, request: TrainRequest, resolved: Resolved) -> None:
         print_result(out(), result, resolved.config, request.price_per_hour)
 
 
-def _check_paths(resolved: Resolved) -> None:
-    """Every missing folder at once, before anything is loaded."""
-    problems = path_problems(resolved)
-    if problems:
-        ending = "; or check without folders: --no-paths"
-        raise ConfigError(
-            dict.fromkeys(replace(problem, hint=problem.hint.removesuffix(ending)) for problem in problems)
-        )
+def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
+    """For the list of everything that speaks against the run. `config check` alone has an option for it."""
+    ending = "; or check without folders: --no-paths"
+    return [
+        (key, replace(problem, hint=problem.hint.removesuffix(ending)))
+        for key, problem in named_path_problems(resolved)
+    ]
 
 
 def validate_now(

@@ -17,7 +17,12 @@ Wrong = tuple[Path, str, str, str]
 
 def path_problems(resolved: Resolved) -> list[Problem]:
     """Everything a config names on disk that is not there."""
-    return [_problem(resolved, path, *rest) for path, *rest in _wrong_paths(resolved)]
+    return [problem for _, problem in named_path_problems(resolved)]
+
+
+def named_path_problems(resolved: Resolved) -> list[tuple[str, Problem]]:
+    """The same, each with gracetune's own name of its key: the problem names it as the file does."""
+    return [(dotted(path), _problem(resolved, path, *rest)) for path, *rest in _wrong_paths(resolved)]
 
 
 def limits_memory(resolved: Resolved) -> bool:

@@ -94,6 +94,12 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
     return ModelSource(name, folder, single_file, model.variant, vae, text_encoder)
 
 
+def is_on_disk(model: Model) -> bool:
+    """Whether everything a config names lies on this machine's disks, so that opening it downloads no weights."""
+    names = (model.path or _published(model), model.vae_path, model.text_encoder_path)
+    return all(look(name).kind in ("file", "folder") for name in names if name is not None)
+
+
 def _published(model: Model) -> str:
     known = flavours(model.family)
     flavour = known[0] if model.flavour is None else find_flavour(model.family, model.flavour)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gracetune.errors import GracetuneError
+from gracetune.errors import GracetuneError, Problem
 from gracetune.optim.naming import differences
 
 KINDS = ("lora", "lokr")
@@ -31,6 +31,10 @@ KINDS = ("lora", "lokr")
 
 class NotImportableError(GracetuneError):
     """An optimizer.pt whose rates cannot be put where they belong; the run can start without it."""
+
+    def __init__(self, message: str, problem: Problem) -> None:
+        super().__init__(message)
+        self.problem = problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +101,11 @@ def _open(path: Path) -> Mapping[str, Any]:
 
 
 def _refused(path: Path, found: str, expected: str = "the state of ai-toolkit's Automagic") -> NotImportableError:
+    key, hint = (
+        "optimizer.rates_from",
+        "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`",
+    )
     return NotImportableError(
-        f"optimizer.rates_from: {path}: found {found}; expected {expected}. To start without it: "
-        "--set optimizer.rates_from=null; Automagic then finds its rates again from `lr`"
+        f"{key}: {path}: found {found}; expected {expected}. To start without it: {hint}",
+        Problem(key, found, expected, hint, str(path)),
     )

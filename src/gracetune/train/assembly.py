@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -14,13 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gracetune.adapters.state import Stage
-from gracetune.cache.batches import Live
+from gracetune.cache.batches import BatchSource, Live
 from gracetune.cache.places import places_of
 from gracetune.cache.residence import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
 from gracetune.config.run_config import RunConfig
-from gracetune.data.loader import Loader
+from gracetune.data.index import DataIndex
+from gracetune.data.loader import EpochEnd, Loader
+from gracetune.diffusion.weighting import Weighting
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.memory.arena_size import Room
@@ -39,14 +41,15 @@ from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.skipping import waiting_note
-from gracetune.train.data import Ready, local_ranks, open_source
+from gracetune.train.data import Ready, local_ranks
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
-from gracetune.train.position import length_of
+from gracetune.train.position import Length, length_of
 from gracetune.train.replay import Replay
 from gracetune.train.runtime import Runtime
 from gracetune.train.scaling import LossScale, NoScale
+from gracetune.train.state import TrainingState
 from gracetune.train.step import Goal, TrainStep
 from gracetune.train.trainee import Trainee
 from gracetune.train.view import View
@@ -163,11 +166,17 @@ def open_host(
     return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes, blocks=blocks)
 
 
-def assemble(
-    config: RunConfig, trainee: Trainee, ready: Ready, live: Live, runtime: Runtime, memory: UnifiedMemory | None,
-    view: View, stack: ExitStack, where: Where | None = None,
-) -> Job:  # fmt: skip
-    """`where` says how batches come; without one they are copied to a GPU."""
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """A run at step 0: what `resume.restore` takes a checkpoint over into."""
+
+    state: TrainingState
+    ramp: Ramp
+    length: Length
+
+
+def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtime, view: View) -> Beginning:
+    """The optimizer and all else that a step changes, and how many steps there are."""
     training = config.training
     ramp = checked_ramp(config, runtime.world_size)
     if runtime.is_sharded:
@@ -176,10 +185,10 @@ def assemble(
         view.say(ramp.first_line)
         logging.getLogger("gracetune").info(ramp.first_line)
     length = length_of(
-        ready.index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
+        index, ramp, batch_size=training.batch_size, max_steps=training.max_steps, epochs=training.epochs
     )
     loader = Loader(
-        ready.index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
+        index, batch_size=training.batch_size, rank=runtime.rank, world_size=runtime.world_size,
         epochs=training.epochs,
     )  # fmt: skip
     groups = trainee.groups()
@@ -187,15 +196,29 @@ def assemble(
     scheduled = build_schedule(
         optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
     )  # fmt: skip
-    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
+    weighting = Weighting.from_config(config.objective, trainee.facts.schedule)
     about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
-    for note in (*about, goal.weighting.warning, waiting):
+    for note in (*about, weighting.warning, waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
         if dataset.regularisation and not dataset.disabled and config.adapter.kind == "full_finetune":
             view.warn(whole_model_note(dataset.id))
+    scale = LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale()
+    ema = Ema.from_config(trainee.parameters(), training.ema)
+    return Beginning(
+        TrainingState(optimizer, scheduled.scheduler, scale, ema, loader, runtime.device), ramp, length
+    )  # fmt: skip
+
+
+def assemble(
+    config: RunConfig, trainee: Trainee, ready: Ready, live: Live, beginning: Beginning, source: BatchSource,
+    runtime: Runtime, memory: UnifiedMemory | None, view: View, *,
+    on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
+) -> Job:  # fmt: skip
+    training = config.training
+    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
     step = TrainStep(
         trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
@@ -206,21 +229,18 @@ def assemble(
         runtime=runtime,
         trainee=trainee,
         step=step,
-        loader=loader,
-        source=open_source(ready, loader, live, runtime, memory, stack, where=where, on_decision=view.say),
-        ramp=ramp,
+        state=beginning.state,
+        source=source,
+        ramp=beginning.ramp,
         switch_every=config.model.switch_experts_every,
         seed=training.seed,
         gradients=gradients,
-        optimizer=optimizer,
-        schedule=scheduled.scheduler,
-        length=length,
+        length=beginning.length,
         clip=Clip(training.grad_clip, training.max_grad_norm),
-        scale=LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale(),
-        ema=Ema.from_config(trainee.parameters(), training.ema),
-        saved_loader=loader.state_dict(),
-        warn=view.warn,
         encodes_live=live.latents is not None,
+        warn=view.warn,
+        on_epoch_end=on_epoch_end,
+        memory_alarm=memory_alarm,
     )
 
 

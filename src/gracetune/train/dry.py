@@ -37,16 +37,30 @@ class DryBatch:
         return 1000 * max(0.0, self.first_seconds - self.seconds)
 
 
-def dry_batch(job: Job, size: int, planned: Planned) -> DryBatch:
+class Example:
+    """One sample of the first batch, kept for checks until they are done with it."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._kept = [batch]
+
+    @property
+    def batch(self) -> Batch:
+        return self._kept[0]
+
+    def release(self) -> None:
+        self._kept.clear()
+
+
+def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]:
     """Forward and backward at the largest micro-batch. Nothing is learnt, and no position or generator moves."""
-    before = job.loader.state_dict()
+    before = job.state.loader.state_dict()
     devices = [job.device] if job.device.type == "cuda" else []
     if devices:
         torch.cuda.reset_peak_memory_stats(job.device)
     try:
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
-            job.example = _first_sample(batch)
+            example = Example(_first_sample(batch))
             times = {expert: (_once(job, batch, expert), _once(job, batch, expert)) for expert in job.trainee.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -55,10 +69,10 @@ def dry_batch(job: Job, size: int, planned: Planned) -> DryBatch:
     finally:
         for gradients in job.gradients.values():
             gradients.close()
-        job.loader.load_state_dict(before)
+        job.state.loader.load_state_dict(before)
     peak = torch.cuda.max_memory_allocated(job.device) if devices else None
     first, second = (max(pair[number] for pair in times.values()) for number in (0, 1))
-    return DryBatch(len(batch.ref.samples), first, second, peak)
+    return DryBatch(len(batch.ref.samples), first, second, peak), example
 
 
 def hours_left(job: Job, dry: DryBatch, batch_size: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import remove_entries
-from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.hub import Telemetry
@@ -20,20 +19,27 @@ from gracetune.telemetry.report.write import write_report
 from gracetune.train.control import Stop
 from gracetune.train.data import Cached
 from gracetune.train.job import Job
+from gracetune.train.load import LoadedRun
 from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
+from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal
 from gracetune.train.view import View
 
 
 def finish(
-    job: Job, config: RunConfig, folder: RunFolder, cached: Cached, stop: Stop, telemetry: Telemetry, view: View,
-    *, began: float, renewal: Renewal | None, report: bool = True,
+    ready: Preflight, loaded: LoadedRun, stop: Stop, telemetry: Telemetry, view: View, *, began: float,
+    check_saved: Callable[[Sequence[Path]], str | None],
 ) -> tuple[Path, ...]:  # fmt: skip
-    """The final files; none where the run did not get to its end."""
+    """The final files; none where the run did not get to its end. `check_saved`: as in `Saving`."""
+    job, folder = loaded.job, ready.folder
+    if job.trainee.parking is not None:
+        view.say(job.trainee.parking.stats.line)
+    if job.trainee.host.switches.followed_bytes:
+        view.say(job.trainee.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
         with failure_told(job, folder, telemetry, began=began):
-            files = _final_files(job, config, folder, cached, renewal, view)
+            files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
     telemetry.emit(
@@ -41,7 +47,7 @@ def finish(
             step=job.position.step, outcome=stop.kind, reason=reason, duration_s=time.monotonic() - began, outputs=names
         )
     )
-    if report and job.runtime.is_main:
+    if ready.options.report and job.runtime.is_main:
         try:
             view.say(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
@@ -72,19 +78,19 @@ def failure_told(job: Job, folder: RunFolder, telemetry: Telemetry, *, began: fl
 
 
 def _final_files(
-    job: Job, config: RunConfig, folder: RunFolder, cached: Cached, renewal: Renewal | None, view: View
+    ready: Preflight, loaded: LoadedRun, check_saved: Callable[[Sequence[Path]], str | None], view: View
 ) -> tuple[Path, ...]:
-    main = job.runtime.is_main
-    with job.as_delivered():
-        files = save_weights(job.trainee, config, folder, job.position.step, final=True, write=main)
-        wrong = job.check_saved(files)
+    job, config, main = loaded.job, ready.config, ready.runtime.is_main
+    with job.state.as_delivered():
+        files = save_weights(job.trainee, config, ready.folder, job.position.step, final=True, write=main)
+        wrong = check_saved(files)
     if wrong is not None:
         raise WrongFileError(wrong)
     if main:
         for line in verify_weights(job.trainee, config, files):
             view.say(line)
     if not config.cache.persistent_cache:
-        _remove_caches(job, cached, renewal, view)
+        _remove_caches(job, loaded.cached, loaded.renewal, view)
     job.runtime.barrier()
     return tuple(files)
 

@@ -20,9 +20,10 @@ from gracetune.memory.sensors import ArenaUsage, Sensors
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
 from gracetune.telemetry.hub import Telemetry
-from gracetune.train.control import Stop
-from gracetune.train.job import Job, Standing
-from gracetune.train.loop import WindowDone
+from gracetune.train.control import Control, Stop
+from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.position import Position
+from gracetune.train.state import Standing, TrainingState
 from gracetune.train.view import View
 
 _SHOWN = 8
@@ -48,55 +49,53 @@ class _Norm:
         return self.arrived is None or self.arrived.query()
 
 
-class NanGuard:
+class NanGuard(Callback):
     """Ends a run at gradients that are not finite, and names their batch.
 
     The host never waits for a GPU: it looks at what has arrived. The device has left out the step of that window and of
-    all after it (`Job.take_step`), so the run goes back to where it stood before it, and that is what is saved.
-    fp16 meets such gradients every now and then and lowers its scale; only many of them in a row end the run.
+    all after it (`TrainingState.take_step`), so the run goes back to where it stood before it, and that is saved. fp16
+    meets such gradients every now and then and lowers its scale; only many of them in a row end the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: TrainingState, control: Control) -> None:
+        self._state, self._control = state, control
         self._coming: deque[_Norm] = deque()
-        self._stood: Standing | None = None
+        self._stood = state.standing()
         self._skipped = 0
         self._failure: Stop | None = None
         self._before: Standing | None = None
         """Where the run stood before the window that failed."""
 
-    def start(self, job: Job) -> None:
-        self._stood = job.standing()
-        job.settle = lambda: self._settled(job)
+    def start(self, begun: RunStarts) -> None:
+        self._stood = self._state.standing()
 
-    def window(self, job: Job, done: WindowDone) -> None:
-        assert self._stood is not None, "start() was called"
+    def window(self, done: WindowDone) -> None:
         self._coming.append(_sent(done, self._stood))
-        self._stood = job.standing()
+        self._stood = self._state.standing()
         while self._coming and self._coming[0].is_there:
-            self._judge(job, self._coming.popleft())
+            self._judge(self._coming.popleft())
 
-    def end(self, job: Job, stop: Stop) -> None: ...
-
-    def _settled(self, job: Job) -> Stop | None:
+    def settle(self) -> Stop | None:
+        """Wait until every window's gradients are judged. A run that has failed then stands before that window."""
         while self._coming:
             norm = self._coming.popleft()
             if norm.arrived is not None:
                 norm.arrived.synchronize()
-            self._judge(job, norm)
+            self._judge(norm)
         if self._before is not None:  # all ranks come here at the same window, so all go back together
-            job.go_back(self._before)
+            self._state.go_back(self._before)
         return self._failure
 
-    def _judge(self, job: Job, norm: _Norm) -> None:
+    def _judge(self, norm: _Norm) -> None:
         """Of the windows after the one that failed nothing is to be said: they have changed nothing."""
-        good = bool(norm.value.isfinite())
+        good, skips = bool(norm.value.isfinite()), self._state.scale.skips
         self._skipped = 0 if good else self._skipped + 1
-        if good or self._failure is not None or (job.scale.skips and self._skipped < _MOST_SKIPPED):
+        if good or self._failure is not None or (skips and self._skipped < _MOST_SKIPPED):
             return
-        self._before = None if job.scale.skips else norm.before
-        saved = (self._before or job.standing()).position.step
+        self._before = None if skips else norm.before
+        saved = (self._before or self._state.standing()).position.step
         self._failure = Stop("failed", _what_failed(norm, self._skipped, saved))
-        job.control.ask_to_stop(self._failure.kind, self._failure.reason)
+        self._control.ask_to_stop(self._failure.kind, self._failure.reason)
 
 
 def _what_failed(norm: _Norm, windows: int, saved: int) -> str:
@@ -145,39 +144,44 @@ class _NoArena:
         return ArenaUsage(0, 0)
 
 
-class MemoryGuard:
-    """The governor after every optimizer step, and the watchdog before every micro-batch.
+def memory_alarm(watchdog: Watchdog) -> Callable[[], str | None]:
+    """Asked before every micro-batch: why the run has to be saved now."""
+
+    def alarm() -> str | None:
+        asked = watchdog.requested()
+        return None if asked is None else f"memory: {asked.reason}"
+
+    return alarm
+
+
+class MemoryGuard(Callback):
+    """The governor after every optimizer step. (The watchdog is asked before every micro-batch: `memory_alarm`.)
 
     What the governor changes is an event at once, whatever the log steps are. A change of the memory stage is also a
     line on the screen.
     """
 
-    def __init__(self, memory: UnifiedMemory | None, watchdog: Watchdog, telemetry: Telemetry, view: View) -> None:
-        self._memory, self._watchdog = memory, watchdog
+    def __init__(
+        self, memory: UnifiedMemory | None, position: Position, control: Control, telemetry: Telemetry, view: View
+    ) -> None:
+        self._memory, self._position, self._control = memory, position, control
         self._telemetry, self._view = telemetry, view
 
-    def start(self, job: Job) -> None:
-        job.memory_alarm = self._alarm
+    def start(self, begun: RunStarts) -> None:
         if self._memory is not None:
-            self._memory.on_change(lambda change: self._report(job.position.step, change))
+            self._memory.on_change(lambda change: self._report(self._position.step, change))
 
     def _report(self, step: int, change: MemoryChange) -> None:
         if isinstance(change, StageChange):
             self._view.say(f"step {step}: memory {change.reason}")
         self._telemetry.emit(memory_change_event(step, change))
 
-    def _alarm(self) -> str | None:
-        asked = self._watchdog.requested()
-        return None if asked is None else f"memory: {asked.reason}"
-
-    def window(self, job: Job, done: WindowDone) -> None:
+    def window(self, done: WindowDone) -> None:
         if self._memory is not None:
             try:
                 self._memory.step()
             except MemoryPressure as pressure:
-                job.control.ask_to_stop("interrupted", str(pressure))
-
-    def end(self, job: Job, stop: Stop) -> None: ...
+                self._control.ask_to_stop("interrupted", str(pressure))
 
 
 def memory_change_event(step: int, change: MemoryChange) -> Event:

@@ -17,14 +17,13 @@ from gracetune.data.captions import caption_ref
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.models.experts import window_of_levels
-from gracetune.models.spec import ExpertName
+from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.seeded_random import torch_seed
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.hub import Telemetry
-from gracetune.train.control import Stop
 from gracetune.train.data import Cached
-from gracetune.train.job import Job
-from gracetune.train.loop import WindowDone
+from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.view import View
 
 LEVELS = 5
@@ -41,16 +40,18 @@ def held_out_refs(index: DataIndex) -> list[SampleRef]:
     return refs
 
 
-def levels_of(expert: ExpertName, job: Job) -> list[float]:
-    lowest, highest = window_of_levels(expert, job.trainee.facts)
+def levels_of(expert: ExpertName, facts: ModelFacts) -> list[float]:
+    lowest, highest = window_of_levels(expert, facts)
     return [lowest + (highest - lowest) * (number + 0.5) / LEVELS for number in range(LEVELS)]
 
 
-class HeldOut:
-    def __init__(self, config: RunConfig, cached: Cached, telemetry: Telemetry, view: View) -> None:
+class HeldOut(Callback):
+    def __init__(
+        self, config: RunConfig, cached: Cached, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry, view: View
+    ) -> None:
         self._every = config.validation.loss_every_steps
         self._latents, self._texts, self._keys = cached.latents, cached.texts, cached.keys
-        self._telemetry, self._view = telemetry, view
+        self._model, self._pauses, self._telemetry, self._view = model, pauses, telemetry, view
         self._seed = torch_seed(config.training.seed, "held out")
         refs = held_out_refs(cached.index)
         self._refs = refs[:: max(1, -(-len(refs) // MOST))]
@@ -59,31 +60,29 @@ class HeldOut:
         elif self._every is not None and len(self._refs) < len(refs):
             view.say(f"held-out loss: {len(self._refs)} of {len(refs)} samples, evenly chosen")
 
-    def start(self, job: Job) -> None:
-        if self._every is not None and job.position.step == 0:
-            self._measure(job)
+    def start(self, begun: RunStarts) -> None:
+        if self._every is not None and begun.position.step == 0:
+            self._measure(0)
 
-    def window(self, job: Job, done: WindowDone) -> None:
+    def window(self, done: WindowDone) -> None:
         if self._every is not None and done.step % self._every == 0:
-            self._measure(job)
+            self._measure(done.step)
 
-    def end(self, job: Job, stop: Stop) -> None: ...
-
-    def _measure(self, job: Job) -> None:
+    def _measure(self, step: int) -> None:
         if not self._refs:
             return
-        job.step.release()
-        with job.pausing():
-            found = held_out_losses(job, self._batches(job), self._seed)
+        self._model.step.release()
+        with self._pauses.counted():
+            found = held_out_losses(self._model, self._batches(), self._seed)
         for expert, losses in found.items():
             named = {f"{level:.3f}": loss for level, loss in losses.items()}
             mean = statistics.fmean(losses.values())
-            self._telemetry.emit(HeldOutLoss(step=job.position.step, stage=expert, losses=named, mean=mean))
+            self._telemetry.emit(HeldOutLoss(step=step, stage=expert, losses=named, mean=mean))
             whose = f" ({expert})" if expert else ""
-            self._view.say(f"held-out loss at step {job.position.step}: {mean:.4f}{whose}")
+            self._view.say(f"held-out loss at step {step}: {mean:.4f}{whose}")
 
-    def _batches(self, job: Job) -> list[Batch]:
-        return [batch_of(ref, number, self._latents, self._texts, self._keys, job.device)
+    def _batches(self) -> list[Batch]:
+        return [batch_of(ref, number, self._latents, self._texts, self._keys, self._model.device)
                 for number, ref in enumerate(self._refs)]  # fmt: skip
 
 
@@ -99,20 +98,20 @@ def batch_of(
     return Batch(BatchRef((ref,), ref.bucket, (number,), 0, 1), tensors)
 
 
-def held_out_losses(job: Job, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:
+def held_out_losses(model: EvaluatedModel, batches: Sequence[Batch], seed: int) -> dict[ExpertName, dict[float, float]]:
     """Mean loss by expert and noise level. Every rank measures all samples: a sharded model needs them all."""
-    active = job.trainee.host.active
+    active = model.trainee.host.active
     found: dict[ExpertName, dict[float, float]] = {}
-    with job.trainee.evaluating(), job.as_delivered():
-        for expert in job.trainee.trained:
-            denoiser = job.trainee.host.activate(expert)
-            levels = levels_of(expert, job)
-            sums = torch.zeros(len(levels), device=job.device)
+    with model.trainee.evaluating(), model.state.as_delivered():
+        for expert in model.trainee.trained:
+            denoiser = model.trainee.host.activate(expert)
+            levels = levels_of(expert, model.trainee.facts)
+            sums = torch.zeros(len(levels), device=model.device)
             for batch in batches:
                 for at, level in enumerate(levels):
-                    noise_level = torch.full((1,), level, device=job.device)
-                    sums[at] += job.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
+                    noise_level = torch.full((1,), level, device=model.device)
+                    sums[at] += model.step.at(denoiser, batch, noise_level, seed, batch.ref.indexes).each.sum()
             found[expert] = dict(zip(levels, (sums / len(batches)).tolist(), strict=True))
     if active is not None:
-        job.trainee.host.activate(active)
+        model.trainee.host.activate(active)
     return found

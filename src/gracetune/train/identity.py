@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import xxhash
 
@@ -37,7 +37,7 @@ def _weights(source: ModelSource, components: Iterable[str]) -> str:
     return fingerprint(tensors, source.fingerprints)
 
 
-def metadata_of(config: RunConfig, identity: dict[str, str], index: DataIndex, machine: Machine) -> Metadata:
+def metadata_of(config: RunConfig, identity: Mapping[str, str], index: DataIndex, machine: Machine) -> Metadata:
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
     versions = {name: version for name, version in machine.software.libraries.items() if version is not None}
     versions |= {"torch": machine.software.torch or "unknown", "python": machine.software.python or "unknown"}

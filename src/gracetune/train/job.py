@@ -1,107 +1,108 @@
-"""Everything the loop works with, put together by `run`."""
+"""Everything the loop works with, put together by `assembly`. Complete when it is made; what changes while a run goes
+on are the objects it owns: the state, the control, the pauses."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.loader import EpochEnd, Exhausted, Loader
+from gracetune.data.loader import EpochEnd, Exhausted
+from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
-from gracetune.optim.averages import averaged
-from gracetune.optim.ema import Ema
-from gracetune.optim.ramp import Ramp, Window
-from gracetune.optim.schedules import move_to
-from gracetune.optim.skipping import step_unless
+from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Stop
 from gracetune.train.gradients import Clip, Gradients
+from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
-from gracetune.train.scaling import LossScale, NoScale
+from gracetune.train.state import TrainingState
 from gracetune.train.step import TrainStep
 from gracetune.train.trainee import Trainee
-
-if TYPE_CHECKING:
-    from gracetune.train.loop import WindowDone
 
 _CODES = {"finished": 1, "failed": 2, "interrupted": 3}
 
 
-class Callback(Protocol):
-    """Anything periodic. All ranks have the same ones in the same order; most do something on rank 0 only."""
+class Pauses:
+    """Time that is no time of a step: validation, checks, saving."""
 
-    def start(self, job: Job) -> None: ...
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Since the run began."""
 
-    def window(self, job: Job, done: WindowDone) -> None: ...
-
-    def end(self, job: Job, stop: Stop) -> None: ...
-
-
-@dataclass(frozen=True)
-class Standing:
-    """Where a run stood between two windows: what the host counts. All else of its state is on the device."""
-
-    position: Position
-    loader: dict[str, object]
-    schedule_steps: int
-    ema_steps: int
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class EvaluatedModel:
+    """What it takes to ask the trained model something between two steps."""
+
+    runtime: Runtime
+    trainee: Trainee
+    step: TrainStep
+    state: TrainingState
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+
+@dataclass(frozen=True, eq=False)
 class Job:
     runtime: Runtime
     trainee: Trainee
     step: TrainStep
-    loader: Loader
+    state: TrainingState
     source: BatchSource
     ramp: Ramp
     switch_every: int
     seed: int
     gradients: Mapping[ExpertName, Gradients]
-    optimizer: Optimizer
-    schedule: LambdaLR
     length: Length
     clip: Clip
-    scale: LossScale | NoScale
-    ema: Ema | None = None
-    position: Position = field(default_factory=Position)
-    control: Control = field(default_factory=Control)
-    callbacks: Sequence[Callback] = ()
-    on_epoch_end: Callable[[EpochEnd], None] = lambda ended: None
-    on_step_start: Callable[[ExpertName, Window], None] = lambda expert, window: None
-    """Called as an optimizer step begins, with the expert it trains and its micro-batches."""
-    warn: Callable[[str], None] = lambda text: None
-    memory_alarm: Callable[[], str | None] = lambda: None
-    """Asked before every micro-batch: why the run has to be saved now."""
-    settle: Callable[[], Stop | None] = lambda: None
-    """Wait until every window's gradients are judged; why the run has failed, if it has. It then stands before that."""
-    check_saved: Callable[[Sequence[Path]], str | None] = lambda files: None
-    """Given the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong."""
-    example: Batch | None = None
-    """One sample of the first batch, kept for checks; set by `dry.dry_batch`."""
-    bad: Tensor | None = None
-    """On the device: 1 where steps are left out (`optim.skipping`)."""
-    encodes_live: bool = False
+    encodes_live: bool
     """Media is decoded while training, so that a damaged file may turn up at any batch."""
-    paused_seconds: float = 0.0
-    """Spent on validation and saving since the run began."""
-    saved_loader: dict[str, object] = field(default_factory=dict)
-    """The loader's state at the last window's end: a stop inside a window goes back to there."""
+    warn: Callable[[str], None]
+    on_epoch_end: Callable[[EpochEnd], None]
+    """Called between two batches (`renewal`)."""
+    memory_alarm: Callable[[], str | None]
+    """Asked before every micro-batch: why the run has to be saved now."""
+    control: Control = field(default_factory=Control)
+    pauses: Pauses = field(default_factory=Pauses)
 
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    @property
+    def position(self) -> Position:
+        return self.state.position
+
+    @property
+    def evaluated(self) -> EvaluatedModel:
+        return EvaluatedModel(self.runtime, self.trainee, self.step, self.state)
+
+    def coming_step(self) -> StepStarts:
+        """What the next step is: a function of the position alone."""
+        position = self.position
+        expert = expert_for_window(position.step, self.switch_every, self.trainee.trained)
+        return StepStarts(replace(position), expert, self.ramp.window(position.micro_batches))
+
+    def next_expert(self) -> ExpertName | None:
+        """The expert whose turn begins after the coming step; None where it does not change."""
+        return next_expert(self.position.step, self.switch_every, self.trainee.trained)
 
     def seed_window(self) -> None:
         """What a layer draws by itself (dropout) depends on the window and the rank, and on nothing before them."""
@@ -130,12 +131,6 @@ class Job:
             return None
         return self.control.stop or Stop("interrupted", "memory is running out on another rank")
 
-    @contextmanager
-    def as_delivered(self) -> Iterator[None]:
-        """Inside, the model has the weights a user gets: the averages, where the run keeps some."""
-        with averaged(self.optimizer), nullcontext() if self.ema is None else self.ema.swapped():
-            yield
-
     def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted:
         """A file that turns out to be damaged when it is decoded is left out, up to its dataset's limit.
 
@@ -143,8 +138,9 @@ class Job:
         """
         if not self.encodes_live:
             return self.source.next(size, step=self.position.step)
+        loader = self.state.loader
         while True:
-            before = self.loader.state_dict()
+            before = loader.state_dict()
             damaged: tuple[str, str, str] | None = None
             try:
                 outcome = self.source.next(size, step=self.position.step)
@@ -155,48 +151,7 @@ class Job:
             found = self.runtime.all_of(damaged)
             if not found:
                 return outcome
-            self.loader.load_state_dict(before)
+            loader.load_state_dict(before)
             for dataset, path, reason in sorted(set(found)):
-                self.loader.exclude(dataset, {path: reason})
+                loader.exclude(dataset, {path: reason})
                 self.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Time in here is no time of a step."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.paused_seconds += time.perf_counter() - began
-
-    def take_step(self, norm: Tensor) -> None:
-        """Gradients that are not finite change nothing: neither weights nor the optimizer's state nor averages.
-
-        Such a window ends the run, and those that follow until the host hears of it change nothing either. In fp16 it
-        is an ordinary event, and the next one counts again.
-        """
-        found = (~norm.isfinite()).float()
-        self.bad = found if self.bad is None or self.scale.skips else torch.maximum(self.bad, found)
-        step_unless(self.optimizer, self.bad)
-        if self.ema is not None:
-            self.ema.update(self.bad)
-        self.scale.update(norm)
-        self.schedule.step()
-
-    def standing(self) -> Standing:
-        averaged = 0 if self.ema is None else self.ema.steps
-        return Standing(replace(self.position), self.saved_loader, self.schedule.last_epoch, averaged)
-
-    def go_back(self, standing: Standing) -> None:
-        """To where the device's state still is: of the windows since then all steps were left out."""
-        self.position, self.saved_loader = replace(standing.position), standing.loader
-        move_to(self.schedule, standing.schedule_steps)
-        if self.ema is not None:
-            self.ema.steps = standing.ema_steps
-
-    def advance(self, micro_batches: int, samples: int) -> None:
-        self.position.step += 1
-        self.position.micro_batches += micro_batches
-        self.position.samples += samples
-        self.position.epoch = self.loader.epoch
-        self.saved_loader = self.loader.state_dict()

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gracetune import __version__
+from gracetune.cache.batches import BatchSource
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
@@ -25,7 +27,7 @@ from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import state_tensors
-from gracetune.optim.ramp import Window
+from gracetune.optim.ramp import Ramp, Window
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
     EffectiveBatchChanged,
@@ -44,11 +46,15 @@ from gracetune.telemetry.sinks.jsonl import JsonlSink
 from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
 from gracetune.telemetry.sinks.wandb import WandbSink, import_wandb
 from gracetune.telemetry.sinks.webhook import WebhookSink
-from gracetune.train.control import Stop
-from gracetune.train.job import Job
-from gracetune.train.loop import WindowDone
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
+from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder
 from gracetune.train.pieces import shareable
+from gracetune.train.position import Position
+from gracetune.train.runtime import Runtime
+from gracetune.train.state import TrainingState
+from gracetune.train.step import TrainStep
+from gracetune.train.trainee import Trainee
 from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
@@ -58,27 +64,44 @@ _NO_LAYER = "the unified-memory layer is not open in this run"
 _NO_FAULTS = "counted by CUPTI, and only where a run has an overflow arena (memory.use_uvm)"
 
 
-def check_trackers(config: RunConfig, *, main: bool) -> None:
-    """A tracker that is not installed, a webhook that is no address: an error before hours of caching, not after."""
-    if main and "wandb" in config.logging.trackers:
-        import_wandb()
-    if config.logging.webhook is not None:
-        WebhookSink(config.logging.webhook)
+@dataclass(frozen=True)
+class SinkEntry:
+    """A place that events go to: when a run wants it, how it is opened, and what may speak against that."""
+
+    wanted: Callable[[RunConfig], bool]
+    open: Callable[[RunConfig, RunFolder, View], Sink]
+    check: Callable[[RunConfig], object] = lambda config: None
+    """Raises an error in preflight, before hours of caching: a package that is not installed, an address that is
+    none."""
+
+
+SINKS: tuple[SinkEntry, ...] = (
+    SinkEntry(lambda config: True, lambda config, folder, view: JsonlSink(folder.logs / EVENTS)),
+    SinkEntry(lambda config: True, lambda config, folder, view: _Bar(view)),
+    SinkEntry(
+        lambda config: "tensorboard" in config.logging.trackers,
+        lambda config, folder, view: TensorBoardSink(folder.logs / "tensorboard", folder.path),
+    ),
+    SinkEntry(
+        lambda config: "wandb" in config.logging.trackers,
+        lambda config, folder, view: WandbSink(config.logging.project, folder.path),
+        lambda config: import_wandb(),
+    ),
+    SinkEntry(
+        lambda config: config.logging.webhook is not None,
+        lambda config, folder, view: WebhookSink(config.logging.webhook or ""),
+        lambda config: WebhookSink(config.logging.webhook or ""),
+    ),
+)
+"""A new sink is an object as `telemetry.hub.Sink` has it, and one line here."""
 
 
 def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
     """Rank 0 alone tells anything to anybody."""
     if not main:
         return Telemetry()
-    asked = config.logging
     try:
-        sinks: list[Sink] = [JsonlSink(folder.logs / EVENTS), _Bar(view)]
-        if "tensorboard" in asked.trackers:
-            sinks.append(TensorBoardSink(folder.logs / "tensorboard", folder.path))
-        if "wandb" in asked.trackers:
-            sinks.append(WandbSink(asked.project, folder.path))
-        if asked.webhook is not None:
-            sinks.append(WebhookSink(asked.webhook))
+        sinks = [entry.open(config, folder, view) for entry in SINKS if entry.wanted(config)]
     except TelemetryError as error:
         raise GracetuneError(str(error)) from error
     return Telemetry(sinks, report=view.warn)
@@ -111,16 +134,27 @@ class _Sums:
     last: WindowDone | None = None
 
 
-@dataclass
-class Logging:
+@dataclass(kw_only=True)
+class Logging(Callback):
     telemetry: Telemetry
     config: RunConfig
     machine: Machine
     view: View
+    runtime: Runtime
+    usage: MemoryUsage
+    state: TrainingState
+    source: BatchSource
+    ramp: Ramp
+    pauses: Pauses
+    model: str
+    """As the user names its weights."""
+    trained: tuple[ExpertName, ...]
     resumed: int | None
-    first_ms: float = 0.0
+    """The step of the checkpoint it goes on from; None for a run that begins anew."""
+    first_ms: float
     """What the first batch took longer than the second: compiling, mostly."""
     clock: Callable[[], float] = time.perf_counter
+    _steps: int = 0
     _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
     _since: float = 0.0
     _waited_ms: float = 0.0
@@ -128,18 +162,18 @@ class Logging:
     _expert: ExpertName | None = None
     _window: Window | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, begun: RunStarts) -> None:
+        self._steps = begun.steps
         software = self.machine.software
         versions = {name: version for name, version in software.libraries.items() if version is not None}
-        model = self.config.model
         self.telemetry.emit(
             RunStarted(
                 run=self.config.name,
                 resumed_step=self.resumed,
-                total_steps=job.length.steps,
-                world_size=job.runtime.world_size,
-                family=model.family,
-                model=job.trainee.source.name,
+                total_steps=begun.steps,
+                world_size=self.runtime.world_size,
+                family=self.config.model.family,
+                model=self.model,
                 adapter=self.config.adapter.kind,
                 adapter_format=self.config.checkpoints.format,
                 machine=_machine_in_words(self.machine),
@@ -154,84 +188,81 @@ class Logging:
         )
         for text in self.view.warnings:
             self.telemetry.emit(Warned(message=text))
-        job.on_step_start = lambda expert, window: self._step_starts(job, expert, window)
-        job.source.on_depth(lambda before, after: self._depth_changes(job, before, after))
-        self._begin(job)
+        self.source.on_depth(self._depth_changes)
+        self._begin()
 
-    def window(self, job: Job, done: WindowDone) -> None:
+    def step_starts(self, coming: StepStarts) -> None:
+        step, expert, window = coming.position.step, coming.expert, coming.window
+        if expert != self._expert and len(self.trained) > 1:
+            turns = f"experts take turns every {self.config.model.switch_experts_every} optimizer steps"
+            reason = turns if self._expert is not None else f"this process begins with it; {turns}"
+            self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
+        if window != self._window and self.ramp.ramp_steps:
+            self._batch_changes(coming.position, self._window, window)
+        self._expert, self._window = expert, window
+
+    def window(self, done: WindowDone) -> None:
         sums = self._sums.get(done.expert)
         if sums is None:
             sums = self._sums[done.expert] = _Sums(torch.zeros_like(done.loss), torch.zeros_like(done.norm))
         sums.loss += done.loss
         sums.norm += done.norm
         sums.steps, sums.samples, sums.last = sums.steps + 1, sums.samples + done.samples, done
-        self.view.on_step(done.step, job.length.steps)
+        self.view.on_step(done.step, self._steps)
         if done.step % self.config.logging.every_steps == 0:
-            self._tell(job)
+            self._tell(self.state.position)
 
-    def end(self, job: Job, stop: Stop) -> None:
+    def end(self, ended: RunEnds) -> None:
         if self._sums:
-            self._tell(job)
+            self._tell(ended.position)
 
-    def _step_starts(self, job: Job, expert: ExpertName, window: Window) -> None:
-        if expert != self._expert and len(job.trainee.trained) > 1:
-            turns = f"experts take turns every {job.switch_every} optimizer steps"
-            reason = turns if self._expert is not None else f"this process begins with it; {turns}"
-            self.telemetry.emit(
-                StageSwitched(step=job.position.step, before=self._expert or "", after=expert, reason=reason)
-            )
-        if window != self._window and job.ramp.ramp_steps:
-            self._batch_changes(job, self._window, window)
-        self._expert, self._window = expert, window
-
-    def _batch_changes(self, job: Job, before: Window | None, after: Window) -> None:
-        step, world = job.position.step, job.runtime.world_size
+    def _batch_changes(self, position: Position, before: Window | None, after: Window) -> None:
+        world = self.runtime.world_size
         event = EffectiveBatchChanged(
-            step=step,
+            step=position.step,
             before=None if before is None else before.samples * world,
             after=after.samples * world,
             micro_batch=after.micro_batch,
             accumulation=after.accumulation,
-            reason=f"the batch ramp after {job.position.micro_batches} of {job.ramp.ramp_steps} micro-batches",
+            reason=f"the batch ramp after {position.micro_batches} of {self.ramp.ramp_steps} micro-batches",
         )
         self.telemetry.emit(event)
         if before is None:  # the run's first lines say where the ramp begins and ends
             return
         parts = f"micro-batch {after.micro_batch} x accumulation {after.accumulation}"
         parts += f" x {world} processes" if world > 1 else ""
-        self.view.say(f"step {step}: effective batch {event.before} -> {event.after} ({parts})")
+        self.view.say(f"step {position.step}: effective batch {event.before} -> {event.after} ({parts})")
         if after.accumulation != before.accumulation:
             _LOG.debug("GH200 ramp adjusted gradient_accumulation_steps -> %d", after.accumulation)
 
-    def _depth_changes(self, job: Job, before: Depth, after: Depth) -> None:
-        self.telemetry.emit(
-            LookAheadChanged(step=job.position.step, before=before.value, after=after.value, reason=after.reason)
-        )
+    def _depth_changes(self, before: Depth, after: Depth) -> None:
+        step = self.state.position.step
+        self.telemetry.emit(LookAheadChanged(step=step, before=before.value, after=after.value, reason=after.reason))
 
-    def _tell(self, job: Job) -> None:
+    def _tell(self, position: Position) -> None:
         values = torch.stack([value for sums in self._sums.values() for value in (sums.loss, sums.norm.to(sums.loss))])
         losses = values[0::2].clone()
-        job.runtime.sum_(losses)
+        self.runtime.sum_(losses)
         read = torch.stack([losses, values[1::2]]).tolist()  # the one time the host waits
-        waited = job.source.stats.wait_ms
-        spent = self.clock() - self._since - (job.paused_seconds - self._paused)
+        waited = self.source.stats.wait_ms
+        spent = self.clock() - self._since - (self.pauses.seconds - self._paused)
         count = sum(sums.steps for sums in self._sums.values())
         step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
-        rates = learning_rates(job)
-        self.telemetry.emit(memory_event(job, self.machine))  # first: the line of this log step shows it
+        rates = learning_rates(self.state.optimizer)
+        self.telemetry.emit(self.usage.event(position.step))  # first: the line of this log step shows it
         for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
             assert sums.last is not None, "a window was added"
             self.telemetry.emit(
                 StepDone(
-                    step=job.position.step,
-                    epoch=job.position.epoch,
+                    step=position.step,
+                    epoch=position.epoch,
                     loss=loss / sums.samples,
                     step_ms=step_ms,
                     steps=sums.steps,
                     stage=expert,
                     lr=rates,
                     grad_norm=norm / sums.steps,
-                    samples=job.position.samples,
+                    samples=position.samples,
                     data_wait_ms=wait_ms,
                     compile_ms=self.first_ms,
                     micro_batch=sums.last.window.micro_batch,
@@ -240,53 +271,63 @@ class Logging:
             )
             self.first_ms = 0.0
         self._sums = {}
-        self._begin(job)  # telling took time of its own; the next steps are measured without it
+        self._begin()  # telling took time of its own; the next steps are measured without it
 
-    def _begin(self, job: Job) -> None:
-        self._since, self._waited_ms, self._paused = self.clock(), job.source.stats.wait_ms, job.paused_seconds
+    def _begin(self) -> None:
+        self._since, self._waited_ms, self._paused = self.clock(), self.source.stats.wait_ms, self.pauses.seconds
 
 
-def learning_rates(job: Job) -> dict[str, float]:
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """By group; the mean where every element has a rate of its own."""
-    if not isinstance(job.optimizer, Automagic):
-        return {group.get("name") or "all": float(group["lr"]) for group in job.optimizer.param_groups}
-    return {name or "all": float(rate) for name, rate in job.optimizer.learning_rates().items()}
+    if not isinstance(optimizer, Automagic):
+        return {group.get("name") or "all": float(group["lr"]) for group in optimizer.param_groups}
+    return {name or "all": float(rate) for name, rate in optimizer.learning_rates().items()}
 
 
-def memory_event(job: Job, machine: Machine) -> MemorySampled:
+@dataclass(frozen=True, eq=False)
+class MemoryUsage:
     """What torch and the kernel say now. Owners are what we know the size of; the rest is `other`.
 
     torch counts what lies in the overflow arena as its own; here it is a tier of its own.
     """
-    trained = sum(_bytes(one) for one in job.trainee.parameters().values())
-    frozen = sum(
-        _bytes(one) for name in job.trainee.trained for one in job.trainee.host.module(name).parameters()
-        if not one.requires_grad
-    )  # fmt: skip
-    state = sum(_bytes(one) for one in state_tensors(job.optimizer))
-    known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
-    stats = {**job.source.all_stats(), **job.step.counters}
-    counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
-    arena, spilled = (int(counters.get(f"uvm.arena_{what}_bytes", 0)) for what in ("reserved", "active"))
-    process = psutil.Process().memory_info().rss
-    used: dict[str, dict[str, int]] = {"host": {"process": process}}
-    if job.device.type == "cuda":
-        allocated = torch.cuda.memory_allocated(job.device) - spilled
-        used["device"] = {**known, "other": max(0, allocated - sum(known.values()))}
-    else:
-        used["host"] = {**known, "other": max(0, process - sum(known.values()))}
-    if arena:
-        used["arena"] = {"spilled": spilled}
-    counters["host.major_page_faults"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
-    absent = {"uvm.stage": _NO_LAYER, "uvm.gpu_page_faults": _NO_FAULTS, "uvm.migrated_to_device_bytes": _NO_FAULTS}
-    unavailable = {name: why for name, why in absent.items() if name not in counters}
-    return MemorySampled(
-        step=job.position.step,
-        used_bytes=used,
-        capacity_bytes=_capacities(job.device, machine, arena),
-        counters=counters,
-        unavailable=unavailable,
-    )
+
+    machine: Machine
+    device: torch.device
+    trainee: Trainee
+    optimizer: Optimizer
+    source: BatchSource
+    train_step: TrainStep
+
+    def event(self, step: int) -> MemorySampled:
+        host = self.trainee.host
+        trained = sum(_bytes(one) for one in self.trainee.parameters().values())
+        frozen = sum(
+            _bytes(one) for name in self.trainee.trained for one in host.module(name).parameters()
+            if not one.requires_grad
+        )  # fmt: skip
+        state = sum(_bytes(one) for one in state_tensors(self.optimizer))
+        known = {"frozen weights": frozen, "trained weights": trained, "gradients": trained, "optimizer state": state}
+        stats = {**self.source.all_stats(), **self.train_step.counters}
+        counters = {name: float(value) for name, value in stats.items() if name.startswith(_COUNTED)}
+        arena, spilled = (int(counters.get(f"uvm.arena_{what}_bytes", 0)) for what in ("reserved", "active"))
+        process = psutil.Process().memory_info().rss
+        used: dict[str, dict[str, int]] = {"host": {"process": process}}
+        if self.device.type == "cuda":
+            allocated = torch.cuda.memory_allocated(self.device) - spilled
+            used["device"] = {**known, "other": max(0, allocated - sum(known.values()))}
+        else:
+            used["host"] = {**known, "other": max(0, process - sum(known.values()))}
+        if arena:
+            used["arena"] = {"spilled": spilled}
+        counters["host.major_page_faults"] = float(resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
+        absent = {"uvm.stage": _NO_LAYER, "uvm.gpu_page_faults": _NO_FAULTS, "uvm.migrated_to_device_bytes": _NO_FAULTS}
+        return MemorySampled(
+            step=step,
+            used_bytes=used,
+            capacity_bytes=_capacities(self.device, self.machine, arena),
+            counters=counters,
+            unavailable={name: why for name, why in absent.items() if name not in counters},
+        )
 
 
 def _capacities(device: torch.device, machine: Machine, arena: int) -> dict[str, int]:

@@ -2,71 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from gracetune.cache.batches import Batch
 from gracetune.data.loader import EpochEnd, Exhausted
-from gracetune.data.refs import BatchRef
-from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
-from gracetune.optim.ramp import Window
 from gracetune.train.control import Stop
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, WindowDone
 from gracetune.train.job import Job
 
 
-@dataclass(eq=False)
-class WindowDone:
-    """One window, after its optimizer step. Tensors stay on the device: who reads one waits for it."""
-
-    step: int
-    """Windows done, this one included."""
-    expert: ExpertName
-    window: Window
-    loss: Tensor
-    """This rank's sum over its samples."""
-    norm: Tensor
-    samples: int = 0
-    """Over all ranks."""
-    batches: list[BatchRef] = field(default_factory=list)
-    epochs: list[EpochEnd] = field(default_factory=list)
-    """Those that ended in this window."""
-
-
-def fit(job: Job) -> Stop:
+def fit(job: Job, callbacks: Sequence[Callback]) -> Stop:
     """Until `job.length` windows are done, the data is exhausted, or a stop was asked for. All ranks end together."""
-    for callback in job.callbacks:
-        callback.start(job)
+    for callback in callbacks:
+        callback.start(RunStarts(replace(job.position), job.length.steps))
     while (stop := job.agreed_stop()) is None:
+        for callback in callbacks:
+            callback.step_starts(job.coming_step())
         done = run_window(job)
         if isinstance(done, Stop):
             stop = done
             break
-        for callback in job.callbacks:
-            callback.window(job, done)
-    stop = job.settle() or stop
+        for callback in callbacks:
+            callback.window(done)
+    failures = [callback.settle() for callback in callbacks]
+    stop = next((failure for failure in failures if failure is not None), stop)
     job.trainee.host.settle()  # an expert that was on its way to a window that did not begin
-    for callback in job.callbacks:
-        callback.end(job, stop)
+    for callback in callbacks:
+        callback.end(RunEnds(stop, replace(job.position)))
     return stop
 
 
 def run_window(job: Job) -> WindowDone | Stop:
     """A stop where no batch is left, or memory does not last until the window's end: what was begun leaves no trace."""
-    position = job.position
     job.seed_window()
-    window = job.ramp.window(position.micro_batches)
-    turn = (position.step, job.switch_every, job.trainee.trained)
-    expert = expert_for_window(*turn)
-    job.on_step_start(expert, window)
+    turn = job.coming_step()
+    window, expert = turn.window, turn.expert
     denoiser = job.trainee.host.activate(expert, at_once=False)
-    if (coming := next_expert(*turn)) is not None:
+    if (coming := job.next_expert()) is not None:
         job.trainee.host.prepare(coming)
     gradients = job.gradients[expert]
     gradients.open()
-    done = WindowDone(position.step + 1, expert, window, torch.zeros((), device=job.device), torch.zeros(()))
+    nothing = torch.zeros((), device=job.device)
+    done = WindowDone(job.position.step + 1, expert, window, nothing, torch.zeros(()), job.state.skipped)
     while len(done.batches) < window.accumulation:
         if (stop := job.cannot_go_on()) is not None:
             gradients.close()
@@ -82,17 +64,18 @@ def run_window(job: Job) -> WindowDone | Stop:
     if not done.batches:
         gradients.close()
         return Stop("finished", "the data is exhausted")
-    done.norm = gradients.finish(job.scale.factor / done.samples, job.clip)
-    job.take_step(done.norm)
+    done.norm = gradients.finish(job.state.scale.factor / done.samples, job.clip)
+    job.state.take_step(done.norm)
+    done.skipped = job.state.skipped
     gradients.close()
-    job.advance(len(done.batches), done.samples)
+    job.state.advance(len(done.batches), done.samples)
     return done
 
 
-def _learn(job: Job, denoiser: torch.nn.Module, batch: Batch, done: WindowDone, coming: ExpertName | None) -> None:
+def _learn(job: Job, denoiser: nn.Module, batch: Batch, done: WindowDone, coming: ExpertName | None) -> None:
     with job.trainee.strength_for(batch, done.expert), job.trainee.host.following(coming):  # backward may repeat blocks
         loss = job.step(denoiser, batch, done.expert)
-        job.scale.scaled(loss.total).backward()
+        job.state.scale.scaled(loss.total).backward()
     job.gradients[done.expert].collect()
     done.loss += loss.total.detach()
     done.samples += batch.ref.global_samples

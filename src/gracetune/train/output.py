@@ -12,9 +12,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ from gracetune.adapters.metadata import About, file_name
 from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.verify import shapes_of, verify
+from gracetune.checkpoint.folder import temporary_folder
 from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -76,22 +78,24 @@ class RunFolder:
         return self.path / "logs"
 
     def check(self) -> None:
-        """ConfigError where nothing can be written: said before the model is loaded, not when there is a result."""
-        with self._writing():
+        """ConfigError where nothing can be written: said before the model is loaded, not when there is a result.
+
+        Leaves no trace: a run that is refused has made no folder.
+        """
+        with self._explained(), temporary_folder(self.path):
             check_writable(self.path)
 
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""
-        with self._writing():
+        with self._explained():
             for folder in (self.samples, self.logs):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(parents=True, exist_ok=True)
             mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             yield
         except OSError as error:
             hint = "--set output_dir=FOLDER"
@@ -224,9 +228,12 @@ def base_weight(denoiser: nn.Module, path: str) -> torch.Tensor:
     return whole(held)
 
 
-def checkpoint_bytes(trainee: Trainee) -> int:
-    """About what one checkpoint takes: the weights, two averages of an optimizer, and the file to load."""
-    return 4 * sum(one.numel() * one.element_size() for one in trainee.parameters().values())
+def checkpoint_bytes(shapes: Iterable[Sequence[int]]) -> int:
+    """About what one checkpoint takes: the weights, two averages of an optimizer, and the file to load.
+
+    Of trained parameters with these shapes, which are all in float32 (`gradients.FlatGradients`).
+    """
+    return 4 * 4 * sum(math.prod(shape) for shape in shapes)
 
 
 def check_format(trainee: Trainee, config: RunConfig) -> tuple[str, ...]:

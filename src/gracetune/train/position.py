@@ -22,6 +22,11 @@ class Position:
     epoch: int = 0
     """Of the next batch, counted from 0."""
 
+    def move_to(self, other: Position) -> None:
+        """Whoever holds this object sees it move."""
+        self.step, self.micro_batches = other.step, other.micro_batches
+        self.samples, self.epoch = other.samples, other.epoch
+
 
 @dataclass(frozen=True)
 class Length:

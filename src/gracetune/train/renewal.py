@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from gracetune.cache.batches import BatchSource
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, Share
 from gracetune.cache.refresh import Refresher
@@ -18,21 +19,23 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import EpochEnd
 from gracetune.models.encoders import FamilyEncoders
 from gracetune.train.data import Cached, found_by_others, found_here, load_caches
-from gracetune.train.job import Job
+from gracetune.train.runtime import Runtime
+from gracetune.train.state import TrainingState
 from gracetune.train.view import View
 
 
 class Renewal:
     def __init__(
-        self, job: Job, config: RunConfig, cached: Cached, encoders: FamilyEncoders, where: Where, view: View,
-        stack: ExitStack,
+        self, config: RunConfig, cached: Cached, state: TrainingState, source: BatchSource, runtime: Runtime,
+        encoders: FamilyEncoders, where: Where, view: View, stack: ExitStack,
     ) -> None:  # fmt: skip
-        self._job, self._config, self._cached = job, config, cached
+        self._config, self._cached = config, cached
+        self._loader, self._source, self._runtime = state.loader, source, runtime
         self._encoders, self._where, self._view = encoders, where, view
         self._refresher = Refresher(
-            config, cached.index, encoders, cached.caches.places, epoch=job.position.epoch,
-            device=job.device if job.device.type == "cuda" else None,
-            how=How(share=Share(job.runtime.rank, job.runtime.world_size)),
+            config, cached.index, encoders, cached.caches.places, epoch=state.position.epoch,
+            device=runtime.device if runtime.device.type == "cuda" else None,
+            how=How(share=Share(runtime.rank, runtime.world_size)),
         )  # fmt: skip
         stack.callback(self._refresher.close)
         self._held = stack.enter_context(ExitStack())
@@ -41,23 +44,23 @@ class Renewal:
 
     def __call__(self, ended: EpochEnd) -> None:
         """The job calls this between two batches."""
-        job, caches = self._job, self._cached.caches
+        caches = self._cached.caches
         if ended.epoch + 1 == self._config.training.epochs:
             return  # that was the last one
         before = [folder for epoch, folder in caches.places.epochs() if epoch <= ended.epoch]
         swap = self._refresher.swap()
-        elsewhere = found_by_others(swap.built, job.runtime)
+        elsewhere = found_by_others(swap.built, self._runtime)
         for (dataset, path), reason in elsewhere.items():
             self._refresher.leave_out(dataset, {path: reason})
         for (dataset, path), reason in sorted((found_here(swap.built) | elsewhere).items()):
-            job.loader.exclude(dataset, {path: reason})
+            self._loader.exclude(dataset, {path: reason})
             self._view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
         fresh = ExitStack()
-        index, keys = job.loader.index, self._cached.keys
+        index, keys = self._loader.index, self._cached.keys
         latents, texts, _ = load_caches(
             self._config, index, self._encoders, keys, caches, self._where, fresh, epoch=swap.epoch
         )
-        job.source.use(latents=latents, texts=texts)
+        self._source.use(latents=latents, texts=texts)
         self._held.close()
         self._held.push(fresh.pop_all())
         for folder in before:
@@ -74,11 +77,15 @@ class Renewal:
         return self._refresher.created
 
 
+def nothing_to_renew(ended: EpochEnd) -> None:
+    """Where all entries last for the whole run."""
+
+
 def renew(
-    job: Job, config: RunConfig, cached: Cached, encoders: FamilyEncoders, where: Where, view: View, stack: ExitStack
-) -> Renewal | None:
-    """Let the job's epochs renew their entries, where some dataset asks for that."""
+    config: RunConfig, cached: Cached, state: TrainingState, source: BatchSource, runtime: Runtime,
+    encoders: FamilyEncoders, where: Where, view: View, stack: ExitStack,
+) -> Renewal | None:  # fmt: skip
+    """None where no dataset asks for entries that are made anew for each epoch."""
     if not is_refreshed(cached.index):
         return None
-    job.on_epoch_end = renewal = Renewal(job, config, cached, encoders, where, view, stack)
-    return renewal
+    return Renewal(config, cached, state, source, runtime, encoders, where, view, stack)

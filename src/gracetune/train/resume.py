@@ -18,31 +18,31 @@ from gracetune.models.spec import Expert, ModelFacts
 from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import named_state
-from gracetune.train.job import Job
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import ConfigPiece, OptimizerPiece, PositionPiece, shared_pieces
+from gracetune.train.pieces import Checkpointed, shared_pieces
+from gracetune.train.runtime import Runtime
 
 
 def find_start(
     asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
-    *, allow_other_run: bool, dry_run: bool,
+    *, allow_other_run: bool,
 ) -> Start:  # fmt: skip
-    """Where the run begins; unless it is a dry one, its folder is taken. Refuses before anything in it is touched."""
+    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder."""
     path, _ = resolve(asked, store)
     if path is None:
         folder.refuse_finished(stages)
-    return begin(asked, store, identity, allow_other_run=allow_other_run, take=not dry_run)
+    return begin(asked, store, identity, allow_other_run=allow_other_run, take=False)
 
 
 def saved_epoch(start: Start) -> int:
     """Whose entries are wanted first, where some are drawn anew for each epoch."""
-    return 0 if start.checkpoint is None else int(start.checkpoint.saved(PositionPiece.name).json["epoch"])
+    return 0 if start.checkpoint is None else int(start.checkpoint.saved("position").json["epoch"])
 
 
 def refuse_other_data(start: Start, index: DataIndex, *, allowed: bool) -> None:
     """Before a model is loaded for nothing: the loader itself asks again when it takes its state over."""
     if start.checkpoint is not None:
-        state = start.checkpoint.saved(PositionPiece.name).json["loader"]
+        state = start.checkpoint.saved("position").json["loader"]
         Loader(index, batch_size=1).load_state_dict(state, allow_other_data=allowed)
 
 
@@ -52,9 +52,9 @@ def refuse_other_optimizer(
     """Before anything is staged or loaded for nothing: an optimizer cannot go on with the state of another kind."""
     if start.checkpoint is None:
         return
-    if start.checkpoint.saved(OptimizerPiece.name).json["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
+    if start.checkpoint.saved("optimizer").json["optimizer"] == named_state(optimizer, {}).json["optimizer"]:
         return
-    theirs = start.checkpoint.saved(ConfigPiece.name).json["config"]["optimizer"]["name"]
+    theirs = start.checkpoint.saved("config").json["config"]["optimizer"]["name"]
     hint = f"--set optimizer.name={theirs}"
     weights = [path for path in (*folder.results(stages, start.step), *folder.results(stages)) if path.is_file()]
     if weights:
@@ -96,26 +96,26 @@ def _rates_beside(config: RunConfig) -> list[str]:
 
 
 def restore(
-    job: Job, config: RunConfig, start: Start, folder: RunFolder, rates: ImportedRates | None, *,
-    allow_other_data: bool, dry_run: bool,
+    run: Checkpointed, start: Start, folder: RunFolder, rates: ImportedRates | None, runtime: Runtime, *,
+    steps: int, dry_run: bool,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Returns what the user should know. A dry run leaves the folder as it is."""
-    runtime = job.runtime
+    """Returns what the user should know. `steps`: of the whole run. A dry run leaves the folder as it is."""
+    optimizer, position = run.state.optimizer, run.state.position
     told: list[str] = []
-    if rates is not None and isinstance(job.optimizer, Automagic):
-        job.optimizer.load_rates(rates.rates, rates.signs)
+    if rates is not None and isinstance(optimizer, Automagic):
+        optimizer.load_rates(rates.rates, rates.signs)
         told.append(f"optimizer.rates_from: {rates}")
     elif start.checkpoint is None:
-        told += _rates_beside(config)
+        told += _rates_beside(run.config)
     if start.checkpoint is not None:
-        pieces = shared_pieces(job, config, allow_other_data=allow_other_data)
+        pieces = shared_pieces(run)
         told += start.checkpoint.load(
             pieces, per_rank=[RandomState(runtime.device)], rank=runtime.rank, world_size=runtime.world_size
         )
-        told += [line for piece in pieces if isinstance(piece, PositionPiece) for line in piece.notes]
+        told += [line for piece in pieces for line in piece.notes]
     if runtime.is_main and not dry_run:
-        folder.make(config)
-        told += folder.set_aside(job.trainee.trained, job.position.step)
-        if job.position.step < max(job.length.steps, start.newest):
-            told += folder.move_finished(job.trainee.trained, max(start.newest, job.position.step))
+        folder.make(run.config)
+        told += folder.set_aside(run.trainee.trained, position.step)
+        if position.step < max(steps, start.newest):
+            told += folder.move_finished(run.trainee.trained, max(start.newest, position.step))
     return (*start.notes, *told)

@@ -221,13 +221,19 @@ class Runtime:
         self.close()
 
 
+def check_launch(environment: Environment, precision: Precision) -> Launch:
+    """ConfigError where the launcher asks for what a run cannot do here. Opens nothing."""
+    launch = Launch.from_environment(environment, precision)
+    _check_devices(environment, cpu=not torch.cuda.is_available())
+    return launch
+
+
 def open_runtime(precision: Precision, environment: Environment) -> Runtime:
     from accelerate import PartialState
 
-    launch = Launch.from_environment(environment, precision)
+    launch = check_launch(environment, precision)
     cpu = not torch.cuda.is_available()
     several = environment.get("WORLD_SIZE") is not None and environment.get("RANK") is not None
-    _check_devices(environment, cpu=cpu)
     state = PartialState(cpu=cpu, **({"timeout": _PATIENCE} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
         launch = Launch(False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded"))

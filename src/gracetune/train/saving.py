@@ -3,72 +3,77 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gracetune.checkpoint.manifest import Metadata
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.store import CheckpointStore
-from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import CheckpointWritten
 from gracetune.telemetry.hub import Telemetry
-from gracetune.train.control import Stop
-from gracetune.train.job import Job
-from gracetune.train.loop import WindowDone
+from gracetune.train.control import Control, Stop
+from gracetune.train.hooks import Callback, RunEnds, WindowDone
+from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder, WrongFileError, save_weights
-from gracetune.train.pieces import shared_pieces
+from gracetune.train.pieces import Checkpointed, shared_pieces
+from gracetune.train.runtime import Runtime
 from gracetune.train.view import View
 from gracetune.units import format_bytes
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
-class Saving:
+class Saving(Callback):
     def __init__(
-        self, job: Job, config: RunConfig, folder: RunFolder, store: CheckpointStore, metadata: Metadata,
-        telemetry: Telemetry, view: View,
+        self, saved: Checkpointed, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
+        control: Control, pauses: Pauses, telemetry: Telemetry, view: View, *,
+        failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
     ) -> None:  # fmt: skip
-        self._config, self._folder, self._store, self._metadata = config, folder, store, metadata
+        """`failure` waits until all steps are judged, and says why the run has failed, if it has. `check_saved` gets
+        the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong."""
+        self._saved, self._folder, self._store, self._metadata = saved, folder, store, metadata
+        self._runtime, self._control, self._pauses = runtime, control, pauses
         self._telemetry, self._view = telemetry, view
-        self._pieces = shared_pieces(job, config)
-        self._random = RandomState(job.device)
-        self._stages = job.trainee.trained
-        self._last = job.position.step
+        self._failure, self._check_saved = failure, check_saved
+        self._pieces = shared_pieces(saved)
+        self._random = RandomState(runtime.device)
+        self._stages = saved.trainee.trained
+        self._last = saved.state.position.step
         """A run that has just begun or been resumed has nothing new to save."""
         self._wrong_file: str | None = None
 
-    def start(self, job: Job) -> None: ...
-
-    def window(self, job: Job, done: WindowDone) -> None:
-        asked = self._config.checkpoints
+    def window(self, done: WindowDone) -> None:
+        asked = self._saved.config.checkpoints
         due = asked.every_steps is not None and done.step % asked.every_steps == 0
         if asked.every_epochs is not None:
             due = due or any((ended.epoch + 1) % asked.every_epochs == 0 for ended in done.epochs)
-        if due and job.settle() is None:  # a run that has failed is saved at its end
-            self._save(job)
+        if due and self._failure() is None:  # a run that has failed is saved at its end
+            self._save()
         self._tell()
 
-    def end(self, job: Job, stop: Stop) -> None:
+    def end(self, ended: RunEnds) -> None:
         """Always: a run that stopped can be gone on with, and a finished one made longer."""
-        self._save(job, weights=stop.kind != "finished")
+        self._save(weights=ended.stop.kind != "finished")
         self._store.wait()
         self._tell()
-        if self._wrong_file is not None and stop.kind != "failed":  # found when the run was over already
+        if self._wrong_file is not None and ended.stop.kind != "failed":  # found when the run was over already
             raise WrongFileError(self._wrong_file)
 
-    def _save(self, job: Job, *, weights: bool = True) -> None:
-        step = job.position.step
+    def _save(self, *, weights: bool = True) -> None:
+        saved = self._saved
+        step = saved.state.position.step
         if step == self._last:
             return
-        with job.pausing():
+        with self._pauses.counted():
             if weights:
-                with job.as_delivered():
+                with saved.state.as_delivered():
                     files = save_weights(
-                        job.trainee, self._config, self._folder, step, final=False, write=job.runtime.is_main
+                        saved.trainee, saved.config, self._folder, step, final=False, write=self._runtime.is_main
                     )
-                    self._wrong_file = job.check_saved(files) or self._wrong_file
+                    self._wrong_file = self._check_saved(files) or self._wrong_file
             self._store.write(step, self._pieces, metadata=self._metadata, per_rank=[self._random])
         if self._wrong_file is not None:
-            job.control.ask_to_stop("failed", self._wrong_file)
+            self._control.ask_to_stop("failed", self._wrong_file)
         self._last = step
 
     def _tell(self) -> None:

@@ -38,9 +38,10 @@ from gracetune.models.spec import ExpertName
 from gracetune.storage.safetensors_files import SafetensorError, open_tensors
 from gracetune.telemetry.events import SelfChecked, Warned
 from gracetune.telemetry.hub import Telemetry
-from gracetune.train.control import Stop
-from gracetune.train.job import Job
-from gracetune.train.loop import WindowDone
+from gracetune.train.control import Control
+from gracetune.train.dry import Example
+from gracetune.train.hooks import Callback, RunStarts, WindowDone
+from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.output import DTYPES, MODEL_FILE, RunFolder, WrongFileError, from_format
 from gracetune.train.pieces import whole
 from gracetune.train.view import View
@@ -87,93 +88,97 @@ class _Expert:
     """Of a full fine-tune's tensors, when the run began."""
 
 
-class SelfProof:
+class SelfProof(Callback):
     """A callback. All ranks run the same passes and reach the same result: a sharded model needs them all."""
 
-    def __init__(self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View) -> None:
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: Example, control: Control,
+        pauses: Pauses, telemetry: Telemetry, view: View, *, steps: int,
+    ) -> None:  # fmt: skip
+        """`example` is the sample that the passes take. `steps`: of the whole run."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
+        self._model, self._example, self._control, self._pauses = model, example, control, pauses
+        self._steps = steps
         self._is_full = config.adapter.kind == "full_finetune"
-        self._experts: dict[ExpertName, _Expert] = {}
+        self._experts = {name: _Expert() for name in model.trainee.trained}
         self._rates: dict[ExpertName, float] = {}
         self._begins_anew = True
         self._is_over = False
         """The check is complete and reported, or the run is being stopped."""
 
-    def start(self, job: Job) -> None:
-        self._experts = {name: _Expert() for name in job.trainee.trained}
-        self._rates = _rates(job, "lr")
-        self._begins_anew = job.position.step == 0
-        job.check_saved = lambda files: self._check_saved(job, files)
+    def start(self, begun: RunStarts) -> None:
+        self._rates = _rates(self._model, "lr")
+        self._begins_anew = begun.position.step == 0
         if self._is_full:
             for name, expert in self._experts.items():
-                expert.sums = _bit_sums(job.trainee.attached[name])
+                expert.sums = _bit_sums(self._model.trainee.attached[name])
 
-    def window(self, job: Job, done: WindowDone) -> None:
+    def window(self, done: WindowDone) -> None:
         expert, rate = self._experts[done.expert], self._rates[done.expert]
-        self._rates = _rates(job, "lr")  # the schedule is at the next step already
+        self._rates = _rates(self._model, "lr")  # the schedule is at the next step already
         if expert.judged or self._is_over:
             return
         if rate == 0:
-            self._count_without_rate(job, done.expert, expert)
+            self._count_without_rate(done.expert, expert)
             return
-        assert job.bad is not None, "a step was taken"
-        counts = (1.0 - job.bad) * (done.loss != 0)
+        counts = (1.0 - done.skipped) * (done.loss != 0)
         expert.applied = counts if expert.applied is None else expert.applied + counts
         expert.steps += 1
-        if expert.steps >= expert.look_at and not _should_wait(job, done):
-            with job.pausing():
-                self._judge(job, done, expert)
+        if expert.steps >= expert.look_at and not self._should_wait(done):
+            with self._pauses.counted():
+                self._judge(done, expert)
 
-    def end(self, job: Job, stop: Stop) -> None: ...
+    def _should_wait(self, done: WindowDone) -> bool:
+        """Weights that leave the device after this step would have to come back; in the next turn they need not."""
+        every, trainee = self._config.model.switch_experts_every, self._model.trainee
+        return trainee.host.moves and every > 1 and next_expert(done.step - 1, every, trainee.trained) is not None
 
-    def _count_without_rate(self, job: Job, name: ExpertName, expert: _Expert) -> None:
+    def _count_without_rate(self, name: ExpertName, expert: _Expert) -> None:
         """A warm-up begins at 0 and rises; a rate that is 0 in the config stays 0."""
-        expert.steps_without_rate += _rates(job, "initial_lr")[name] == 0
+        expert.steps_without_rate += _rates(self._model, "initial_lr")[name] == 0
         if expert.steps_without_rate == STEPS:
             expected = "a rate above 0: at 0 nothing is learnt, and the saved files change nothing"
-            self._stop(job, Problem(f"optimizer.lr{_of(name)}", "0", expected, "--set optimizer.lr=1e-4"))
+            self._stop(Problem(f"optimizer.lr{_of(name)}", "0", expected, "--set optimizer.lr=1e-4"))
 
-    def _stop(self, job: Job, problem: Problem) -> None:
+    def _stop(self, problem: Problem) -> None:
         self._is_over = True
-        job.control.ask_to_stop("failed", str(problem))
+        self._control.ask_to_stop("failed", str(problem))
 
     # -- the adapter ---------------------------------------------------------------------------------------------------
 
-    def _judge(self, job: Job, done: WindowDone, expert: _Expert) -> None:
+    def _judge(self, done: WindowDone, expert: _Expert) -> None:
         assert expert.applied is not None, "steps were counted"
-        applied = job.runtime.highest(int(expert.applied.item()))
+        applied = self._model.runtime.highest(int(expert.applied.item()))
         if applied < STEPS:
             expert.look_at = expert.steps + STEPS - applied
             return
         expert.judged = True
-        event = self._judge_weights(job, done, expert) if self._is_full else self._judge_adapter(job, done, expert)
+        event = self._judge_weights(done, expert) if self._is_full else self._judge_adapter(done, expert)
         if event is None:
             return
         if event.idle:
             shown = ", ".join(event.idle[:_SHOWN])
             more = f" and {len(event.idle) - _SHOWN} more" if len(event.idle) > _SHOWN else ""
             self._warn(
-                job,
                 f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learnt nothing after "
                 f"{STEPS} steps, no gradient reaches them: {shown}{more}. --set 'adapter.exclude=[...]' omits them",
             )
         self._telemetry.emit(event)
-        self._show(job)
+        self._show()
 
-    def _judge_adapter(self, job: Job, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        acting = job.trainee.attached[done.expert].acting()
-        largest = dict(zip(acting, _read(job, [_largest(some) for some in acting.values()]), strict=True))
+    def _judge_adapter(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        acting = self._model.trainee.attached[done.expert].acting()
+        largest = dict(zip(acting, _read(self._model, [_largest(some) for some in acting.values()]), strict=True))
         idle = tuple(path for path, value in largest.items() if value == 0)
         if len(idle) == len(largest):
-            self._stop(job, _nothing_learnt(job, done, f"all {len(idle):,} layers are unchanged"))
+            self._stop(_nothing_learnt(self._model, done, f"all {len(idle):,} layers are unchanged"))
             return None
-        measured = self._with_room(job, lambda: self._measure(job, done.expert, expert))
+        measured = self._with_room(lambda: self._measure(done.expert, expert))
         if measured is None:
             return None
         change, factor = measured
         if not factor:
             self._stop(
-                job,
                 Problem(
                     _judged(done.expert),
                     "its values have changed, but the denoiser's output is the same without it",
@@ -189,90 +194,90 @@ class SelfProof:
             step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
         )
 
-    def _measure(self, job: Job, name: ExpertName, expert: _Expert) -> tuple[float, float]:
+    def _measure(self, name: ExpertName, expert: _Expert) -> tuple[float, float]:
         """The change of the answer, and the factor at which it shows; 0 where it shows at none."""
-        with _asking(job, name) as answer:
-            base = self._base_answer(job, name, expert, answer)
+        with _asking(self._model, self._example, name) as answer:
+            base = self._base_answer(name, expert, answer)
             for factor in _FACTORS:
-                with nullcontext() if factor == 1 else job.trainee.attached[name].amplified(factor):
-                    change = _difference(job, answer(), base, base)
+                with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
+                    change = _difference(self._model, answer(), base, base)
                 if not change <= _NOISE * expert.noise:  # NaN: fp16 overflows on this sample, which proves nothing
                     return change, factor
         return 0.0, 0.0
 
-    def _base_answer(self, job: Job, name: ExpertName, expert: _Expert, answer: Callable[[], Tensor]) -> Tensor:
+    def _base_answer(self, name: ExpertName, expert: _Expert, answer: Callable[[], Tensor]) -> Tensor:
         if expert.base is None:
-            with job.trainee.attached[name].disabled():
+            with self._model.trainee.attached[name].disabled():
                 expert.base = answer()
-                expert.noise = _difference(job, answer(), expert.base, expert.base)
+                expert.noise = _difference(self._model, answer(), expert.base, expert.base)
         return expert.base
 
-    def _judge_weights(self, job: Job, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        now = _bit_sums(job.trainee.attached[done.expert])
-        moved = _read(job, [(now[name] != before).double() for name, before in expert.sums.items()])
+    def _judge_weights(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
+        now = _bit_sums(self._model.trainee.attached[done.expert])
+        moved = _read(self._model, [(now[name] != before).double() for name, before in expert.sums.items()])
         still = [name for name, value in zip(expert.sums, moved, strict=True) if value == 0]
         if len(still) == len(now):
-            problem = _nothing_learnt(job, done, f"all {len(now):,} tensors are unchanged")
+            problem = _nothing_learnt(self._model, done, f"all {len(now):,} tensors are unchanged")
             if self._begins_anew:
-                self._stop(job, problem)
+                self._stop(problem)
             else:  # the last steps of a falling schedule may be too small for float32
-                self._warn(job, str(problem))
+                self._warn(str(problem))
             return None
-        declared = (*job.trainee.spec.untrained, *job.trainee.facts.untrained)
+        declared = (*self._model.trainee.spec.untrained, *self._model.trainee.facts.untrained)
         idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
         expert.effect = f"in {len(now) - len(still):,} of {len(now):,} tensors"
         return SelfChecked(step=done.step, expert=done.expert, layers=len(now), idle=idle)
 
     # -- the files -----------------------------------------------------------------------------------------------------
 
-    def _check_saved(self, job: Job, files: Sequence[Path]) -> str | None:
+    def check_saved(self, files: Sequence[Path]) -> str | None:
         """The first file of every expert in this process. Why one of them is wrong."""
         if self._is_over:
             return None
-        for name, path in zip(job.trainee.trained, files, strict=True):
+        for name, path in zip(self._model.trainee.trained, files, strict=True):
             if self._experts[name].file:
                 continue
             try:
-                self._check_file(job, name, self._experts[name], path)
+                self._check_file(name, self._experts[name], path)
             except WrongFileError as error:
                 self._is_over = True
                 return str(error)
-        self._show(job)
+        self._show()
         return None
 
-    def _check_file(self, job: Job, name: ExpertName, expert: _Expert, path: Path) -> None:
+    def _check_file(self, name: ExpertName, expert: _Expert, path: Path) -> None:
         if self._is_full:
-            difference: float | None = self._compare_tensors(job, name, path)
+            difference: float | None = self._compare_tensors(name, path)
             expert.file = f"{difference:.1e}"
         else:
-            values = self._read_back(job, name, path)
-            difference = self._with_room(job, lambda: self._compare(job, name, expert, path, values))
+            values = self._read_back(name, path)
+            difference = self._with_room(lambda: self._compare(name, expert, path, values))
             if difference is None:
                 return
             expert.file = f"{difference:.1e}"
         self._telemetry.emit(
             SelfChecked(
-                step=job.position.step, expert=name, layers=self._layers(job, name),
+                step=self._model.state.position.step, expert=name, layers=self._layers(name),
                 file=str(path.relative_to(self._folder.path)), file_difference=difference,
             )
         )  # fmt: skip
 
-    def _layers(self, job: Job, name: ExpertName) -> int:
-        attached = job.trainee.attached[name]
+    def _layers(self, name: ExpertName) -> int:
+        attached = self._model.trainee.attached[name]
         return len(attached.parameters() if self._is_full else attached.acting())
 
-    def _read_back(self, job: Job, name: ExpertName, path: Path) -> LayerTensors:
+    def _read_back(self, name: ExpertName, path: Path) -> LayerTensors:
         """As any program reads it. Rank 0 has the file; the others take part with their own values: where the model is
         shared out they get rank 0's, and where it is not their answers are not counted."""
-        trainee = job.trainee
+        trainee = self._model.trainee
         attached = trainee.attached[name]
-        state, why = attached.state() if job.runtime.world_size > 1 else None, None
-        if job.runtime.is_main:
+        state, why = attached.state() if self._model.runtime.world_size > 1 else None, None
+        if self._model.runtime.is_main:
             try:
                 state = open_adapter(path, trainee.facts.family).state()
             except (GracetuneError, OSError) as error:
                 why = str(error)
-        for reason in job.runtime.all_of(why):
+        for reason in self._model.runtime.all_of(why):
             raise _wrong(path, f"it cannot be read: {reason}")
         assert state is not None, "read, or this rank's own"
         state = from_format(trainee, name, self._config.checkpoints.format, state)
@@ -281,53 +286,53 @@ class SelfProof:
             values = attached.fitting(state)
         except GracetuneError as error:
             why = str(error)
-        for reason in job.runtime.all_of(why):
+        for reason in self._model.runtime.all_of(why):
             raise _wrong(path, f"it does not fit the model it was trained on\n{reason}")
         return values
 
-    def _compare(self, job: Job, name: ExpertName, expert: _Expert, path: Path, values: LayerTensors) -> float:
+    def _compare(self, name: ExpertName, expert: _Expert, path: Path, values: LayerTensors) -> float:
         """Of the answers with the trained values and the saved ones, relative to the base model's."""
-        attached = job.trainee.attached[name]
-        with _asking(job, name) as answer:
-            base = self._base_answer(job, name, expert, answer)
+        attached = self._model.trainee.attached[name]
+        with _asking(self._model, self._example, name) as answer:
+            base = self._base_answer(name, expert, answer)
             trained = answer()
             with attached.holding(values) as own:
-                others = self._other_values(job, attached, own)
+                others = self._other_values(attached, own)
                 if others:
                     shown = ", ".join(others[:_SHOWN])
                     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
                     raise _wrong(path, f"other values than the trained ones in {shown}{more}")
                 saved = answer()
-            change, difference = _difference(job, trained, base, base), _difference(job, saved, trained, base)
-        if difference > max(change / 2, _rounding(job), _NOISE * expert.noise):
+            change = _difference(self._model, trained, base, base)
+            difference = _difference(self._model, saved, trained, base)
+        if difference > max(change / 2, _rounding(self._model), _NOISE * expert.noise):
             self._warn(
-                job,
                 f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
                 f"much of what is learnt so far is lost (difference {difference:.1e} of a change by {change:.1e}): "
                 "--set checkpoints.save_dtype=fp32",
             )
         return difference
 
-    def _other_values(self, job: Job, attached: Attached, own: Mapping[str, Tensor]) -> list[str]:
+    def _other_values(self, attached: Attached, own: Mapping[str, Tensor]) -> list[str]:
         """Tensors that are not what they were, rounded to the file's precision."""
         dtype = DTYPES[self._config.checkpoints.save_dtype]
         squares = []
         for name, parameter in attached.parameters().items():
             kept = own[name] if _is_magnitude(name) else own[name].to(dtype).to(own[name].dtype)
             squares += [(local(parameter.detach()) - kept).square().sum(), kept.square().sum()]
-        read = _read(job, squares)
+        read = _read(self._model, squares)
         # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
         close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
         found = zip(attached.parameters(), read[0::2], read[1::2], strict=True)
         return [name for name, wrong, size in found if not wrong <= close[_is_magnitude(name)] ** 2 * size]
 
-    def _compare_tensors(self, job: Job, name: ExpertName, path: Path) -> float:
+    def _compare_tensors(self, name: ExpertName, path: Path) -> float:
         """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
-        trained = job.trainee.attached[name].parameters()
+        trained = self._model.trainee.attached[name].parameters()
         every = math.ceil(len(trained) / _COMPARED)
         chosen = {one: whole(trained[one]) for one in [*trained][::every]}
         largest, why = 0.0, None
-        if job.runtime.is_main:
+        if self._model.runtime.is_main:
             try:
                 with open_tensors(path / MODEL_FILE) as file:
                     for one, tensor in chosen.items():
@@ -339,28 +344,28 @@ class SelfProof:
                         largest = max(largest, wrong)
             except (SafetensorError, OSError) as error:
                 why = f"it cannot be read: {error}"
-        for reason in job.runtime.all_of(why):
+        for reason in self._model.runtime.all_of(why):
             raise _wrong(path, reason)
         return largest
 
     # -- what is shown -------------------------------------------------------------------------------------------------
 
-    def _show(self, job: Job) -> None:
+    def _show(self) -> None:
         """One line for the run, when all of it is known or nothing more will be."""
         experts = self._experts.values()
-        at_end = job.control.stop is not None or job.position.step >= job.length.steps
+        at_end = self._control.stop is not None or self._model.state.position.step >= self._steps
         if self._is_over or not all(one.file and (one.judged or at_end) for one in experts):
             return
-        self._finish(job)
+        self._finish()
         for name, one in self._experts.items():
             if one.steps >= STEPS and not one.judged:
-                self._warn(job, f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
+                self._warn(f"self-check: fewer than {STEPS} steps{_of(name)} had a loss above 0: nothing to learn")
         self._view.say(f"self-check: {self._effect_in_words()}; {self._files_in_words()}")
 
-    def _finish(self, job: Job) -> None:
+    def _finish(self) -> None:
         """Release what was kept for the check."""
         self._is_over = True
-        job.example = None
+        self._example.release()
         for expert in self._experts.values():
             expert.base = None
 
@@ -381,23 +386,23 @@ class SelfProof:
             return f"tensors read back from {files} are the trained ones {difference}"
         return f"{files} {'reproduce' if several else 'reproduces'} it {difference}"
 
-    def _warn(self, job: Job, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self._view.warn(text)
-        self._telemetry.emit(Warned(message=text, step=job.position.step))
+        self._telemetry.emit(Warned(message=text, step=self._model.state.position.step))
 
-    def _with_room(self, job: Job, check: Callable[[], T]) -> T | None:
+    def _with_room(self, check: Callable[[], T]) -> T | None:
         """With one rank, a check that runs out of memory does not end the run. With several ranks it does: the others
         would wait in a collective for ever."""
         for _ in range(2):
             try:
                 return check()
             except torch.OutOfMemoryError:
-                if job.runtime.world_size > 1:
+                if self._model.runtime.world_size > 1:
                     raise
-                job.step.release()
+                self._model.step.release()
                 torch.cuda.empty_cache()
-        self._finish(job)
-        self._warn(job, "self-check: skipped, there is not enough free memory for one sample")
+        self._finish()
+        self._warn("self-check: skipped, there is not enough free memory for one sample")
         return None
 
 
@@ -405,23 +410,22 @@ class SelfProof:
 
 
 @contextmanager
-def _asking(job: Job, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
+def _asking(model: EvaluatedModel, example: Example, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
     """Inside, what is given answers the example as the model does in evaluation, its blocks uncompiled.
 
     Compiled, each block would need graphs of its own for passes without gradients and for the base model: tens of
     seconds for a large one.
     """
-    host, example = job.trainee.host, job.example
-    assert example is not None, "the first batch comes before the run"
+    host = model.trainee.host
     active = host.active
-    compiled = any(one.compiled for one in job.trainee.prepared.values())
+    compiled = any(one.compiled for one in model.trainee.prepared.values())
     try:
-        with job.trainee.evaluating(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with model.trainee.evaluating(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             denoiser: nn.Module = host.activate(name)
 
             def answer() -> Tensor:
-                found = job.step.answer(denoiser, example, name).float()
-                job.runtime.reshard(denoiser)  # values may change before the next pass: none is to keep them gathered
+                found = model.step.answer(denoiser, example.batch, name).float()
+                model.runtime.reshard(denoiser)  # values may change before the next pass: none is to keep them gathered
                 return found
 
             yield answer
@@ -430,24 +434,18 @@ def _asking(job: Job, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
             host.activate(active)
 
 
-def _should_wait(job: Job, done: WindowDone) -> bool:
-    """Weights that leave the device after this step would have to come back; in the next turn they need not."""
-    turn = (done.step - 1, job.switch_every, job.trainee.trained)
-    return job.trainee.host.moves and job.switch_every > 1 and next_expert(*turn) is not None
-
-
-def _read(job: Job, values: Sequence[Tensor]) -> list[float]:
+def _read(model: EvaluatedModel, values: Sequence[Tensor]) -> list[float]:
     """Numbers of the device, summed over ranks that have different ones. The host waits for them."""
     read = torch.stack([value.double() for value in values])
-    if job.runtime.world_size > 1:
-        if not job.runtime.is_sharded and not job.runtime.is_main:
+    if model.runtime.world_size > 1:
+        if not model.runtime.is_sharded and not model.runtime.is_main:
             read.zero_()  # a replica repeats what rank 0 has, and has not read the file
-        job.runtime.sum_(read)
+        model.runtime.sum_(read)
     return [float(value) for value in read.tolist()]
 
 
-def _difference(job: Job, one: Tensor, other: Tensor, size: Tensor) -> float:
-    difference, length = _read(job, [(one - other).square().sum(), size.square().sum()])
+def _difference(model: EvaluatedModel, one: Tensor, other: Tensor, size: Tensor) -> float:
+    difference, length = _read(model, [(one - other).square().sum(), size.square().sum()])
     return math.sqrt(difference / length) if length > 0 else math.sqrt(difference)
 
 
@@ -468,16 +466,17 @@ def _bit_sums(attached: Attached) -> dict[str, Tensor]:
     return {name: part.view(torch.int32).sum(dtype=torch.int64) for name, part in parts.items()}
 
 
-def _rounding(job: Job) -> float:
+def _rounding(model: EvaluatedModel) -> float:
     """Relative differences of answers that come from the precision the denoiser computes in."""
-    computed = torch.float32 if job.runtime.precision == "fp32" else DTYPES[job.runtime.precision]
-    coarsest = max(torch.finfo(dtype).eps for dtype in (computed, job.trainee.dtype))
-    return 4 * (max(coarsest, 2.0**-10) if job.device.type == "cuda" else coarsest)  # TF32 may stand for float32
+    computed = torch.float32 if model.runtime.precision == "fp32" else DTYPES[model.runtime.precision]
+    coarsest = max(torch.finfo(dtype).eps for dtype in (computed, model.trainee.dtype))
+    return 4 * (max(coarsest, 2.0**-10) if model.device.type == "cuda" else coarsest)  # TF32 may stand for float32
 
 
-def _rates(job: Job, entry: str) -> dict[ExpertName, float]:
+def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:
     """By expert: `lr` of the next step, or the `initial_lr` of the schedule."""
-    groups = zip(job.trainee.trained, job.optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
+    optimizer = model.state.optimizer
+    groups = zip(model.trainee.trained, optimizer.param_groups, strict=True)  # `Trainee.groups`: one for each
     return {name: float(group[entry]) for name, group in groups}
 
 
@@ -492,12 +491,12 @@ def _judged(name: ExpertName) -> str:
     return f"self-check of the adapter{_of(name)} after {STEPS} steps"
 
 
-def _nothing_learnt(job: Job, done: WindowDone, found: str) -> Problem:
+def _nothing_learnt(model: EvaluatedModel, done: WindowDone, found: str) -> Problem:
     norm = float(done.norm)
     if norm == 0:
         hint = "other layers: --set 'adapter.targets=[...]'; look at the datasets' masks and loss weights"
         return Problem(_judged(done.expert), f"{found}, and no gradient reaches them", "gradients above 0", hint)
-    rate = _rates(job, "initial_lr")[done.expert]
+    rate = _rates(model, "initial_lr")[done.expert]
     found = f"{found} (gradient norm {norm:.1e}, optimizer.lr {rate:g})"
     return Problem(_judged(done.expert), found, "layers that have changed", "a higher rate: --set optimizer.lr=1e-4")
 

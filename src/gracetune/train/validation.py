@@ -22,9 +22,9 @@ from gracetune.models.spec import Placement, Sampled
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.asked import Asked, requests_of
-from gracetune.train.control import Stop
-from gracetune.train.job import Job
-from gracetune.train.loop import WindowDone
+from gracetune.train.control import Control
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, WindowDone
+from gracetune.train.job import EvaluatedModel, Pauses
 from gracetune.train.media import NotWrittenError, contact_sheet, write_sample
 from gracetune.train.output import RunFolder
 from gracetune.train.prompts import Prompts
@@ -32,13 +32,14 @@ from gracetune.train.request import VALIDATE_NOW
 from gracetune.train.view import View
 
 
-class Sampling:
+class Sampling(Callback):
     def __init__(
-        self, config: RunConfig, folder: RunFolder, telemetry: Telemetry, view: View, *, room: Callable[[], int],
-        prompts: Prompts | str,
+        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, control: Control, pauses: Pauses,
+        telemetry: Telemetry, view: View, *, room: Callable[[], int], prompts: Prompts | str,
     ) -> None:  # fmt: skip
         """`room` says how much main memory may still be used; `prompts` are their embeddings, or why there are none."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
+        self._model, self._control, self._pauses = model, control, pauses
         self._room, self._prompts = room, prompts
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
@@ -50,53 +51,56 @@ class Sampling:
         if self._asked:
             view.say(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
 
-    def start(self, job: Job) -> None:
-        if self._config.validation.at_start and job.position.step == 0:
-            self._draw(job, requested=False)
+    def start(self, begun: RunStarts) -> None:
+        if self._config.validation.at_start and begun.position.step == 0:
+            self._draw(0, requested=False)
 
-    def window(self, job: Job, done: WindowDone) -> None:
-        requested = self._requested(job)
+    def window(self, done: WindowDone) -> None:
+        requested = self._requested()
         section = self._config.validation
         due = section.every_steps is not None and done.step % section.every_steps == 0
         if section.every_epochs is not None:
             due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
         if requested or due:
-            with job.pausing():
-                self._draw(job, requested=requested)
+            with self._pauses.counted():
+                # Saving may just have gone back to before a step that has failed: samples are of what is kept.
+                self._draw(self._model.state.position.step, requested=requested)
 
-    def end(self, job: Job, stop: Stop) -> None:
+    def end(self, ended: RunEnds) -> None:
         self._kept = None
 
-    def _requested(self, job: Job) -> bool:
+    def _requested(self) -> bool:
         """On any rank, and then on all of them: a sharded model is sampled by all together."""
         file = self._folder.path / VALIDATE_NOW
-        here = job.control.validate or (job.runtime.is_main and file.exists())
-        job.control.validate = False
-        if not job.runtime.highest(int(here)):
+        runtime = self._model.runtime
+        here = self._control.validate or (runtime.is_main and file.exists())
+        self._control.validate = False
+        if not runtime.highest(int(here)):
             return False
-        if job.runtime.is_main:
+        if runtime.is_main:
             file.unlink(missing_ok=True)
         if not self._asked:
             self._view.warn("a validation was asked for, but the config has no validation.prompts")
         return True
 
-    def _draw(self, job: Job, *, requested: bool) -> None:
+    def _draw(self, step: int, *, requested: bool) -> None:
         # Every rank draws where the model is shared out over them; otherwise the first one, and the others wait.
-        if not self._asked or not (job.runtime.is_main or job.runtime.is_sharded):
+        runtime = self._model.runtime
+        if not self._asked or not (runtime.is_main or runtime.is_sharded):
             return
-        began, step = time.monotonic(), job.position.step
-        job.step.release()
+        began = time.monotonic()
+        self._model.step.release()
         files: list[SampleFile] = []
         pictures: list[Image.Image] = []
         phase = self._view.phase(f"samples at step {step}")
-        with self._going_on(job, "samples"), untouched(job), phase, self._pipeline(job) as pipeline:
+        with self._going_on(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
             for number, asked in enumerate(self._asked):
-                with self._going_on(job, f"validation.prompts[{asked.prompt}]"):
-                    sampled = self._sampled(job, pipeline, asked)
-                    if job.runtime.is_main:
+                with self._going_on(step, f"validation.prompts[{asked.prompt}]"):
+                    sampled = self._sampled(pipeline, asked)
+                    if runtime.is_main:
                         files += self._written(step, number, asked, sampled)
                         pictures += sampled.frames[:1]
-        if not job.runtime.is_main:
+        if not runtime.is_main:
             return
         sheet = self._sheet(step, pictures)
         took = time.monotonic() - began
@@ -130,7 +134,7 @@ class Sampling:
         self._telemetry.emit(Warned(message=message, step=step))
 
     @contextmanager
-    def _going_on(self, job: Job, what: str) -> Iterator[None]:
+    def _going_on(self, step: int, what: str) -> Iterator[None]:
         """What cannot be drawn, because a reference is gone meanwhile, is said, and training goes on.
 
         Not where the model is shared out: the other ranks would wait for ever for the one that left off.
@@ -138,48 +142,49 @@ class Sampling:
         try:
             yield
         except (ConfigError, OSError) as error:
-            if job.runtime.is_sharded:
+            if self._model.runtime.is_sharded:
                 raise
-            self._warn(job.position.step, f"{what}: not drawn, and training goes on: {error}")
+            self._warn(step, f"{what}: not drawn, and training goes on: {error}")
 
-    def _sampled(self, job: Job, pipeline: Any, asked: Asked) -> Sampled:
-        request = asked.with_pictures()
+    def _sampled(self, pipeline: Any, asked: Asked) -> Sampled:
+        model, request = self._model, asked.with_pictures()
         if isinstance(self._prompts, Prompts):
-            request = self._prompts.given(request, job.trainee.dtype)
-        with job.trainee.evaluating(asked.strength), job.as_delivered(), job.runtime.autocast():
-            return job.trainee.spec.sample(pipeline, request)
+            request = self._prompts.given(request, model.trainee.dtype)
+        with model.trainee.evaluating(asked.strength), model.state.as_delivered(), model.runtime.autocast():
+            return model.trainee.spec.sample(pipeline, request)
 
     @contextmanager
-    def _pipeline(self, job: Job) -> Iterator[Any]:
+    def _pipeline(self) -> Iterator[Any]:
         """diffusers' own pipeline around the very denoisers that are trained.
 
         Its VAE, and text encoders where the prompts' embeddings are not at hand, wait in main memory for the next round
         where there is room for them; where there is not, they are let go and read from disk again.
         """
-        trainee = job.trainee
+        model = self._model
+        trainee = model.trainee
         pipeline, self._kept = self._kept, None
         if pipeline is None:
-            placement = Placement(job.device, trainee.dtype)
+            placement = Placement(model.device, trainee.dtype)
             load = self._prompts.load_pipeline if isinstance(self._prompts, Prompts) else trainee.spec.load_pipeline
             pipeline = load(trainee.source, trainee.components(), placement, trainee.facts)
         else:
-            _move(_other_parts(pipeline, job), job.device)
+            _move(_other_parts(pipeline, model), model.device)
         try:
             yield pipeline
-            others = _other_parts(pipeline, job)
-            if _host_bytes(others, job.device) < self._room() // job.runtime.local_world_size:
+            others = _other_parts(pipeline, model)
+            if _host_bytes(others, model.device) < self._room() // model.runtime.local_world_size:
                 _move(others, torch.device("cpu"))
                 self._kept = pipeline
             del others
         finally:
             del pipeline
             trim_heap()
-            if job.device.type == "cuda":
+            if model.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
-def _other_parts(pipeline: Any, job: Job) -> list[nn.Module]:
-    ours = {id(module) for module in job.trainee.components().values()}
+def _other_parts(pipeline: Any, model: EvaluatedModel) -> list[nn.Module]:
+    ours = {id(module) for module in model.trainee.components().values()}
     return [part for part in pipeline.components.values() if isinstance(part, nn.Module) and id(part) not in ours]
 
 
@@ -196,16 +201,16 @@ def _host_bytes(parts: Iterable[nn.Module], device: torch.device) -> int:
 
 
 @contextmanager
-def untouched(job: Job) -> Iterator[None]:
+def untouched(model: EvaluatedModel) -> Iterator[None]:
     """Whatever happens inside: every generator, the expert whose turn it is, and the gradients are as before."""
-    generators = RandomState(job.device)
+    generators = RandomState(model.device)
     before = generators.save()
     kept = {name: tensor.clone() for name, tensor in before.tensors.items()}
-    host, active = job.trainee.host, job.trainee.host.active
+    host, active = model.trainee.host, model.trainee.host.active
     with ExitStack() as stack:
-        for name in job.trainee.trained:
+        for name in model.trainee.trained:
             # A pipeline calls one expert after the other; a parked one is brought when it is called.
-            hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _bring(job, name))
+            hook = host.module(name).register_forward_pre_hook(lambda *_, name=name: _bring(model, name))
             stack.callback(hook.remove)
         try:
             yield
@@ -215,5 +220,5 @@ def untouched(job: Job) -> Iterator[None]:
             generators.load(before.json, kept)
 
 
-def _bring(job: Job, name: str) -> None:
-    job.trainee.host.activate(name)
+def _bring(model: EvaluatedModel, name: str) -> None:
+    model.trainee.host.activate(name)

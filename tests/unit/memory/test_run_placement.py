@@ -438,7 +438,7 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
             machine("gh200-numa"), 0, heap, hints=hints_of(config), transport=choose_transport("superchip", COHERENT)
         )
 
-    monkeypatch.setattr("gracetune.train.run.where_of", where)
+    monkeypatch.setattr("gracetune.train.load.where_of", where)
     heard = Heard()
     run(hinted, heard)
     assert losses(without) == losses(hinted)

@@ -1,6 +1,6 @@
 """The step that is measured: a run's own, from its entries in memory to its optimizer.
 
-`load_trainee`, `assemble` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
+`load_trainee`, `assembly` and `run_window` are what `gracetune train` calls. Different are the weights (drawn), the
 entries (drawn), and that nothing is logged, saved or sampled.
 """
 
@@ -22,14 +22,15 @@ from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
-from gracetune.train.assembly import assemble, open_host
+from gracetune.train.assembly import assemble, begin, open_host
 from gracetune.train.control import Stop
+from gracetune.train.data import Ready, open_source
 from gracetune.train.job import Job
 from gracetune.train.loop import run_window
 from gracetune.train.planning import Planned, choose, make_plan, refuse_misfit
 from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import Choices, Trainee, load_trainee
-from gracetune.train.view import Heard
+from gracetune.train.view import Heard, View
 
 
 @dataclass(frozen=True)
@@ -106,4 +107,16 @@ def trainer(
         trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, decided.choices, host)
         ready = random_data(job, config, model, pinned=runtime.device.type == "cuda")
         view = Heard()
-        yield Trainer(assemble(config, trainee, ready, Live(), runtime, None, view, stack), view)
+        yield Trainer(assemble_unresumed(config, trainee, ready, runtime, view, stack), view)
+
+
+def assemble_unresumed(
+    config: RunConfig, trainee: Trainee, ready: Ready, runtime: Runtime, view: View, stack: ExitStack
+) -> Job:  # fmt: skip
+    """A job at step 0, beside which nothing happens: what a measurement of the step needs."""
+    beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
+    source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
+    return assemble(
+        config, trainee, ready, live, beginning, source, runtime, None, view,
+        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The callbacks of a run: the one list of everything that happens beside the steps, in its order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from gracetune.telemetry.hub import Telemetry
+from gracetune.train.guards import MemoryGuard, NanGuard, host_room
+from gracetune.train.held_out import HeldOut
+from gracetune.train.hooks import Callback
+from gracetune.train.identity import metadata_of
+from gracetune.train.load import LoadedRun
+from gracetune.train.logs import Logging, MemoryUsage
+from gracetune.train.preflight import Preflight
+from gracetune.train.prompts import prompts_of
+from gracetune.train.saving import Saving
+from gracetune.train.self_proof import SelfProof
+from gracetune.train.validation import Sampling
+from gracetune.train.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class RunCallbacks:
+    every: tuple[Callback, ...]
+    check_saved: Callable[[Sequence[Path]], str | None]
+    """Of the self-check, for the final files too."""
+
+
+def callbacks_of(ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View) -> RunCallbacks:
+    """Each with what it works with. An order with reasons: the last lines of this function."""
+    config, machine, folder, runtime = ready.config, ready.machine, ready.folder, ready.runtime
+    job, memory, cached = loaded.job, loaded.memory, loaded.cached
+    model, state, control, pauses = job.evaluated, job.state, job.control, job.pauses
+    prompts = prompts_of(config.validation, ready.model.spec, ready.model.facts, cached)
+    metadata = metadata_of(config, ready.identity, cached.index, machine)
+    gradients = NanGuard(state, control)
+    pressure = MemoryGuard(memory, state.position, control, telemetry, view)
+    log = Logging(
+        telemetry=telemetry, config=config, machine=machine, view=view, runtime=runtime,
+        usage=MemoryUsage(machine, job.device, job.trainee, state.optimizer, job.source, job.step), state=state,
+        source=job.source, ramp=job.ramp, pauses=pauses, model=job.trainee.source.name, trained=job.trainee.trained,
+        resumed=None if ready.start.checkpoint is None else ready.start.step, first_ms=loaded.dry.once_ms,
+    )  # fmt: skip
+    self_check = SelfProof(
+        config, folder, model, loaded.example, control, pauses, telemetry, view, steps=job.length.steps
+    )  # fmt: skip
+    held_out = HeldOut(config, cached, model, pauses, telemetry, view)
+    saving = Saving(
+        loaded.saved, folder, ready.store, metadata, runtime, control, pauses, telemetry, view,
+        failure=gradients.settle, check_saved=self_check.check_saved,
+    )  # fmt: skip
+    samples = Sampling(
+        config, folder, model, control, pauses, telemetry, view, room=host_room(machine, memory), prompts=prompts
+    )  # fmt: skip
+    every: tuple[Callback, ...] = (
+        gradients,  # guards first: what they find is part of what the others see
+        pressure,
+        log,  # before what takes long, so that a step's line does not wait for it
+        self_check,  # before saving: its first file is checked when it is saved
+        held_out,
+        saving,
+        samples,  # last: they take long, and whatever they meet, the step's checkpoint is saved
+    )
+    return RunCallbacks(every, self_check.check_saved)

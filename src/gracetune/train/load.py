@@ -1,0 +1,98 @@
+"""Load a run that may begin: memory opened, data staged and cached, the model on its device, one batch tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.watchdog import Watchdog
+from gracetune.models.registry import geometry
+from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
+from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, stage
+from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
+from gracetune.train.guards import memory_alarm, watch
+from gracetune.train.job import Job
+from gracetune.train.output import check_format, checkpoint_bytes
+from gracetune.train.pieces import Checkpointed
+from gracetune.train.planning import choose, shapes_of
+from gracetune.train.preflight import Preflight
+from gracetune.train.renewal import Renewal, nothing_to_renew, renew
+from gracetune.train.resume import refuse_other_data, restore, saved_epoch
+from gracetune.train.trainee import load_trainee
+from gracetune.train.view import View
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedRun:
+    """Ready for its first step."""
+
+    job: Job
+    saved: Checkpointed
+    """What its checkpoints hold."""
+    memory: UnifiedMemory | None
+    """None where the config does not ask for unified memory, or this machine has none."""
+    cached: Cached
+    renewal: Renewal | None
+    """None where no dataset is encoded anew for each epoch."""
+    watchdog: Watchdog
+    """Not started yet: of the host's memory, while steps are taken."""
+    dry: DryBatch
+    example: Example
+    hours: float
+    """What is left of the run, by the first batch's time."""
+    notes: tuple[str, ...]
+    """What the user should know about how it was resumed."""
+
+
+def load(
+    ready: Preflight, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
+) -> LoadedRun:  # fmt: skip
+    """What stays open is put on `stack`. One straight line, longer than our functions are, as `preflight` is."""
+    config, options, runtime, machine = ready.config, ready.options, ready.runtime, ready.machine
+    environment, model, planned, start = ready.environment, ready.model, ready.planned, ready.start
+    memory = open_memory(
+        config, machine, runtime, environment, view, stack,
+        managed_elsewhere=planned.managed_bytes, force_oversubscription=options.force_oversubscription,
+    )  # fmt: skip
+    if memory is not None:
+        on_memory(memory)
+    where = where_of(config, machine, runtime, environment, memory, view)
+    index = stage(config, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
+    cached = fill_caches(config, index, model.encoders, runtime, where, view, stack, epoch=saved_epoch(start))
+    refuse_other_data(start, cached.index, allowed=options.allow_other_data)
+
+    choices, reasons = choose(
+        config, planned, model.spec.attention, runtime.device, model.encoders.placement.dtype,
+        shapes=shapes_of(cached.index),
+    )  # fmt: skip
+    host = open_host(config, planned, machine, runtime, memory, model.facts)
+    with view.phase("loading the model"):
+        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
+    about_files = check_format(trainee, config)
+    if runtime.is_main:  # once more: the caches have taken their part of the disk
+        ready.store.check_room(checkpoint_bytes(one.shape for one in trainee.parameters().values()))
+    live = live_encoders(cached.index, model.encoders, cached.keys, stack)
+    beginning = begin(config, trainee, cached.index, runtime, view)
+    state = beginning.state
+    source = open_source(cached, state.loader, live, runtime, memory, stack, where=where, on_decision=view.say)
+    saved = Checkpointed(config, trainee, state, options.allow_other_data)
+    notes = restore(
+        saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
+    )  # fmt: skip
+    renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
+    watchdog = watch(machine, memory, view)
+    job = assemble(
+        config, trainee, cached, live, beginning, source, runtime, memory, view,
+        on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog),
+    )  # fmt: skip
+    for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
+        view.say(line)
+
+    with view.phase("first batch"):
+        dry, example = dry_batch(job, config.training.batch_size, planned)
+    if trainee.compiling is not None:
+        view.say(trainee.compiling)
+    hours = hours_left(job, dry, config.training.batch_size)
+    return LoadedRun(job, saved, memory, cached, renewal, watchdog, dry, example, hours, notes)

@@ -1,0 +1,249 @@
+"""Everything that can refuse a run before a model is loaded or data is cached: all of it at once, as one list.
+
+A refused run has changed nothing: no folder is made, no checkpoint moved. Once something is refused, no weights are
+downloaded to look for more: then what depends on the model is checked at the next start, unless it is on the disk.
+
+What is found only later, and why:
+- a file that cannot be parsed, or a value of the wrong kind: `config.load`, which lists all of them. Without a valid
+  config there is nothing to check here;
+- damaged, missing or changed data (`stage`, `fill_caches`, `refuse_other_data`): every file has to be read for it;
+- a schedule that is longer than a number of epochs (`assemble`): their steps are counted in the data;
+- weights that are damaged (`load_trainee`): they are read when they are loaded;
+- an adapter that its file format cannot hold (`check_format`): that depends on the values of the base model;
+- no room for a checkpoint beside the caches (`CheckpointStore.check_room`, asked here for the first time): caches grow;
+- state in a checkpoint that does not fit (`restore`): it is compared with the parameters, once these are loaded;
+- the first batch (`dry_batch`): memory that runs out, a loss that is not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from gracetune.checkpoint.resume import Start
+from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.errors import Problem
+from gracetune.hardware import Machine, probe
+from gracetune.models.encoders import FamilyEncoders, encoders_of
+from gracetune.models.experts import trained_experts
+from gracetune.models.facts import facts_of
+from gracetune.models.source import ModelSource, is_on_disk
+from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+from gracetune.optim.aitoolkit_rates import ImportedRates
+from gracetune.train.asked import check_requests
+from gracetune.train.assembly import check_optimizer, checked_ramp, refuse_two_halves
+from gracetune.train.determinism import deterministic
+from gracetune.train.identity import identity_of
+from gracetune.train.logs import SINKS
+from gracetune.train.options import RunOptions
+from gracetune.train.output import RunFolder, checkpoint_bytes
+from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
+from gracetune.train.precision import refuse_fp8
+from gracetune.train.refusals import Checks, Outcome
+from gracetune.train.resume import find_start, nothing_left, rates_to_start_with, refuse_other_optimizer
+from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
+from gracetune.train.trainee import check_adapter
+from gracetune.train.view import View
+
+T = TypeVar("T")
+_INIT_FROM = "adapter.init_from"
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """A model whose files are there; none of its weights is loaded."""
+
+    encoders: FamilyEncoders
+    facts: ModelFacts
+    trained: tuple[ExpertName, ...]
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.encoders.spec
+
+    @property
+    def source(self) -> ModelSource:
+        return self.encoders.source
+
+
+@dataclass(frozen=True, eq=False)
+class Preflight:
+    """A run that nothing speaks against: what `load` needs. Its folder is taken, unless it is a dry run."""
+
+    config: RunConfig
+    options: RunOptions
+    environment: Environment
+    runtime: Runtime
+    machine: Machine
+    model: OpenedModel
+    planned: Planned
+    folder: RunFolder
+    store: CheckpointStore
+    identity: Mapping[str, str]
+    start: Start
+    rates: ImportedRates | None
+    """Of `optimizer.rates_from`; None where the run does not begin with such rates."""
+    files: tuple[Path, ...]
+    """Of a run that has come to its end before, so that nothing is left to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Beginning:
+    """Where the run begins."""
+
+    identity: Mapping[str, str]
+    start: Start
+    files: tuple[Path, ...]
+    """See `Preflight.files`."""
+
+
+def preflight(
+    config: RunConfig, *, environment: Environment, options: RunOptions, view: View, stack: ExitStack,
+    known: Sequence[tuple[str, Problem]] = (),
+) -> Preflight:  # fmt: skip
+    """`known` are problems found by the caller (missing paths), by gracetune's name of the key.
+
+    What stays open is put on `stack`: the process group, the lock of the checkpoint folder. One straight line, longer
+    than our functions are: the order of the checks is read here.
+    """
+    checks = Checks(known)
+    runtime = _open_runtime(config, environment, view, checks, stack)
+    runtime.seed(config.training.seed)
+    _check_settings(config, runtime, checks)
+    machine = probe()
+    model = Outcome[OpenedModel]()
+    if not checks.refused or is_on_disk(config.model):
+        model = checks.run(lambda: _open_model(config, runtime.device))
+    trained = model.value.trained if model.is_known else ("",)
+    optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
+    # What follows is agreed on by all processes, or each checks by itself: one that is refused takes no part any more.
+    share = runtime.from_main if not runtime.highest(int(checks.refused)) else _made_here
+    planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
+    checks.run(lambda: view.planned(planned.value, machine))
+    checks.run(lambda: refuse_misfit(planned.value, allowed=options.allow_misfit))
+
+    folder, keep = RunFolder.of(config), config.checkpoints
+    store = stack.enter_context(
+        CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
+    )
+    beginning = Outcome[_Beginning]()
+    if not checks.is_known("output_dir"):
+        refused = checks.refused
+        beginning = checks.run(
+            lambda: _find_beginning(config, model.value, store, folder, options, view, refused=refused)
+        )
+    rates: Outcome[ImportedRates | None] = Outcome(None)
+    if not (beginning.is_known and beginning.value.files):
+        checks.run(lambda: refuse_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
+        if not (beginning.is_refused or checks.is_known("output_dir")):
+            _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
+        checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
+        checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
+        shapes = checks.run(lambda: _check_adapter(config, model.value, init_from=not checks.is_known(_INIT_FROM)))
+        if runtime.is_main:
+            room = checkpoint_bytes(shapes.value.values()) if shapes.is_known else 0
+            checks.run(lambda: store.check_room(room, beginning.value.identity))
+        rates = checks.run(lambda: rates_to_start_with(config, beginning.value.start, model.value.facts, shapes.value))
+    checks.raise_all(runtime)
+    found = beginning.value
+    return Preflight(
+        config=config, options=options, environment=environment, runtime=runtime, machine=machine, model=model.value,
+        planned=planned.value, folder=folder, store=store, identity=found.identity,
+        start=found.start if options.dry_run else _take_folder(store, found), rates=rates.value, files=found.files,
+    )  # fmt: skip
+
+
+def _open_runtime(
+    config: RunConfig, environment: Environment, view: View, checks: Checks, stack: ExitStack
+) -> Runtime:  # fmt: skip
+    """The process group is opened for a run that may still begin; for another one this process checks by itself."""
+    checks.run(lambda: stack.enter_context(deterministic(config, view)))
+    precision = config.training.mixed_precision
+    if not checks.refused:
+        opened = checks.run(lambda: stack.enter_context(open_runtime(precision, environment)))
+        if opened.is_known:
+            return opened.value
+    else:
+        checks.run(lambda: check_launch(environment, precision))
+    rank, local = (int(environment.get(name) or 0) for name in ("RANK", "LOCAL_RANK"))
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return Runtime(
+        rank=rank, world_size=1, local_rank=local, local_world_size=1, device=device, precision=precision,
+        launch=Launch(), key="",
+    )  # fmt: skip
+
+
+def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks) -> None:
+    """What needs neither the model nor the run's folder."""
+    checks.run(lambda: refuse_two_halves(config))
+    checks.run(lambda: refuse_fp8(config, runtime))
+    checks.run(lambda: checked_ramp(config, runtime.world_size))
+    for sink in SINKS if runtime.is_main else ():
+        if sink.wanted(config):
+            checks.run(partial(sink.check, config))
+
+
+def _open_model(config: RunConfig, device: torch.device) -> OpenedModel:
+    encoders = encoders_of(config, device)
+    facts = facts_of(config, encoders.spec, encoders.source)
+    return OpenedModel(encoders, facts, trained_experts(config.model.experts, facts))
+
+
+def _made_here(make: Callable[[], T]) -> T:
+    return make()
+
+
+def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions) -> Planned:
+    return make_plan(
+        config, machine, model.spec, model.source, model.facts, processes=processes_of(runtime),
+        force_oversubscription=options.force_oversubscription,
+    )  # fmt: skip
+
+
+def _find_beginning(
+    config: RunConfig, model: OpenedModel, store: CheckpointStore, folder: RunFolder, options: RunOptions, view: View,
+    *, refused: bool,
+) -> _Beginning:  # fmt: skip
+    """A run's identity reads all of its weights, and remembers their digests in its folder. For a run that is refused
+    already this is done only where there are checkpoints to compare it with."""
+    needless = refused and store.latest() is None
+    identity = {} if needless else identity_of(config, model.source, model.facts)
+    asked = options.resume or config.checkpoints.resume
+    start = find_start(asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run)
+    view.say(start.reason)
+    experts = [expert for expert in model.facts.experts if expert.name in model.trained]
+    return _Beginning(identity, start, nothing_left(start, config, folder, experts))
+
+
+def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
+    """Free for this run, and writable. What the first of the two finds is not said twice."""
+    claim = Outcome(None) if dry_run else checks.run(store.check_claim)
+    if main and claim.is_known:
+        checks.run(folder.check)
+
+
+def _take_folder(store: CheckpointStore, found: _Beginning) -> Start:
+    """Lock it; checkpoints after the step that the run begins at are set aside."""
+    notes = store.begin(found.identity, found.start.checkpoint)
+    return replace(found.start, notes=(*found.start.notes, *notes))
+
+
+def _check_attention(config: RunConfig, model: OpenedModel, planned: Planned, device: torch.device) -> None:
+    """A kernel that is not installed, or does not take this model. The choice itself is made by `load`, with the data's
+    shapes."""
+    choose(config, planned, model.spec.attention, device, model.encoders.placement.dtype)
+
+
+def _check_adapter(config: RunConfig, model: OpenedModel, *, init_from: bool) -> dict[str, tuple[int, ...]]:
+    """Without a file to begin with that is not there: its layers are checked all the same."""
+    if not init_from:
+        config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"init_from": None})})
+    return check_adapter(config, model.spec, model.source, model.facts)

@@ -1,0 +1,98 @@
+"""Collects what speaks against a run, so that the user reads all of it at once.
+
+checks = Checks()
+model = checks.run(lambda: open_model(config))
+plan = checks.run(lambda: make_plan(model.value))      # skipped where the model could not be opened
+checks.raise_all()
+use(model.value, plan.value)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from gracetune.checkpoint.errors import CheckpointError
+from gracetune.errors import ConfigError, GracetuneError, MachineError, Problem
+from gracetune.optim.aitoolkit_rates import NotImportableError
+from gracetune.telemetry.errors import TelemetryError
+from gracetune.train.runtime import Runtime
+
+T = TypeVar("T")
+
+
+class _UnknownValueError(Exception):
+    """A check asked for what an earlier one could not find. `Checks.run` catches it; nobody else sees it."""
+
+
+class Outcome(Generic[T]):
+    """What a check found, or nothing where it was refused or skipped."""
+
+    def __init__(self, *found: T, is_refused: bool = False) -> None:
+        self._found = found
+        self.is_refused = is_refused
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._found)
+
+    @property
+    def value(self) -> T:
+        if not self._found:
+            raise _UnknownValueError
+        return self._found[0]
+
+
+class Checks:
+    """Runs checks one after the other and keeps their errors. A check that needs the value of a failed one is skipped.
+
+    `known` are problems that somebody has found before, by the key they are about. What a check says about such a key
+    once more is not kept.
+    """
+
+    def __init__(self, known: Iterable[tuple[str, Problem]] = ()) -> None:
+        found = [*known]
+        self._known = frozenset(key for key, _ in found)
+        self._errors: list[GracetuneError | TelemetryError] = []
+        if found:
+            self._errors.append(ConfigError(dict.fromkeys(problem for _, problem in found)))
+
+    def is_known(self, key: str) -> bool:
+        return key in self._known
+
+    @property
+    def refused(self) -> bool:
+        return bool(self._errors)
+
+    def run(self, check: Callable[[], T]) -> Outcome[T]:
+        """Errors that are none of ours are raised at once: they are no refusals."""
+        try:
+            return Outcome(check())
+        except _UnknownValueError:
+            pass
+        except (GracetuneError, TelemetryError) as error:
+            if not self._known or any(problem.key not in self._known for problem in problems_of(error)):
+                self._errors.append(error)
+            return Outcome(is_refused=True)
+        return Outcome()
+
+    def raise_all(self, runtime: Runtime) -> None:
+        """One error is raised as it is; several become one with all of their problems. All processes leave together."""
+        if not runtime.highest(int(self.refused)):
+            return
+        if not self._errors:
+            raise MachineError("another process of this run has refused it; its message says why")
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        raise ConfigError(dict.fromkeys(problem for error in self._errors for problem in problems_of(error)))
+
+
+def problems_of(error: GracetuneError | TelemetryError) -> tuple[Problem, ...]:
+    """What was found, expected, and what to type."""
+    if isinstance(error, ConfigError):
+        return error.problems
+    if isinstance(error, CheckpointError | NotImportableError):
+        return (error.problem,)
+    if isinstance(error, TelemetryError):
+        return (Problem(error.key, error.found, error.expected, error.hint),)
+    return (Problem("this run", str(error), "a run that can start", "what was found ends with the remedy"),)

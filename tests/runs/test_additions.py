@@ -1,0 +1,106 @@
+"""What others may add to a run by one object and one line: a callback, a sink of events, a part of the checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gracetune.checkpoint.pieces import Saved
+from gracetune.telemetry.events import Record
+from gracetune.train import callbacks, logs, pieces, run
+from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
+from gracetune.train.job import Job
+from gracetune.train.logs import SinkEntry
+from gracetune.train.pieces import Checkpointed, StatePart
+from runs.made import TinyModel, config_for
+from runs.made import run as train_run
+
+
+@dataclass
+class Seen(Callback):
+    """Everything a callback hears of."""
+
+    told: list[str] = field(default_factory=list)
+
+    def start(self, begun: RunStarts) -> None:
+        self.told.append(f"starts at {begun.position.step} of {begun.steps}")
+
+    def step_starts(self, coming: StepStarts) -> None:
+        self.told.append(f"step after {coming.position.step}, {coming.window.samples} sample")
+
+    def window(self, done: WindowDone) -> None:
+        self.told.append(f"step {done.step} done, {len(done.batches)} batch")
+
+    def end(self, ended: RunEnds) -> None:
+        self.told.append(f"{ended.stop.kind} at {ended.position.step}")
+
+
+@dataclass
+class Kept:
+    """A sink."""
+
+    name: str = "what a test keeps"
+    kinds: list[str] = field(default_factory=list)
+
+    def write(self, record: Record) -> None:
+        self.kinds.append(type(record.event).__name__)
+
+    def close(self) -> None:
+        self.kinds.append("closed")
+
+
+@dataclass
+class Counter:
+    """State of somebody else's."""
+
+    value: int = 0
+
+    def save(self, saved: Checkpointed) -> Saved:
+        self.value += saved.state.position.step
+        return Saved({"version": 1}, {"value": torch.tensor(self.value)})
+
+    def load(self, saved: Checkpointed, held: Saved) -> tuple[str, ...]:
+        self.value = int(held.tensors["value"])
+        return (f"the counter goes on from {self.value}",)
+
+
+def test_a_callback_a_sink_and_a_part_of_the_checkpoint_are_one_line_each(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, kept, counter = Seen(), Kept(), Counter()
+    monkeypatch.setattr(pieces, "PARTS", (*pieces.PARTS, StatePart("counter", counter.save, counter.load)))
+    monkeypatch.setattr(logs, "SINKS", (*logs.SINKS, SinkEntry(lambda config: True, lambda *_: kept)))
+
+    def with_one_more(*given: Any) -> callbacks.RunCallbacks:
+        found = callbacks.callbacks_of(*given)
+        return replace(found, every=(*found.every, seen))
+
+    monkeypatch.setattr(run, "callbacks_of", with_one_more)
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
+    train_run(config)
+    assert seen.told == [
+        "starts at 0 of 2", "step after 0, 1 sample", "step 1 done, 1 batch", "step after 1, 1 sample",
+        "step 2 done, 1 batch", "finished at 2",
+    ]  # fmt: skip
+    assert kept.kinds[0] == "RunStarted"
+    assert kept.kinds[-2:] == ["RunEnded", "closed"]
+    assert kept.kinds.count("StepDone") == 2
+    assert (counter.value, (tmp_path / "out" / "checkpoints" / "checkpoint-2" / "counter.json").is_file()) == (2, True)
+    counter.value, seen.told = 0, []
+    longer = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
+    notes = train_run(longer).notes
+    assert "the counter goes on from 2" in notes
+    assert (counter.value, seen.told[0]) == (2 + 3, "starts at 2 of 3")
+
+
+def test_a_job_is_complete_when_it_is_made() -> None:
+    """Nobody can put something into it afterwards, and nothing in it waits for that."""
+    made: Mapping[str, Any] = {one.name: one for one in dataclasses.fields(Job)}
+    assert all(Job.__dataclass_params__.frozen for _ in made)  # type: ignore[attr-defined]
+    assert not [name for name, one in made.items() if "None" in str(one.type) and "Callable" not in str(one.type)]

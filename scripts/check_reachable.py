@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -602,23 +602,14 @@ class Reach:
             for inner in ast.walk(node):
                 self._use(reader, module, inner)
 
-    def add_constants(self, module: str) -> None:
-        for name, symbol in self.package.symbols.items():
-            if symbol.module == module and symbol.is_public and isinstance(symbol.node, ast.Assign | ast.AnnAssign):
-                self.add(name)
-
     def _use(self, reader: Reader, module: str, node: ast.AST) -> None:
         if isinstance(node, ast.Name):
             found = reader.resolve(node.id)
             if found is not None:
                 self.add(found)
-        elif isinstance(node, ast.JoinedStr):  # importlib.import_module(f"gracetune.models.{family}.spec")
-            pattern = "".join(
-                re.escape(str(one.value)) if isinstance(one, ast.Constant) else r"\w+" for one in node.values
-            )
-            for name in self.package.modules if pattern.startswith("gracetune") else ():
-                if re.fullmatch(pattern, name):
-                    self.add_constants(name)
+        elif isinstance(node, ast.Call):
+            for name in _parts_of_families(node, self.package.symbols):
+                self.add(name)
         elif isinstance(node, ast.ImportFrom | ast.Import):
             for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [one.name for one in node.names]:
                 if name in self.package.modules:
@@ -632,6 +623,14 @@ class Reach:
                     self.add(found)
             if not kind:
                 self.names.add(node.attr)
+
+
+def _parts_of_families(call: ast.Call, symbols: Iterable[str]) -> list[str]:
+    """What `FamilyParts("keys", "KEYS")` and `PACKAGES.part(family, "keys", "KEYS")` find in our families' folders."""
+    if ast.unparse(call.func) not in ("FamilyParts", "PACKAGES.part"):
+        return []
+    *_, module, name = (*("", ""), *(str(one.value) for one in call.args if isinstance(one, ast.Constant)))
+    return [symbol for symbol in symbols if re.fullmatch(rf"gracetune\.models\.\w+\.{module}\.{name}", symbol)]
 
 
 def read_package(folder: Path, name: str) -> dict[str, Module]:

@@ -17,13 +17,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune.config.environment import Environment, memory_settings
-from gracetune.data.backends import GH200InMemoryBackend
+from gracetune.data.backends.open import GH200InMemoryBackend
 from gracetune.hardware import probe
 from gracetune.hardware.allocation import CAREFUL_CAP
+from gracetune.hostmem.hint import Hint, both, not_applied, together
 from gracetune.memory.arena_size import Room
 from gracetune.memory.batch_hints import tensors_with_wishes
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.hint import Hint, both, not_applied, together
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.managed import Home, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import Unavailable, Uvm, load

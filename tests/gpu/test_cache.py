@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.residence import CacheRole, Residence, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheRole, MemorySlab, Residence, Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
+from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.lookahead import InPlace, LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.placement import Place

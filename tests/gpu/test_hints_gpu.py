@@ -13,8 +13,8 @@ import torch
 
 from gracetune.bench import cache as bench
 from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.residence import CacheRole, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheRole, ManagedSlab, MemorySlab, Where
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.config.environment import Environment, make_cublas_deterministic
 from gracetune.config.memory_options import MemoryOptions
@@ -22,10 +22,12 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import Loader
 from gracetune.hardware import probe
 from gracetune.hardware.machine import Profile
+from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.link_file import FILE
 from gracetune.memory.lookahead import LookAhead, RingMover
 from gracetune.memory.managed import ManagedHeap
+from gracetune.memory.managed_slab import ManagedSlab
 from gracetune.memory.native import HOST, RangeState, Uvm
 from gracetune.memory.placement import Hints
 from gracetune.memory.stacked import Stacked

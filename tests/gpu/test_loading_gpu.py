@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gracetune.memory.errors import WeightFileError
 from gracetune.memory.weights import loading
-from gracetune.memory.weights.destinations import TORCH_DTYPES
 from gracetune.memory.weights.loading import load_into, open_weights
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.units import MIB
 
 pytestmark = pytest.mark.gpu

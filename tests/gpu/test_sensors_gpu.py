@@ -8,18 +8,10 @@ import pytest
 import torch
 
 from gracetune.hardware import probe
+from gracetune.hostmem.sensors import HostReading, HostSensor
 from gracetune.memory.governor import Action, Governor, Limits
 from gracetune.memory.reclaim import TorchReclaimer
-from gracetune.memory.sensors import (
-    PEAK_ALLOCATED,
-    ArenaUsage,
-    DeviceReading,
-    DeviceSensor,
-    HostReading,
-    HostSensor,
-    Sensors,
-    TorchCuda,
-)
+from gracetune.memory.sensors import PEAK_ALLOCATED, ArenaUsage, DeviceReading, DeviceSensor, Sensors, TorchCuda
 from gracetune.units import GIB, MIB
 
 pytestmark = pytest.mark.gpu

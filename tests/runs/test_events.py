@@ -17,10 +17,10 @@ import gracetune.train.loop
 from gracetune.cli.main import main
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.hardware import probe
+from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.arena_size import ArenaSize
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.lookahead import InPlace, Moving
-from gracetune.memory.sensors import HostSensor
 from gracetune.telemetry.events import (
     EVENTS,
     EffectiveBatchChanged,

@@ -75,9 +75,11 @@ class TestLayers:
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         package = tmp_path / "src" / "gracetune"
         package.mkdir(parents=True)
-        for file in ("__init__.py", "durable.py", "errors.py", "units.py"):
+        for file in ("__init__.py", "errors.py", "seeded_random.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
-        for folder in re.findall(r"\w+", "telemetry config hardware kernels models planning train baselines bench cli"):
+        for folder in re.findall(
+            r"\w+", "storage telemetry config hardware kernels models planning train baselines bench cli"
+        ):
             (package / folder).mkdir()
             (package / folder / "__init__.py").write_text("")
         return tmp_path
@@ -95,6 +97,7 @@ class TestLayers:
     def test_imports_from_above_are_kept(self, checkout: Path) -> None:
         self.add(checkout, "cli/__init__.py", "import gracetune.train, gracetune.hardware, gracetune.errors")
         self.add(checkout, "train/__init__.py", "import accelerate, gracetune.config")
+        self.add(checkout, "telemetry/__init__.py", "import gracetune.storage")
         done = self.lint(checkout)
         assert done.returncode == 0, done.stdout
 

@@ -22,8 +22,8 @@ from gracetune.adapters import files
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.storage.atomic import sync_folder
 
 from .hooks import Around, Function, argument
 from .points import LOAD_LORA, SAVE_LORA, Point

@@ -17,13 +17,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gracetune import gh200
-from gracetune.cache.slabs import CacheRole, ManagedSlab, MemorySlab, Residence, Slab, choose_residence
+from gracetune.cache.residence import CacheRole, Residence, choose_residence
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hardware.machine import Machine
-from gracetune.memory.errors import UnifiedMemoryError, WeightFileError
+from gracetune.hostmem.sensors import HostSensor
+from gracetune.hostmem.slab import MemorySlab, Slab
+from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.sensors import HostSensor
-from gracetune.memory.weights.files import open_weights
+from gracetune.memory.managed_slab import ManagedSlab
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import open_weights
 from gracetune.units import format_bytes
 
 ALIGNMENT: Final = 512

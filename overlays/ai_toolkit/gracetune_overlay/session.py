@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import gracetune
 from gracetune.config.environment import Environment
-from gracetune.durable import sync_folder
+from gracetune.storage.atomic import sync_folder
 
 from .automagic import AutomagicFeature
 from .caches import CacheFeature

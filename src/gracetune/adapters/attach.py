@@ -28,7 +28,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
-from gracetune.adapters.layer import AttachedLayer, local, seeded
+from gracetune.adapters.layer import AttachedLayer, local
 from gracetune.adapters.loading import fitted
 from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
@@ -37,6 +37,7 @@ from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Sel
 from gracetune.adapters.trainable import unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.seeded_random import seeded
 
 PathChoice = Literal["auto", "library"]
 """`auto`: factorised where there is a form for it. `library`: peft's layers and whole changes, the reference."""

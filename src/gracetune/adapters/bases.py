@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import Tensor
 
 from gracetune.adapters.state import Stage
@@ -14,12 +13,13 @@ from gracetune.adapters.verify import Shapes, shapes_of
 from gracetune.config.families import Family
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.files import open_weights
 from gracetune.models.layout import weight_file
 from gracetune.models.published import build_published
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import Expert
+from gracetune.storage.safetensors_files import open_tensors
+from gracetune.storage.safetensors_headers import open_weights
 
 Weight = Callable[[str], Tensor]
 
@@ -67,7 +67,7 @@ class Base:
             if entry is None:
                 hint = "gracetune adapter verify shows what else does not fit"
                 raise ConfigError([Problem(path, "no such layer", f"a layer of {self.source.name}", hint)])
-            with safe_open(entry.path, framework="pt") as file:
+            with open_tensors(entry.path) as file:
                 tensor: Tensor = file.get_tensor(entry.name)
             return tensor
 

@@ -1,31 +1,23 @@
-"""An adapter's safetensors file: read whole or refused, written whole or not at all, never over another.
-
-Written by us and not by the safetensors library, whose header comes out in another order each time: the same adapter
-must give the same bytes. The format is described in `memory.weights.files`; ours has its entries sorted, the widest
-numbers first so that every tensor is aligned, and its header filled with spaces to a multiple of 8 bytes.
-"""
+"""An adapter's safetensors file: read whole or refused, written whole or not at all, never over another."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import stat
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import open_weights
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_files import file_pieces, in_file_order, read_tensors, tensor_bytes, write_tensors
+from gracetune.storage.safetensors_headers import open_weights
 
 SUFFIX = ".safetensors"
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -36,7 +28,6 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_ALIGNMENT = 8
 _LEGACY_START, _LEGACY_LENGTH = 0x100000, 0x10000
 
 
@@ -65,7 +56,7 @@ def read(path: Path) -> AdapterFile:
     if odd:
         hint = "save it in bf16, fp16 or fp32 where it was made"
         raise _unreadable(path, f"numbers of type {', '.join(odd)}", f"one of {', '.join(_DTYPES.values())}", hint)
-    tensors = load_file(path)
+    tensors = read_tensors(path)
     metadata = dict(header.metadata)
     config = path.with_name(_PEFT_CONFIG_FILE)
     if path.name == _PEFT_FILE and config.is_file():
@@ -108,39 +99,16 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     try:
         if path.exists():
             raise _exists(path)
-        return _write(path, tensors, metadata)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write_tensors(path, tensors, metadata, replace=False)
+        except FileExistsError:
+            raise _exists(path) from None
+        return path
     except OSError as error:
         hint = "check the path, its permissions and the space left on its disk"
         problem = Problem("--output", error.strerror or str(error), "a place that can be written to", hint, str(path))
         raise ConfigError([problem]) from error
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{uuid.uuid4().hex}.tmp")  # not longer by the file's own name, which may just fit
-    try:
-        with temporary.open("xb") as file:
-            for piece in _pieces(tensors, metadata):
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        _publish(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return path
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    """A link fails where the name is taken, a rename would replace; only file systems without links get a rename."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        raise _exists(path) from None
-    except OSError:
-        if path.exists():
-            raise _exists(path) from None
-        temporary.rename(path)
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------
@@ -149,15 +117,15 @@ def _publish(temporary: Path, path: Path) -> None:
 def data_hash(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 of the file's data, that is of all bytes behind the header."""
     digest = hashlib.sha256()
-    for _, tensor in _ordered(tensors):
-        digest.update(_bytes(tensor))
+    for _, tensor in in_file_order(tensors):
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
 
 
 def legacy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """The old A1111 hash: 64 KiB from the first MiB on, of the file with this header."""
     digest, position = hashlib.sha256(), 0
-    for piece in _pieces(tensors, metadata):
+    for piece in file_pieces(tensors, metadata):
         begin = max(0, _LEGACY_START - position)
         end = max(0, _LEGACY_START + _LEGACY_LENGTH - position)
         digest.update(piece[begin:end])
@@ -165,29 +133,6 @@ def legacy_hash(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> s
         if position >= _LEGACY_START + _LEGACY_LENGTH:
             break
     return digest.hexdigest()[:8]
-
-
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
-    offset = 0
-    for name, tensor in _ordered(tensors):
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, tensor in _ordered(tensors):
-        yield _bytes(tensor)
-
-
-def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 def _unreadable(path: Path, found: str, expected: str, hint: str) -> UnreadableAdapterError:

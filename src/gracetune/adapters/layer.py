@@ -5,10 +5,8 @@ Whoever wants another forward writes another one of these (`fast.layer` is one);
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -82,18 +80,3 @@ def _whole(parameter: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.to("cpu", torch.float32, copy=True).contiguous()
-
-
-@contextmanager
-def seeded(seed: int, *names: str) -> Iterator[None]:
-    """Draws inside depend on the seed and the names alone, and leave the CPU's generator as it was.
-
-    Libraries draw their initial weights on the CPU from the global generator; those of GPUs are not touched.
-    """
-    digest = hashlib.sha256("\0".join((str(seed), *names)).encode()).digest()
-    before = torch.get_rng_state()
-    try:
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        yield
-    finally:
-        torch.set_rng_state(before)

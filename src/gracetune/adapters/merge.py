@@ -7,15 +7,12 @@ time is in memory, and the folder appears whole or not at all (a name of its own
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -24,10 +21,19 @@ from torch import Tensor, nn
 from gracetune.adapters.delta import apply, bias_delta
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.destinations import torch_dtype
-from gracetune.memory.weights.files import TensorEntry, Weights, open_weights, read_fully, shortened
+from gracetune.storage.atomic import new_folder, write_new
+from gracetune.storage.safetensors_files import tensor_bytes
+from gracetune.storage.safetensors_headers import (
+    TensorEntry,
+    Weights,
+    describe,
+    open_weights,
+    pack_header,
+    read_fully,
+    shortened,
+)
 from gracetune.units import GIB
 
 STEM = "diffusion_pytorch_model"
@@ -75,7 +81,7 @@ def merge_into(
         raise ConfigError(shortened(unfit))
     with _new_folder(out) as folder:
         if (source / _CONFIG).is_file():
-            _write(folder / _CONFIG, (source / _CONFIG).read_bytes())
+            write_new(folder / _CONFIG, [(source / _CONFIG).read_bytes()])
         files = _write_shards(weights, changes, folder, shard_bytes)
     return MergeReport(out, files, tuple(name for name in weights.entries if name in changes), len(weights.entries))
 
@@ -180,27 +186,14 @@ def _weight_file(folder: Path, variant: str | None) -> Path:
 def _new_folder(out: Path) -> Iterator[Path]:
     if out.exists() or out.is_symlink():
         raise ConfigError([Problem("out", f"{out} exists", "a folder that does not exist yet", "give another name")])
-    unfinished = out.with_name(f".{out.name}.{uuid.uuid4().hex}.unfinished")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.mkdir()
-        yield unfinished
-        sync_folder(unfinished)
-        unfinished.rename(out)
-        sync_folder(out.parent)
+        with new_folder(out, files_synced=True) as unfinished:
+            yield unfinished
     except OSError as error:
         raise GracetuneError(
             f"{out} cannot be written: {error.strerror or error}\n  try  look at `df -h` of it"
         ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _write_shards(weights: Weights, changes: Mapping[str, Change], folder: Path, limit: int) -> tuple[str, ...]:
@@ -216,7 +209,8 @@ def _write_shards(weights: Weights, changes: Mapping[str, Change], folder: Path,
         "metadata": {"total_size": weights.size},
         "weight_map": {entry.name: name for name, entries in zip(names, shards, strict=True) for entry in entries},
     }
-    _write(folder / f"{STEM}.safetensors.index.json", json.dumps(index, indent=2, sort_keys=True).encode() + b"\n")
+    text = json.dumps(index, indent=2, sort_keys=True).encode() + b"\n"
+    write_new(folder / f"{STEM}.safetensors.index.json", [text])
     return (*names, f"{STEM}.safetensors.index.json")
 
 
@@ -232,29 +226,22 @@ def _shards(entries: list[TensorEntry], limit: int) -> list[list[TensorEntry]]:
 def _write_shard(path: Path, entries: Sequence[TensorEntry], changes: Mapping[str, Change]) -> None:
     # The format's own order, wide types first, keeps every tensor aligned.
     ordered = sorted(entries, key=lambda entry: (-entry.size // max(1, math.prod(entry.shape)), entry.name))
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    lines: dict[str, object] = {}
     end = 0
     for entry in ordered:
-        header[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [end, end + entry.size]}
+        lines[entry.name] = describe(entry.dtype, entry.shape, end, end + entry.size)
         end += entry.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in ordered:
-            _write_tensor(file, entry, changes.get(entry.name))
-        file.flush()
-        os.fsync(file.fileno())
+    header = pack_header(lines, {"format": "pt"}, ascii_only=True)
+    tensors = (_tensor_bytes(entry, changes.get(entry.name)) for entry in ordered)
+    write_new(path, chain([header], tensors))
 
 
-def _write_tensor(file: io.BufferedWriter, entry: TensorEntry, change: Change | None) -> None:
+def _tensor_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
     data = _read(entry)
     if change is None or not data:
-        file.write(data)
-        return
+        return memoryview(data)
     tensor = torch.frombuffer(data, dtype=torch_dtype(entry)).reshape(entry.shape)
-    merged = _merged(entry.name, tensor, change).contiguous()
-    file.write(merged.reshape(-1).view(torch.uint8).numpy().data)
+    return tensor_bytes(_merged(entry.name, tensor, change))
 
 
 def _read(entry: TensorEntry) -> bytearray:

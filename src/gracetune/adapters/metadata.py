@@ -25,8 +25,6 @@ from gracetune.models.key_maps import KEY_MAPS
 
 SPECIFICATION = "1.0.1"
 _ARCHITECTURE = "modelspec.architecture"
-_DUAL_WAN = ("wan2.2", "wan_2.2_14b")
-"""Only Wan 2.2 14B has two experts; which Wan another adapter is for, only the caller can say."""
 _OF_ONE_FILE = (
     "sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256", HEADER_ENTRY, PEFT_CONFIG, "gracetune.family",
     "gracetune.algorithm", "gracetune.format", "gracetune.stage", DORA_ENTRY, "ss_network_module", "ss_network_dim",
@@ -70,8 +68,8 @@ def header(
 def _defaults(state: AdapterState) -> dict[str, str]:
     keys = KEY_MAPS[state.family]
     architecture, version = keys.architecture or keys.family, keys.base_version
-    if state.stage:
-        architecture, version = _DUAL_WAN
+    if state.stage and keys.of_experts is not None:
+        architecture, version = keys.of_experts
     return {
         "ss_base_model_version": version,
         "modelspec.sai_model_spec": SPECIFICATION,

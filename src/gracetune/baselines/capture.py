@@ -27,13 +27,13 @@ import xxhash
 from gracetune.baselines.baseline import FILE, REPORT, Baseline, Hardware, Memory, Probe, Steps, throughput
 from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
 from gracetune.baselines.text import report
-from gracetune.cache.locks import lock
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
 from gracetune.config.run_config import RunConfig, Schedule, Validation
-from gracetune.durable import sync_folder
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.storage.atomic import publish_folder, write_new
+from gracetune.storage.locks import lock
 from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.logs import EVENTS
@@ -102,12 +102,10 @@ def capture(
         seen = _Seen(_events(measured), result.dry.once_ms / 1000, peak, probed, said, tuple(view.warnings))
         baseline = _baseline(measured, asked, machine, environment, seen)
         shutil.rmtree(folder / "run")
-        _write(folder / FILE, baseline.to_json())
-        _write(folder / REPORT, report(baseline))
+        write_new(folder / FILE, [baseline.to_json().encode()])
+        write_new(folder / REPORT, [report(baseline).encode()])
         final = _named(asked.output, config.name, baseline.date)
-        sync_folder(folder)
-        folder.rename(final)
-        sync_folder(asked.output)
+        publish_folder(folder, final)
     return Captured(final, baseline)
 
 
@@ -333,10 +331,3 @@ def _named(output: Path, name: str, date: str) -> Path:
     while (output / (stem if number == 1 else f"{stem}-{number}")).exists():
         number += 1
     return output / (stem if number == 1 else f"{stem}-{number}")
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

@@ -23,9 +23,9 @@ from gracetune.bench.row import Row
 from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
+from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.shards import pack
-from gracetune.cache.slabs import CacheRole, CacheType, Where
 from gracetune.cache.store import MAX_THREADS, DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
 from gracetune.config.dataset_config import Dataset

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 from gracetune.bench.cache import KEYS
 from gracetune.bench.row import Row
 from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.residence import CacheRole, Residence, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheRole, Residence, Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.data.index import DataIndex

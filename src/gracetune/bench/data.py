@@ -21,10 +21,12 @@ import xxhash
 
 from gracetune.bench.row import Row
 from gracetune.data.backend import Backend
-from gracetune.data.backends import GH200InMemoryBackend, attach_backend, from_json, to_json
-from gracetune.data.backends.stager import threads_for
+from gracetune.data.backends.handle import from_json, to_json
+from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend
+from gracetune.data.staging.stager import threads_for
 from gracetune.errors import MachineError
 from gracetune.hardware.machine import Machine
+from gracetune.storage.atomic import write_file
 from gracetune.units import MIB, format_bytes
 
 FILES: Final = 64
@@ -50,10 +52,7 @@ def _make(folder: Path, content: Callable[[int], bytes]) -> None:
     folder.mkdir()
     for number in range(FILES):
         for name, data in ((f"{number:04}.bmp", content(number)), (f"{number:04}.txt", b"a generated picture")):
-            with (folder / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(folder / name, data)
 
 
 def _compressible(number: int) -> bytes:

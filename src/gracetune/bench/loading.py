@@ -24,8 +24,6 @@ from typing import Any, Final
 
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from gracetune.bench.row import Row
@@ -35,6 +33,8 @@ from gracetune.memory.weights.loading import CHUNK, MAX_THREADS, open_weights
 from gracetune.models.loading import load_component
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
+from gracetune.storage.atomic import sync_file
+from gracetune.storage.safetensors_files import open_tensors, write_tensors
 from gracetune.units import GIB, MIB, format_bytes
 
 BAR: Final = 1.1
@@ -121,7 +121,7 @@ def write_weights(folder: Path, size: Size, device: torch.device) -> list[Path]:
     for index, names in enumerate(shards, 1):
         file = part / f"{_STEM}-{index:05}-of-{len(shards):05}.safetensors"
         shapes = {name: model.get_parameter(name).shape for name in names}
-        save_file({name: _drawn(shape, generator) for name, shape in shapes.items()}, file)
+        write_tensors(file, {name: _drawn(shape, generator) for name, shape in shapes.items()})
         weight_map |= dict.fromkeys(names, file.name)
         files.append(file)
     index_file = part / f"{_STEM}.safetensors.index.json"
@@ -202,9 +202,9 @@ def _timed(files: list[Path], work: Callable[[], object], device: torch.device) 
 
 
 def _drop_page_cache(file: Path) -> None:
+    sync_file(file)  # pages not yet written would stay
     descriptor = os.open(file, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # pages not yet written would stay
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
@@ -240,7 +240,7 @@ def _wrong_tensors(model: nn.Module, folder: Path) -> int:
     entries = open_weights(folder / _COMPONENT / f"{_STEM}.safetensors.index.json").entries
     wrong = 0
     for name in list(entries)[::25]:
-        with safe_open(entries[name].path, framework="pt") as file:
+        with open_tensors(entries[name].path) as file:
             stored = file.get_tensor(name)
         wrong += not torch.equal(parameters[name].cpu(), stored.to(parameters[name].dtype))
     return wrong

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from gracetune import __version__
 from gracetune.hardware import Machine
+from gracetune.storage.atomic import write_file
 
 RESULT_FORMAT: Final = 1
 
@@ -43,9 +44,7 @@ def command_line() -> str:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     """Whole or not at all: a bench that is stopped while it writes leaves its last result."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, f"{json.dumps(result, indent=2)}\n".encode())
 
 
 def git_commit() -> str | None:

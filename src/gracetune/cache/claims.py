@@ -10,8 +10,6 @@ processes encoded is the same in both.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from collections.abc import Iterable
 from types import TracebackType
@@ -19,9 +17,7 @@ from types import TracebackType
 from gracetune.cache.errors import unwritable
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-_TAKEN = (errno.EACCES, errno.EAGAIN)
+from gracetune.storage.locks import lock_byte, open_lock_file, unlock_byte
 
 
 class Claims:
@@ -29,7 +25,7 @@ class Claims:
 
     def __init__(self, store: DiskStore) -> None:
         try:
-            self._descriptor = os.open(store.folder / "work.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_lock_file(store.folder / "work.lock")
         except OSError as error:
             raise unwritable(error, store.folder, needed=0, free=None) from error
         self._held: set[Key] = set()
@@ -37,13 +33,10 @@ class Claims:
         """False once this disk turned out to have no locks."""
 
     def take(self, key: Key) -> bool:
-        try:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, _place(key))
-        except OSError as error:
-            if error.errno in _TAKEN:
-                return False
-            if error.errno not in _NO_LOCKS:
-                raise
+        grip = lock_byte(self._descriptor, _place(key))
+        if grip == "busy":
+            return False
+        if grip == "unsupported":
             self.are_exclusive = False
         self._held.add(key)
         return True
@@ -52,7 +45,7 @@ class Claims:
         for key in keys:
             self._held.discard(key)
             if self.are_exclusive:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, _place(key))
+                unlock_byte(self._descriptor, _place(key))
 
     def close(self) -> None:
         os.close(self._descriptor)  # which lets go of all of them

@@ -14,8 +14,8 @@ import os
 from pathlib import Path
 
 from gracetune.cache.errors import ForeignFolderError, ReadOnlyCacheError, unreadable, unwritable
-from gracetune.cache.locks import is_temporary, write_file
 from gracetune.errors import Problem
+from gracetune.storage.atomic import is_temporary, write_file
 
 FORMAT = "gracetune-cache"
 VERSION = 1
@@ -29,7 +29,7 @@ def prepare(folder: Path) -> None:
         if not _is_ours(folder):
             _refuse_others(folder)
             text = json.dumps({"format": FORMAT, "version": VERSION}).encode() + b"\n"
-            write_file(folder / FORMAT_FILE, [memoryview(text)])
+            write_file(folder / FORMAT_FILE, text)
         (folder / "shards").mkdir(exist_ok=True)
     except OSError as error:
         raise unwritable(error, folder, needed=0, free=None) from error

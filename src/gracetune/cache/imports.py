@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from gracetune.cache.keys import Origin
 from gracetune.cache.writer import Writer
 from gracetune.data.refs import SampleRef
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import Weights, open_weights
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import Weights, open_weights
 
 if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
@@ -324,9 +324,9 @@ def _take(
 
 
 def _tensors(file: Path, names: Mapping[str, str]) -> Entry:
-    from safetensors.torch import load_file
+    from gracetune.storage.safetensors_files import read_tensors
 
-    return {names[name]: tensor for name, tensor in load_file(file).items()}
+    return {names[name]: tensor for name, tensor in read_tensors(file).items()}
 
 
 def _unlike(found: Entry, model: Entry, close: float) -> str | None:

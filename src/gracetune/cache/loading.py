@@ -21,8 +21,8 @@ from gracetune.cache.errors import CacheError, CorruptEntryError, listed
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Table, empty_table, merge
 from gracetune.cache.reading import Located
+from gracetune.cache.residence import Residence
 from gracetune.cache.shards import Layout, layout_as_json, layout_from_json
-from gracetune.cache.slabs import Residence
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
 from gracetune.errors import Problem
@@ -246,7 +246,7 @@ class Views:
 
     def __init__(self, slab: Tensor, contents: Contents, small: tuple[Tensor, SmallTensors] | None = None) -> None:
         """`small`: tensors that are read from a slab of their own, and where they lie in it."""
-        from gracetune.memory.weights.destinations import TORCH_DTYPES
+        from gracetune.storage.safetensors_files import TORCH_DTYPES
 
         dtypes = {one.dtype for layout in contents.layouts for one in layout.tensors}
 

@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import write_file
 from gracetune.cache.shards import (
     DamagedFileError,
     Layout,
@@ -28,7 +27,8 @@ from gracetune.cache.shards import (
     pack_header,
     read_header,
 )
-from gracetune.memory.weights.files import read_fully
+from gracetune.storage.atomic import write_file
+from gracetune.storage.safetensors_headers import read_fully
 
 INDEX_FORMAT = "gracetune-cache-index 1"
 _EMPTY = np.empty(0, np.uint64)

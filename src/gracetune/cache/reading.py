@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Place, Runs, Table, join_keys
 from gracetune.cache.shards import RUN, Layout, checksum
-from gracetune.memory.weights.files import read_fully
+from gracetune.storage.safetensors_headers import read_fully
 
 MAX_OPEN = 64
 STRETCH = 8

@@ -34,28 +34,20 @@ from gracetune.cache.loading import (
     select,
     unpack_index,
 )
-from gracetune.cache.slabs import (
-    CacheRole,
-    CacheType,
-    ManagedSlab,
-    MemorySlab,
-    Residence,
-    Slab,
-    Where,
-    choose_residence,
-)
+from gracetune.cache.residence import CacheRole, CacheType, Residence, Where, choose_residence
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
-from gracetune.data.backends.errors import StagingError
-from gracetune.data.backends.handle import SegmentHandle, StagedHandle, own_start
-from gracetune.data.backends.numa import choose_nodes
-from gracetune.data.backends.share import LocalRanks, Offer, fetch
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
+from gracetune.hostmem.errors import HostMemoryError, StagingError
+from gracetune.hostmem.numa import choose_nodes
+from gracetune.hostmem.sensors import HostSensor
+from gracetune.hostmem.sharing import LocalRanks, Offer, fetch
+from gracetune.hostmem.slab import MemorySlab, Slab
 from gracetune.memory.errors import UnifiedMemoryError
+from gracetune.memory.managed_slab import ManagedSlab
 from gracetune.memory.placement import TEXT_ON_DEVICE_SHARE
-from gracetune.memory.sensors import HostSensor
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -277,9 +269,13 @@ def _slab(residence: Residence, size: int, where: Where) -> tuple[Slab, Residenc
             note = f"unified_memory was asked for and refused: {str(error).splitlines()[0]}"
             residence = residence.instead("pinned_host", "page-locked main memory", note)
     nodes = choose_nodes(where.machine)
-    if where.local_ranks > 1 or nodes.nodes:
-        return MemorySlab.shared(size, nodes, where.device, in_place=where.reads_in_place), residence
-    return MemorySlab.own(size, where.device, in_place=where.reads_in_place), residence
+    try:
+        if where.local_ranks > 1 or nodes.nodes:
+            return MemorySlab.shared(size, nodes, where.device, in_place=where.reads_in_place), residence
+        return MemorySlab.own(size, where.device, in_place=where.reads_in_place), residence
+    except HostMemoryError as error:
+        hint = "set cache.vae_cache_type and text_cache_type to disk"
+        raise CacheError(replace(error.problem, key="cache in memory", hint=hint)) from error
 
 
 def _small_on_gpu(slab: Slab, contents: Contents, where: Where) -> tuple[ManagedSlab, SmallTensors] | str | None:
@@ -316,13 +312,7 @@ def _publish(store: ResidentStore, offer: Offer) -> None:
         with io.FileIO(os.memfd_create("gracetune-cache-index", os.MFD_CLOEXEC), "r+") as index:
             _write(index, pack_index(contents, store.report))
             files = (slab.file, index)
-            handle = StagedHandle(
-                pid=os.getpid(),
-                started=own_start(),
-                root=store.report.name,
-                segments=tuple(_segment(file, name) for file, name in zip(files, ("entries", "index"), strict=True)),
-            )
-            offer.publish(handle, [file.fileno() for file in files])
+            offer.publish({"cache": store.report.name}, [file.fileno() for file in files])
     except BaseException:
         store.close()
         raise
@@ -334,11 +324,6 @@ def _write(file: io.FileIO, raw: bytes) -> None:
         view = view[file.write(view) or 0 :]
 
 
-def _segment(file: io.FileIO, name: str) -> SegmentHandle:
-    found = os.fstat(file.fileno())
-    return SegmentHandle(descriptor=file.fileno(), inode=found.st_ino, size=found.st_size, identity=name)
-
-
 def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     try:
         _, files = fetch(ranks, _offered(job.name))
@@ -348,7 +333,10 @@ def _join(job: _Job, ranks: LocalRanks) -> ResidentStore:
     data, index = files
     with index:
         raw = os.pread(index.fileno(), os.fstat(index.fileno()).st_size, 0)
-    slab = MemorySlab.join(data, job.where.device, in_place=job.where.reads_in_place)
+    try:
+        slab = MemorySlab.join(data, job.where.device, in_place=job.where.reads_in_place)
+    except HostMemoryError as error:
+        raise CacheError(replace(error.problem, key="cache in memory")) from error
     slab.settle()
     contents, report = unpack_index(raw)
     residence = replace(report.residence, notes=(*report.residence.notes, *slab.notes))

@@ -23,7 +23,6 @@ from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.errors import CacheError
 from gracetune.cache.imports import ImportReport
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import is_at, is_temporary
 from gracetune.cache.passes import How, OnProgress, Outcome, encode_latents, encode_texts, nothing_to_do, with_notes
 from gracetune.cache.places import Places
 from gracetune.cache.store import DiskStore
@@ -45,6 +44,8 @@ from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.index import DataIndex
 from gracetune.memory.reclaim import trim_heap
+from gracetune.storage.atomic import is_temporary
+from gracetune.storage.locks import is_at
 
 _OPENINGS = 8
 MANY_SHARDS = 64

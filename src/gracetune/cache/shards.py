@@ -32,8 +32,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from gracetune.cache.keys import Key, Origin
-from gracetune.cache.locks import write_file
-from gracetune.memory.weights.files import MAX_HEADER, read_fully
+from gracetune.storage import safetensors_headers
+from gracetune.storage.atomic import write_file
+from gracetune.storage.safetensors_headers import MAX_HEADER, describe, read_fully
 from gracetune.units import MIB
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Layout:
 
     def views(self, raw: Tensor) -> Entry:
         """The entry's tensors, as views of its `size` bytes (uint8; on any device, aligned to 64 bytes)."""
-        from gracetune.memory.weights.destinations import TORCH_DTYPES
+        from gracetune.storage.safetensors_files import TORCH_DTYPES
 
         return {
             one.name: raw[one.offset : one.offset + one.size].view(TORCH_DTYPES[one.dtype]).reshape(one.shape)
@@ -161,16 +162,15 @@ def checksum(raw: memoryview) -> int:
 
 
 def _layout(entry: Mapping[str, Tensor]) -> Layout:
-    from gracetune.memory.weights.destinations import TORCH_DTYPES
+    from gracetune.storage.safetensors_files import DTYPE_NAMES
 
-    names = {dtype: name for name, dtype in TORCH_DTYPES.items()}
     specs: list[TensorSpec] = []
     end = 0
     for name, tensor in sorted(entry.items(), key=lambda item: (-item[1].element_size(), item[0])):
-        if name == _PADDING or tensor.dtype not in names:
+        if name == _PADDING or tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"a cache cannot hold a tensor called {name!r} of {tensor.dtype}")
         size = tensor.numel() * tensor.element_size()
-        specs.append(TensorSpec(name, names[tensor.dtype], tuple(tensor.shape), end, size))
+        specs.append(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), end, size))
         end += size
     return Layout(tuple(specs), max(1, -(-end // ALIGNMENT)) * ALIGNMENT)
 
@@ -232,21 +232,17 @@ def _describe(entry: Packed, start: int, tensors: dict[str, Any]) -> None:
     end = start
     for one in entry.layout.tensors:
         begin, end = start + one.offset, start + one.offset + one.size
-        tensors[f"{entry.key}/{one.name}"] = _tensor(one.dtype, one.shape, begin, end)
+        tensors[f"{entry.key}/{one.name}"] = describe(one.dtype, one.shape, begin, end)
     last = start + entry.layout.size
     if end < last:
-        tensors[f"{entry.key}/{_PADDING}"] = _tensor("U8", (last - end,), end, last)
-
-
-def _tensor(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        tensors[f"{entry.key}/{_PADDING}"] = describe("U8", (last - end,), end, last)
 
 
 def pack_header(metadata: Mapping[str, str], tensors: Mapping[str, Any]) -> tuple[bytes, int]:
     """A safetensors header that vouches for itself, and where the data begins: at a multiple of 64."""
-    text = _json({"__metadata__": {"checksum": _BLANK, **metadata}, **tensors}).encode()
-    text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    raw = len(text).to_bytes(8, "little") + text
+    raw = safetensors_headers.pack_header(
+        tensors, {"checksum": _BLANK, **metadata}, alignment=ALIGNMENT, ascii_only=True
+    )
     place = 8 + len(_START)
     return raw[:place] + xxhash.xxh3_128_hexdigest(raw).encode() + raw[place + 32 :], len(raw)
 

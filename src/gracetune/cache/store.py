@@ -43,7 +43,6 @@ from gracetune.cache.errors import (
 )
 from gracetune.cache.folder import prepare, require
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import lock, sweep
 from gracetune.cache.manifest import Catalogue, Place
 from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches
 from gracetune.cache.shards import (
@@ -58,6 +57,8 @@ from gracetune.cache.shards import (
 )
 from gracetune.cache.writer import Flush, Writer
 from gracetune.errors import Problem
+from gracetune.storage.atomic import sweep
+from gracetune.storage.locks import lock, open_lock_file
 from gracetune.units import format_bytes
 
 if TYPE_CHECKING:
@@ -409,9 +410,9 @@ def _indexed(folder: Path) -> Catalogue:
 
 def _in_use(folder: Path, *, writable: bool) -> int | None:
     """Tell others that the cache is in use. Waits only while somebody removes entries."""
-    flags = os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY
+    path = folder / "users.lock"
     try:
-        descriptor = os.open(folder / "users.lock", flags | os.O_CLOEXEC, 0o666)
+        descriptor = open_lock_file(path) if writable else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         if writable:
             raise

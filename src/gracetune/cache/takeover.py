@@ -14,7 +14,7 @@ from gracetune.cache.encoder import KnowsMore, LatentEncoder, Prompt, TextEncode
 from gracetune.cache.imports import ImportReport, LatentWish, TextWish, import_latents, import_text
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem, by_folder
-from gracetune.config.aitoolkit.model import ARCHS
+from gracetune.config.families import names_of
 from gracetune.config.run_config import Model
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 FOLDERS = ("_latent_cache", "_t_e_cache")
-_SPACES = {"flux": "flux1"}
-"""ai-toolkit's name of a model's latents where that is not the model's `arch`."""
 
 StoreOf = Callable[[Path], DiskStore]
 
@@ -45,7 +43,7 @@ def take_latents(
     def encode(ref: SampleRef) -> Entry:
         return encoder.encode([index.load(ref)])[0]
 
-    spaces = [_SPACES.get(arch, arch) for arch in _archs(model)]
+    spaces = [arch.latent_space or name for name, arch in names_of(model.family).aitoolkit.archs.items()]
     beside = encoder.beside if isinstance(encoder, KnowsMore) else None
     roots, reports = _roots(index), []
     for folder, items in by_folder(missing).items():
@@ -74,7 +72,7 @@ def take_texts(
 
 def _archs(model: Model) -> list[str]:
     """Every one of the family: its models share their encoders more often than not, and comparing tells."""
-    return [name for name, arch in ARCHS.items() if arch.family == model.family]
+    return list(names_of(model.family).aitoolkit.archs)
 
 
 def _spoken(index: DataIndex) -> Iterator[tuple[str, Path]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.locks import write_file
+from gracetune.storage.atomic import write_file
 
 FILE = "gracetune-tiling.json"
 _FORMAT, _VERSION = "gracetune-tiling", 1
@@ -63,7 +63,7 @@ class TilingNotes:
             if self.file.exists() and not self._read():
                 return  # somebody else's
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self.file, [memoryview(_Content(encoders=encoders).model_dump_json().encode())])
+            write_file(self.file, _Content(encoders=encoders).model_dump_json().encode())
         except OSError:
             return
 

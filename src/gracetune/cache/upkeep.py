@@ -15,12 +15,12 @@ from pathlib import Path
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
 from gracetune.cache.folder import FORMAT_FILE
 from gracetune.cache.keys import Key
-from gracetune.cache.locks import is_temporary, lock, temporary_name
 from gracetune.cache.manifest import Place
 from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard
 from gracetune.cache.store import DamagedShard, DiskStore
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import is_temporary, sync_folder, temporary_name
+from gracetune.storage.locks import lock, open_lock_file
 from gracetune.units import MIB
 
 _SKELETON = (FORMAT_FILE, "index.safetensors", "shards", "upkeep.lock", "users.lock", "work.lock")
@@ -279,7 +279,7 @@ def _upkeep(store: DiskStore) -> Iterator[bool]:
     """One process at a time; False where it is another one's turn."""
     path = store.folder / "upkeep.lock"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_lock_file(path)
     except OSError as error:
         raise unwritable(error, store.folder, needed=0, free=None) from error
     try:

@@ -9,21 +9,18 @@ set-aside-checkpoint-<step>/ later than the step a run was resumed from; never r
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.cache.locks import lock
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
 from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import sync_folder, temporary_name
+from gracetune.storage.locks import lock, open_lock_file
 
 LOCK_FILE = ".gracetune.lock"
-_TEMPORARY = re.compile(r"\.gracetune-[0-9a-f]{32}\.tmp")
 _ASIDE = "set-aside-"
 
 
@@ -57,21 +54,9 @@ def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None
     return manifest if same else None
 
 
-def temporary_path(folder: Path) -> Path:
-    return folder / f".gracetune-{secrets.token_hex(16)}.tmp"
-
-
-def sweep(folder: Path) -> int:
-    """Remove what a process that is no more left half written or half deleted. Only while the lock is held."""
-    left = [path for path in folder.iterdir() if _TEMPORARY.fullmatch(path.name) and not path.is_symlink()]
-    for path in left:
-        shutil.rmtree(path, ignore_errors=True)
-    return len(left)
-
-
 def take_lock(folder: Path) -> tuple[int, bool]:
     """A descriptor that holds the folder until it is closed; False where the disk knows no locks."""
-    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = open_lock_file(folder / LOCK_FILE)
     grip = lock(descriptor, exclusive=True)
     if grip == "busy":
         os.close(descriptor)
@@ -134,7 +119,7 @@ def remove_superfluous(
 
 def _delete(folder: Path, path: Path) -> None:
     """Out of sight in one step, so that nobody ever sees half of it; then for good."""
-    trash = temporary_path(folder)
+    trash = folder / temporary_name()
     path.rename(trash)
     sync_folder(folder)
     shutil.rmtree(trash)

@@ -27,7 +27,7 @@ from typing import Any
 
 import xxhash
 
-from gracetune.checkpoint.files import Fact
+from gracetune.storage.checksums import Fact
 
 FORMAT = "gracetune-checkpoint"
 VERSION = 1

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gracetune.memory.weights.destinations import TORCH_DTYPES
+from gracetune.storage.safetensors_files import DTYPE_NAMES
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _RESERVED = ("manifest",)
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +103,7 @@ def _refuse_other_keys(value: Any) -> None:
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    if tensor.dtype not in _DTYPE_NAMES:
+    if tensor.dtype not in DTYPE_NAMES:
         raise ValueError(f"a checkpoint cannot hold a tensor of {tensor.dtype}")
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
@@ -112,27 +111,3 @@ def _host_copy(tensor: Tensor) -> Tensor:
 
 def _blocks(size: int) -> int:
     return -(-size // 4096) * 4096
-
-
-# -- tensors as the bytes of a safetensors file -----------------------------------------------------------------------
-
-
-def safetensors_bytes(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """Piece by piece, so that gigabytes are not held twice; the widest elements first, so that each is aligned."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
-    for _, tensor in ordered:
-        if tensor.numel():
-            yield tensor.reshape(-1).view(torch.uint8).numpy().data

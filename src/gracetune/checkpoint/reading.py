@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from gracetune.checkpoint.errors import CheckpointError, MissingPieceError, OtherRunError, listed, unreadable
-from gracetune.checkpoint.files import difference
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
@@ -23,6 +20,8 @@ from gracetune.checkpoint.manifest import (
 )
 from gracetune.checkpoint.pieces import Piece, Saved
 from gracetune.errors import Problem
+from gracetune.storage.checksums import difference
+from gracetune.storage.safetensors_files import read_tensors
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Checkpoint:
         if tensors not in self.manifest.files:
             return Saved(value)
         # Copies: what safetensors gives may be the file itself, mapped, and retention will delete that one day.
-        return Saved(value, {name: tensor.clone() for name, tensor in load_file(self.path / tensors).items()})
+        return Saved(value, {name: tensor.clone() for name, tensor in read_tensors(self.path / tensors).items()})
 
     def load(
         self, pieces: Sequence[Piece], *, per_rank: Sequence[Piece] = (), rank: int = 0, world_size: int = 1

@@ -13,15 +13,12 @@ from pathlib import Path
 from types import TracebackType
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
-from gracetune.checkpoint.files import Fact, write_new
 from gracetune.checkpoint.folder import (
     checkpoints,
     manifest_if_ours,
     remove_superfluous,
     set_aside,
-    sweep,
     take_lock,
-    temporary_path,
 )
 from gracetune.checkpoint.manifest import (
     MANIFEST,
@@ -39,14 +36,15 @@ from gracetune.checkpoint.pieces import (
     Saved,
     Snapshot,
     check_names,
-    safetensors_bytes,
     saved_size,
     snapshot,
 )
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
-from gracetune.durable import sync_folder
 from gracetune.errors import Problem
+from gracetune.storage.atomic import new_folder, sweep_folders
+from gracetune.storage.checksums import Fact, write_checksummed
+from gracetune.storage.safetensors_files import file_pieces
 from gracetune.units import MIB
 
 _MARGIN = MIB
@@ -82,7 +80,7 @@ class _Job:
         for name, piece in self.shared.items():
             yield f"{name}.json", iter([memoryview(piece.json)])
             if piece.tensors:
-                yield f"{name}.safetensors", safetensors_bytes(piece.tensors)
+                yield f"{name}.safetensors", file_pieces(piece.tensors)
         for name, ranks in self.per_rank.items():
             for rank, packed in enumerate(ranks):
                 stem, (json, tensors) = file_stem(name, rank), _unpacked(packed)
@@ -158,7 +156,7 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock, locked = take_lock(self.folder)
             if locked:
-                sweep(self.folder)
+                sweep_folders(self.folder)
         except OSError as error:
             raise unwritable(error, self.folder, needed=0, free=None, last=self.latest()) from error
         self._identity = dict(identity)
@@ -291,10 +289,8 @@ class CheckpointStore:
         return Written(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
     def _write_whole(self, job: _Job, target: Path) -> int:
-        temporary = temporary_path(self.folder)
-        try:
-            temporary.mkdir()
-            facts: dict[str, Fact] = {name: write_new(temporary / name, parts) for name, parts in job.files()}
+        with new_folder(target, files_synced=True) as temporary:
+            facts: dict[str, Fact] = {name: write_checksummed(temporary / name, parts) for name, parts in job.files()}
             manifest = Manifest(
                 step=job.step,
                 created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -304,13 +300,7 @@ class CheckpointStore:
                 per_rank_pieces=tuple(job.per_rank),
                 files=facts,
             )
-            last = write_new(temporary / MANIFEST, [memoryview(manifest.as_bytes())])
-            sync_folder(temporary)
-            temporary.rename(target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        sync_folder(self.folder)
+            last = write_checksummed(temporary / MANIFEST, [memoryview(manifest.as_bytes())])
         return last.size + sum(fact.size for fact in facts.values())
 
     def _free(self) -> int | None:
@@ -353,7 +343,7 @@ def _occupied(target: Path) -> CheckpointError:
 
 def _packed(name: str, saved: Saved) -> bytes:
     piece = snapshot(name, saved)
-    tensors = b"".join(safetensors_bytes(piece.tensors)) if piece.tensors else b""
+    tensors = b"".join(file_pieces(piece.tensors)) if piece.tensors else b""
     return len(piece.json).to_bytes(8, "little") + piece.json + tensors
 
 

@@ -52,8 +52,8 @@ def show(
 ) -> None:
     """Print buckets, what is dropped and why, and captions; draw a contact sheet of every bucket."""
     from gracetune.cli.data_view import Shown, as_json, print_data
-    from gracetune.data.backends.rehearsal import Rehearsal
     from gracetune.data.build import build_index, scan_folder
+    from gracetune.data.staging.rehearsal import Rehearsal
     from gracetune.data.words import counted
     from gracetune.models.registry import geometry_of
 
@@ -132,7 +132,7 @@ def _progress(*, quiet: bool) -> Iterator[OnDataset]:
 
 def draw_sheets(index: DataIndex, order: Order, folder: Path) -> tuple[dict[tuple[int, str], str], list[str]]:
     """The sheet of every group, and a sentence for every file that could not be decoded for one."""
-    from gracetune.durable import write_file
+    from gracetune.storage.atomic import write_file
 
     with _writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)

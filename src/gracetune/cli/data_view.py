@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gracetune.data.backends.estimate import Estimate, decimal
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Dropped
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Group, Order
+from gracetune.data.staging.estimate import Estimate, decimal
 from gracetune.data.words import counted, some
 
 FORMAT = 1

@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +34,7 @@ from gracetune.hardware.probe import probe, read_host_memory
 from gracetune.hardware.recording import load_recording, record
 from gracetune.hardware.software import minimum_versions
 from gracetune.memory.validate import validate
+from gracetune.storage.atomic import check_writable, write_file
 
 
 @dataclass(frozen=True)
@@ -181,8 +180,7 @@ def refuse_unwritable(path: Path) -> None:
     if place.kind in ("folder", "unreachable"):
         raise _unwritable(path, place.words)
     try:
-        with tempfile.NamedTemporaryFile(prefix=f".{path.name[:32]}.", dir=place.path.parent):
-            pass
+        check_writable(place.path.parent)
     except OSError as error:
         raise _unwritable(path, error.strerror) from error
 
@@ -192,20 +190,10 @@ def _unwritable(path: Path, why: str | None) -> ConfigError:
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:
-    """Complete or absent: written beside its place, flushed to disk, then renamed."""
-    scratch: str | None = None
-    path = look(path).path
+    """Complete or absent."""
     try:
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name[:32]}.", dir=path.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(json.dumps(report, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        Path(scratch).chmod(0o644)  # mkstemp's files are private; a report is not
-        Path(scratch).replace(path)
+        write_file(look(path).path, f"{json.dumps(report, indent=2)}\n".encode())
     except OSError as error:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
         raise _unwritable(path, error.strerror) from error
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from gracetune.cache.slabs import placement_lines
+from gracetune.cache.residence import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan

@@ -11,9 +11,9 @@ from pathlib import Path
 from gracetune.cli.console import Session, start
 from gracetune.cli.log_level import LogLevel
 from gracetune.cli.train import TrainRequest, run_training
+from gracetune.config.dialects.simpletuner.keys import ALIASES
+from gracetune.config.dialects.simpletuner.training import TRAINING
 from gracetune.config.draft import dotted
-from gracetune.config.simpletuner.keys import ALIASES
-from gracetune.config.simpletuner.training import ROWS
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
 
@@ -25,6 +25,7 @@ _OTHERS: dict[str, str] = {
     "optimizer": "optimizer.name",
     "lr_scheduler": "schedule.name",
 }
+_ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if key.path is not None}
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
 _SWITCHES = (
     "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",
@@ -71,7 +72,7 @@ def read_arguments(arguments: Sequence[str]) -> Launch:
         elif (found := _override(name, value)) is not None:
             sets += found
         else:
-            known = [*_SWITCHES, *_VALUES, "max_train_steps", "attention_mechanism", *_OTHERS, *ROWS, *_ALWAYS]
+            known = [*_SWITCHES, *_VALUES, "max_train_steps", "attention_mechanism", *_OTHERS, *_ROWS, *_ALWAYS]
             hint = misspelt(flag, known, "--set KEY=VALUE sets any value of the configuration")
             problems.append(Problem(f"--{flag}", value or "a switch", "a flag train.py knows", hint))
     if "config" not in ours:
@@ -141,8 +142,8 @@ def _override(name: str, value: str | None) -> list[str] | None:
         return [f"training.attention={_ATTENTION.get(plain, plain)}"]
     if name in _OTHERS:
         return [f"{_OTHERS[name]}={value}"]
-    if name in ROWS:
-        path, convert, _default = ROWS[name]
+    if name in _ROWS:
+        path, convert = _ROWS[name]
         given: object = True if value is None else value
         return [f"{dotted(path)}={_as_text(convert(given))}"]
     return None

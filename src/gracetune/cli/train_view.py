@@ -18,7 +18,7 @@ from gracetune.cache.pass_work import Progress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
-from gracetune.data.backends.progress import OnProgress, StagingProgress
+from gracetune.data.staging.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
 from gracetune.telemetry.progress import Standing
 from gracetune.train.dry import DryBatch

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, Strict
+from pydantic import Field, Strict, create_model
 
 from gracetune.config.base import (
     LONGEST_SIDE,
@@ -22,6 +22,7 @@ from gracetune.config.base import (
     Text,
     WholeNumber,
 )
+from gracetune.config.dataset_backends import INSTALLED, BackendName
 
 Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]
 AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
@@ -128,7 +129,7 @@ class Dataset(Section):
 
     id: Name
     path: Name
-    type: Literal["local", "in_memory", "url"] = "local"
+    type: BackendName = "local"
     dataset_type: Literal["image", "video", "audio", "conditioning", "eval"] = "image"
     disabled: Flag = False
     in_memory: InMemory = InMemory()
@@ -180,3 +181,18 @@ class Dataset(Section):
         """Whether latents are not cached at all."""
         changing = bool(self.augmentation.transforms) and self.augmentation.cache_mode == "disable_cache"
         return self.cache_latents == "none" or changing
+
+
+BACKEND_SECTIONS: tuple[str, ...] = tuple(
+    name for name in INSTALLED.names if name.isidentifier() and name not in Dataset.model_fields
+)
+"""Installed backends whose options have a section of a dataset, as `in_memory` is one; without names that are taken."""
+
+if not TYPE_CHECKING and BACKEND_SECTIONS:
+    Dataset = create_model(
+        "Dataset",
+        __base__=Dataset,
+        __doc__=Dataset.__doc__,
+        __module__=__name__,
+        **{name: (Options, Field(default_factory=dict)) for name in BACKEND_SECTIONS},
+    )

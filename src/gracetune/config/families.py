@@ -1,74 +1,164 @@
-"""The model families we train, and the published weights behind each flavour's name.
+"""The model families, found by name: ours, and those of other installed packages.
 
-Only names live here, because a config file is checked long before any model code is imported. What a family *does*
-is in its folder under `models/`, or in the installed package that brings it (`installed_families`).
+A family is a package. Ours are the folders below `gracetune.models` that `OURS` lists. A distribution names its own in
+the entry point group `gracetune.families`: the entry point's name is the family's, its value the package. Both have the
+same modules with the same names in them (docs/extending.md lists them), and both are read by `FamilyPackages.part`.
+Package names are read once, when gracetune starts. A module is imported when something of it is asked for, so that a
+package that cannot be imported stops nobody who does not use it, and so that a config file is checked without torch.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from pydantic import AfterValidator
 
-from gracetune.config.installed_families import GROUP, InstalledFamilies, refused
+from gracetune.config.family_names import FamilyNames, Flavour
+from gracetune.errors import ConfigError, Problem
 
-Modality = Literal["image", "video", "audio"]
+__all__ = ["FAMILIES", "GROUP", "PACKAGES", "Family", "FamilyPackages", "Flavour", "find_flavour", "flavours",
+           "names_of", "readable_names", "refuse_another_name"]  # fmt: skip
+
+GROUP = "gracetune.families"
+_OURS = ("wan", "qwen_image", "flux", "sdxl", "stable_audio")
+"""The folders below `gracetune.models`, in the order in which lists show them."""
+
+
+@runtime_checkable
+class SaysItsFamily(Protocol):
+    """A part that says whose it is: `NAMES`, `SPEC`, `KEYS`, a footprint."""
+
+    @property
+    def family(self) -> str: ...
 
 
 @dataclass(frozen=True)
-class Flavour:
-    """One published set of weights of a family."""
+class FamilyPackages:
+    """Where each family's package is."""
 
-    name: str
-    weights: str
-    makes: Modality
-    dual_expert: bool = False
-    edits: bool = False
-    from_picture: bool = False
-    """Clips go on from a first frame, and only so."""
+    ours: tuple[EntryPoint, ...]
+    installed: tuple[EntryPoint, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Ours first. An installed one with a name of ours is refused as soon as it is asked for."""
+        return tuple(dict.fromkeys(point.name for point in (*self.ours, *self.installed)))
+
+    def is_installed(self, family: str) -> bool:
+        """Whether a package of others brings it."""
+        return any(point.name == family for point in self.installed)
+
+    def part(self, family: str, module: str, name: str) -> Any:
+        """One name of one module of a family's package; refused if it says another family's name."""
+        place = f"{self._package(family)}.{module}"
+        if not self.is_installed(family):
+            return getattr(importlib.import_module(place), name)
+        try:
+            found = importlib.import_module(place)
+        except Exception as error:  # the code of others, run for the first time: whatever it raises, they have to mend
+            raise _unimportable(family, place, module, error) from error
+        if not hasattr(found, name):
+            raise refused(family, f"{place} without {name}", f"{name} in it")
+        part = getattr(found, name)
+        for one in part if isinstance(part, tuple | list) else (part,):
+            if isinstance(one, SaysItsFamily):
+                refuse_another_name(family, f"{place}.{name}", one)
+        return part
+
+    def has_module(self, family: str, module: str) -> bool:
+        """Whether a family's package has a module; looking for it imports the package and not the module."""
+        package = self._package(family)
+        try:
+            return find_spec(f"{package}.{module}") is not None
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{package}.".startswith(f"{error.name}."):
+                return False  # there is no such package
+            raise _unimportable(family, package, module, error) from error
+        except Exception as error:
+            raise _unimportable(family, package, module, error) from error
+
+    def _package(self, family: str) -> str:
+        points = [point for point in (*self.ours, *self.installed) if point.name == family]
+        if len(points) == 1:
+            return points[0].value
+        taken = any(point.name == family for point in self.ours)
+        by = [
+            f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})"
+            for point in self.installed
+            if point.name == family
+        ]
+        where = ", ".join([*(["gracetune itself"] if taken else []), *by])
+        raise refused(family, f"two families of this name: {where}", "one")
 
 
-_FLAVOURS: dict[str, tuple[Flavour, ...]] = {
-    "wan": (
-        Flavour("t2v-14b-2.2", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "video", dual_expert=True),
-        Flavour("i2v-14b-2.2", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "video", dual_expert=True, from_picture=True),
-        Flavour("ti2v-5b-2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "video"),
-        Flavour("t2v-1.3b-2.1", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "video"),
-        Flavour("t2v-14b-2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "video"),
-        Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video", from_picture=True),
-        Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video", from_picture=True),
-    ),
-    "qwen_image": (
-        Flavour("t2i", "Qwen/Qwen-Image", "image"),
-        Flavour("t2i-2512", "Qwen/Qwen-Image-2512", "image"),
-        Flavour("edit", "Qwen/Qwen-Image-Edit", "image", edits=True),
-        Flavour("edit-2509", "Qwen/Qwen-Image-Edit-2509", "image", edits=True),
-        Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
-    ),
-    "flux": (
-        Flavour("dev", "black-forest-labs/FLUX.1-dev", "image"),
-        Flavour("krea", "black-forest-labs/FLUX.1-Krea-dev", "image"),
-        Flavour("schnell", "black-forest-labs/FLUX.1-schnell", "image"),
-        Flavour("kontext", "black-forest-labs/FLUX.1-Kontext-dev", "image", edits=True),
-    ),
-    "sdxl": (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
-    "stable_audio": (Flavour("open-1.0", "stabilityai/stable-audio-open-1.0", "audio"),),
-}
+def _unimportable(family: str, place: str, module: str, error: Exception) -> ConfigError:
+    why = f"{place} cannot be imported: {type(error).__name__}: {error}"
+    return refused(family, why, f"a package with a module {module}")
 
-INSTALLED = InstalledFamilies(tuple(entry_points(group=GROUP)), ours=tuple(_FLAVOURS))
-FAMILIES: tuple[str, ...] = (*_FLAVOURS, *INSTALLED.names)
+
+def refuse_another_name(family: str, place: str, part: SaysItsFamily) -> None:
+    if part.family != family:
+        expected = f"family={family!r} there, or an entry point called {part.family}"
+        raise refused(family, f"family={part.family!r} in {place}", expected)
+
+
+def refused(family: str, found: str, expected: str) -> ConfigError:
+    hint = f"mend or `pip uninstall` the package whose entry point in {GROUP} is called {family} (docs/extending.md)"
+    return ConfigError([Problem(f"the installed family {family}", found, expected, hint)])
+
+
+PACKAGES = FamilyPackages(
+    ours=tuple(EntryPoint(name, f"gracetune.models.{name}", GROUP) for name in _OURS),
+    installed=tuple(entry_points(group=GROUP)),
+)
+FAMILIES: tuple[str, ...] = PACKAGES.names
+
+
+@cache
+def names_of(family: str) -> FamilyNames:
+    """What configs call a family and its parts. Without any flavour for a family we lack."""
+    if family not in FAMILIES:
+        return FamilyNames(family, ())
+    if not PACKAGES.has_module(family, "names") and PACKAGES.has_module(family, "flavours"):
+        return FamilyNames(family, _flavours_alone(family))
+    names: FamilyNames = PACKAGES.part(family, "names", "NAMES")
+    if not isinstance(names, FamilyNames):
+        raise refused(family, f"NAMES = {names!r}", "a FamilyNames")
+    _check_flavours(family, "NAMES.flavours", names.flavours)
+    return names
+
+
+def _flavours_alone(family: str) -> tuple[Flavour, ...]:
+    """Of a package without `names.py`: it has no names in the peers' files, and lists its flavours in `flavours.py`."""
+    found: tuple[Flavour, ...] = PACKAGES.part(family, "flavours", "FLAVOURS")
+    _check_flavours(family, "FLAVOURS", found)
+    return found
+
+
+def _check_flavours(family: str, name: str, found: Any) -> None:
+    if not (isinstance(found, tuple) and found and all(isinstance(one, Flavour) for one in found)):
+        raise refused(family, f"{name} = {found!r}", "a tuple of Flavour, at least one")
+
+
+def readable_names() -> Iterator[FamilyNames]:
+    """Of every family, without the installed packages that are broken: those stop nobody else."""
+    for family in FAMILIES:
+        try:
+            yield names_of(family)
+        except ConfigError:
+            if not PACKAGES.is_installed(family):
+                raise
 
 
 def flavours(family: str) -> tuple[Flavour, ...]:
     """Every flavour of a family; the first is the one taken when a config names none. Empty for a family we lack."""
-    if not INSTALLED.has(family):
-        return _FLAVOURS.get(family, ())
-    found: tuple[Flavour, ...] = INSTALLED.part(family, "flavours", "FLAVOURS")
-    if not (isinstance(found, tuple) and found and all(isinstance(one, Flavour) for one in found)):
-        raise refused(family, f"FLAVOURS = {found!r}", "a tuple of Flavour, at least one")
-    return found
+    return names_of(family).flavours
 
 
 def find_flavour(family: str, name: str) -> Flavour | None:

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.config import aitoolkit, native, simpletuner
+from gracetune.config.dialects import DIALECTS
+from gracetune.config.dialects.table import Dialect
 from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
+from gracetune.config.families import FAMILIES
 from gracetune.config.limits import beyond_limits
-from gracetune.config.peer_samples import settle_samples
 from gracetune.config.plain import DEEPEST, NotPlainError, plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, open_document, parse_scalar
 from gracetune.config.without_effect import without_effect
 from gracetune.errors import ConfigError, Problem
-
-Reader = Callable[[Document, Draft, Environment], None]
-
-
-@dataclass(frozen=True)
-class Dialect:
-    name: str
-    looks_like: Callable[[Any], bool]
-    read: Reader
-    settle: tuple[Callable[[Draft], None], ...] = ()
-    """What follows from values that flags may have changed."""
-
-
-DIALECTS = (
-    Dialect("native", native.looks_like, native.read),
-    Dialect("ai-toolkit", aitoolkit.looks_like, aitoolkit.read, (settle_samples, aitoolkit.settle_caches)),
-    Dialect("simpletuner", simpletuner.looks_like, simpletuner.read, (settle_samples,)),
-)
-"""Asked in this order; the first that recognises a file reads it."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +73,7 @@ _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
 def _read(path: FilePath) -> Document:
-    """ai-toolkit fills `${NAME}` in before it parses, so such a file need not be well-formed until then."""
+    """Where a dialect fills `${NAME}` in before it parses, a file need not be well-formed until then."""
     document = open_document(path)
     try:
         return document.reparsed()
@@ -99,7 +81,7 @@ def _read(path: FilePath) -> Document:
         if not _VARIABLE.search(document.text):
             raise
         data = _parsed_with_blanks(document)
-        if not aitoolkit.looks_like(data):
+        if not any(dialect.variables_in_text and dialect.recognises(data) for dialect in DIALECTS):
             raise
         return replace(document, data=data)
 
@@ -113,7 +95,7 @@ def _parsed_with_blanks(document: Document) -> Any:
 
 def _recognise(document: Document) -> Dialect:
     for dialect in DIALECTS:
-        if dialect.looks_like(document.data):
+        if dialect.recognises(document.data):
             return dialect
     article = "an" if document.format == "env" else "a"
     empty = document.data is None or document.data == {}
@@ -237,8 +219,9 @@ _MISSED = ("nothing", "nothing (null)", "neither steps nor epochs")
 
 # Stand-ins for required values that are missing, so that the rules between the others can still be checked.
 _DATASET = {"id": "unknown", "path": "unknown"}
-_STAND_INS: dict[str, Any] = {"family": "wan", "name": "unknown", "output_dir": "unknown", **_DATASET,
-                              "prompt": "unknown", "model": {"family": "wan"}, "datasets": [_DATASET]}  # fmt: skip
+_STAND_INS: dict[str, Any] = {"family": FAMILIES[0], "name": "unknown", "output_dir": "unknown", **_DATASET,
+                              "prompt": "unknown", "model": {"family": FAMILIES[0]},
+                              "datasets": [_DATASET]}  # fmt: skip
 
 
 def _validate(draft: Draft) -> tuple[RunConfig | None, set[Path], list[Problem]]:

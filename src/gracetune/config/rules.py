@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from gracetune.config.dataset_config import Dataset
+from gracetune.config.dataset_backends import INSTALLED
+from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
+from gracetune.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,36 @@ def _datasets(config: RunConfig) -> Iterator[Broken]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
-        for rule in (_sizes, _frames, _periods):
+        for rule in (_sizes, _frames, _periods, _backend):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
         if flavour is not None:
             yield from _modality(dataset, ("datasets", index), flavour)
+
+
+def _backend(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    """An installed backend can be imported, and its own model takes its options."""
+    given = dict(dataset)
+    for name in BACKEND_SECTIONS:
+        if name != dataset.type and given[name]:
+            expected = f"no options of {name} in a dataset of type {dataset.type}"
+            hint = f"write type: {name}, or remove them"
+            yield Broken((*path, name), describe(given[name]), expected, hint, ((*path, "type"),))
+    if not INSTALLED.has(dataset.type):
+        return
+    if dataset.type not in BACKEND_SECTIONS:
+        expected = "a backend whose name is no other key of a dataset"
+        yield Broken((*path, "type"), dataset.type, expected, "rename the entry point of the package that brings it")
+        return
+    try:
+        _, invalid = INSTALLED.validated(dataset.type, given[dataset.type])
+    except ConfigError as error:
+        for one in error.problems:
+            yield Broken((*path, "type"), f"{dataset.type}: {one.found}", one.expected, one.hint)
+        return
+    for option in invalid:
+        hint = f"look at the documentation of the package that brings {dataset.type}"
+        yield Broken((*path, dataset.type, *option.path), describe(option.found), option.expected, hint)
 
 
 def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:

@@ -79,7 +79,7 @@ def _unless(
 
 
 def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
-    if dataset.type == "url" or "://" in dataset.path:
+    if dataset.type not in ("local", "in_memory") or "://" in dataset.path:
         return
     folder = look(dataset.path)
     if folder.kind != "folder":

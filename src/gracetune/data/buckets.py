@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 
 from gracetune.config.dataset_config import Audio, Dataset, Video
-from gracetune.data.draws import below
 from gracetune.data.geometry import Geometry
 from gracetune.data.refs import Bucket, Fit
+from gracetune.seeded_random import below
 
 Size = tuple[int, int]
 """Width and height."""

@@ -13,8 +13,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.backends.open import plain_backend
-from gracetune.data.backends.selection import reasons
+from gracetune.data.backends.open import open_unstaged
 from gracetune.data.captions import CaptionBook, KohyaFolder, open_captions
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
@@ -26,6 +25,7 @@ from gracetune.data.media.probe import AudioFacts
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
 from gracetune.data.scan import MediaFile, Scan, ScanMemory, scan
+from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted
 from gracetune.errors import ConfigError, Problem
 
@@ -44,7 +44,7 @@ def build_index(
     config: RunConfig,
     geometry: Geometry,
     *,
-    open_backend: OpenBackend = lambda dataset: plain_backend(dataset.path),
+    open_backend: OpenBackend = open_unstaged,
     memory: Path | None = None,
     workers: int = 8,
     on_scanned: OnDataset = lambda name, done, total: None,

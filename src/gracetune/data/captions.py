@@ -21,10 +21,10 @@ from typing import Literal
 from gracetune.config.dataset_config import Captions
 from gracetune.data.backend import Backend
 from gracetune.data.caption_tables import Table, load_table
-from gracetune.data.draws import below, shuffled, uniform
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.refs import CaptionRef
 from gracetune.errors import ConfigError, Problem
+from gracetune.seeded_random import below, shuffled, uniform
 
 PLACEHOLDER = "[trigger]"
 Origin = Literal["own", "empty", "default", "folder", "missing"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 from gracetune.config.dataset_config import Audio, Video
-from gracetune.data.draws import uniform
 from gracetune.data.media.audio import SLACK
 from gracetune.data.media.probe import AudioFacts, VideoFacts
 from gracetune.data.refs import Clip
+from gracetune.seeded_random import uniform
 
 _TOLERANCE = 1e-3
 """Seconds: what a container's rounded times may lack of a whole frame."""

@@ -24,7 +24,6 @@ from gracetune.data.backends.listing import LeftOut
 from gracetune.data.buckets import fit_picture
 from gracetune.data.captions import caption_ref
 from gracetune.data.clips import audio_clip, pieces, video_clip
-from gracetune.data.draws import below, draw
 from gracetune.data.fingerprint import Fingerprint, fingerprint
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import DatasetIndex, Item, Reference, audio_rate, size_of
@@ -32,6 +31,7 @@ from gracetune.data.media.load import DecodeLimits, Sample, load
 from gracetune.data.media.probe import AudioFacts, VideoFacts
 from gracetune.data.refs import Augmentation, CaptionRef, Clip, Fit, SampleRef
 from gracetune.data.sampler import Drawn, Group, Order, Source
+from gracetune.seeded_random import below, draw
 
 Freshness = Literal["once", "epoch", "visit"]
 """How long a random crop, clip or transform stays as it was drawn."""

@@ -20,12 +20,12 @@ from gracetune.data.buckets import (
 )
 from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
 from gracetune.data.clips import available_frames
-from gracetune.data.draws import draw
 from gracetune.data.geometry import Geometry
 from gracetune.data.media.image import MAX_PIXELS
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.refs import Bucket, MaskRef, Transform
 from gracetune.data.scan import MediaFile
+from gracetune.seeded_random import draw
 
 MOST_FOLDER_VISITS = 500
 """A larger number in front of a folder's name is a year or a date, not kohya's count of visits."""

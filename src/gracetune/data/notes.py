@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gracetune.data.backends.selection import reasons
 from gracetune.data.buckets import resized
 from gracetune.data.captions import KohyaFolder
 from gracetune.data.clips import is_padded
@@ -12,6 +11,7 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.index import freshness
 from gracetune.data.items import DatasetIndex, Item, audio_rate, same_stem
 from gracetune.data.media.probe import AudioFacts
+from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted, some
 
 ENLARGED = 1.05

@@ -18,8 +18,8 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from gracetune.data.draws import below, ordered, uniform
 from gracetune.data.refs import Bucket
+from gracetune.seeded_random import below, ordered, uniform
 
 
 @dataclass(frozen=True)

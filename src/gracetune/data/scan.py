@@ -24,7 +24,7 @@ from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
 from gracetune.data.truncation import truncation
-from gracetune.durable import write_file
+from gracetune.storage.atomic import write_file
 
 SCAN_VERSION: Final = 2
 """Raised whenever a file would be judged differently than before: old results are then not used."""

@@ -22,10 +22,10 @@ from typing import Literal, Protocol
 import numpy as np
 
 from gracetune.config.run_config import Objective
-from gracetune.data.draws import uniform
 from gracetune.diffusion.beta import beta_cdf, beta_quantile
 from gracetune.diffusion.schedule import Ddpm, NoiseSchedule
 from gracetune.errors import ConfigError, Problem
+from gracetune.seeded_random import uniform
 
 Window = tuple[float, float]
 """Noise levels from the first, up to but without the second; an end of 1 is included."""

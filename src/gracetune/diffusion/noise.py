@@ -1,7 +1,6 @@
 """The noise a sample is mixed with: a function of the seed and the sample's number, on the latents' device.
 
-Each sample has a generator of its own, so its noise does not depend on the batch or the rank it is in. A CPU and a
-GPU draw different numbers from one seed; two machines of one kind draw the same.
+Its noise does not depend on the batch or the rank it is in (see `seeded_random`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gracetune.config.run_config import Objective
-from gracetune.data.draws import draw, uniform
+from gracetune.seeded_random import normals, uniform
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +54,4 @@ def _offsets(latents: Tensor, probability: float, seed: int, indices: Sequence[i
 def _normals(latents: Tensor, shape: torch.Size, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:
     if len(indices) != latents.shape[0]:
         raise ValueError(f"{len(indices)} sample numbers for a batch of {latents.shape[0]}")
-    drawn = torch.empty((len(indices), *shape), dtype=torch.float32, device=latents.device)
-    generator = torch.Generator(latents.device)
-    for row, index in zip(drawn, indices, strict=True):
-        generator.manual_seed(draw(seed, purpose, index))
-        row.normal_(generator=generator)
-    return drawn
+    return normals(shape, seed, purpose, indices, latents.device)

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -33,6 +31,7 @@ from gracetune.hardware.host import ProcessFacts
 from gracetune.hardware.machine import Facts, Machine, Software
 from gracetune.hardware.probe import assemble
 from gracetune.hardware.software import read_software
+from gracetune.storage.atomic import new_folder, write_new
 
 
 class RecordingHeader(Facts):
@@ -126,17 +125,11 @@ def _write_folder(folder: Path, texts: dict[str, str]) -> None:
     """Whole or not at all: written beside its place and moved there when complete."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
+        with new_folder(folder, files_synced=True) as scratch:
             for name, text in texts.items():
                 path = scratch / name.lstrip("/")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text, encoding="utf-8")
-            scratch.chmod(0o755)  # mkdtemp's folders are private; this one is made to be sent to someone
-            scratch.rename(folder)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+                write_new(path, [text.encode()])
     except OSError as error:
         raise MachineError(f"{folder}: cannot be written: {error.strerror or error}; choose another folder") from error
 

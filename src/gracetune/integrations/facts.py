@@ -18,6 +18,7 @@ from typing import Any
 
 from gracetune.errors import GracetuneError
 from gracetune.integrations.signatures import parse, shown
+from gracetune.storage.atomic import write_file
 
 FORMAT = 1
 LAZY = "__getattr__"
@@ -82,7 +83,7 @@ def same_name(file: str, module: str) -> bool:
 
 
 def write_facts(facts: Facts, file: Path) -> None:
-    file.write_text(json.dumps(as_json(facts), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_file(file, f"{json.dumps(as_json(facts), indent=1, ensure_ascii=False)}\n".encode())
 
 
 def read_facts(file: Path) -> Facts:

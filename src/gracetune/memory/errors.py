@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from gracetune.errors import GracetuneError, Problem
 from gracetune.units import format_bytes
@@ -83,16 +83,6 @@ class MemoryPressure(GracetuneError):  # noqa: N818 - a state of the machine, an
             "or caches on disk: --set cache.vae_cache_type=disk --set cache.text_cache_type=disk",
         )
         super().__init__(str(problem))
-
-
-class WeightFileError(GracetuneError):
-    """Weights cannot be read into the place prepared for them; carries all of the problems, not only the first."""
-
-    def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(problems)
-        if not self.problems:
-            raise ValueError("a WeightFileError without problems would tell the user nothing")
-        super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
 class CacheWrittenError(UnifiedMemoryError):

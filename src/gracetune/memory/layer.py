@@ -12,6 +12,7 @@ from gracetune.config.alloc_conf import max_split_bytes
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.hardware.allocation import CAREFUL_CAP, host_reserve
 from gracetune.hardware.machine import Machine
+from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.arena import OverflowArena
 from gracetune.memory.arena_size import ArenaSize, Room, arena_size
 from gracetune.memory.errors import UnifiedMemoryError
@@ -20,7 +21,7 @@ from gracetune.memory.lookahead import LookAhead, LookAheadStats, Mover
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import Migrations, Unavailable, Uvm, load
 from gracetune.memory.reclaim import TorchReclaimer
-from gracetune.memory.sensors import ArenaUsage, CudaMemory, DeviceSensor, HostSensor, Sensors, TorchCuda
+from gracetune.memory.sensors import ArenaUsage, CudaMemory, DeviceSensor, Sensors, TorchCuda
 from gracetune.memory.stats import UvmStats, merged
 from gracetune.memory.trial import synchronize
 

@@ -15,9 +15,9 @@ from typing import Final, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from gracetune.durable import write_file
 from gracetune.hardware.machine import Machine
 from gracetune.memory.transport import Measured
+from gracetune.storage.atomic import write_file
 
 FILE: Final = "link-speeds.json"
 

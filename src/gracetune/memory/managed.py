@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from gracetune.hostmem.hint import Hint, not_applied
+from gracetune.hostmem.pages import HINT_PAGE, round_up
 from gracetune.memory.errors import DriverError, DriverTooOldError, UnifiedMemoryError
-from gracetune.memory.hint import Hint, not_applied
 from gracetune.memory.native import HOST, Advice, RangeState, Span, Uvm
-from gracetune.memory.pages import HINT_PAGE, round_up
 from gracetune.memory.slab import FreeSpace
 from gracetune.units import MIB
 

@@ -20,9 +20,9 @@ from typing import Final
 import xxhash
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gracetune.durable import write_file
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import FileIdentity, TensorEntry, read_fully, unreadable
+from gracetune.storage.atomic import write_file
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import FileIdentity, TensorEntry, read_fully, unreadable
 from gracetune.units import MIB
 
 VERSION: Final = 2

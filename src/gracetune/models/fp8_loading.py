@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.destinations import TORCH_DTYPES
-from gracetune.memory.weights.files import Weights
 from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models.fp8 import SIDE, Fp8Linear
 from gracetune.models.spec import Fp8, Fp8Layouts
+from gracetune.storage.safetensors_files import TORCH_DTYPES
+from gracetune.storage.safetensors_headers import Weights
 from gracetune.units import MIB
 
 AT_ONCE = 512 * MIB

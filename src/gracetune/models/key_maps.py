@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from gracetune.models.flux.keys import KEYS as FLUX
-from gracetune.models.installed import WithInstalled
+from gracetune.models.family_parts import FamilyParts
 from gracetune.models.keys import KeyMap
-from gracetune.models.qwen_image.keys import KEYS as QWEN_IMAGE
-from gracetune.models.sdxl.keys import KEYS as SDXL
-from gracetune.models.stable_audio.keys import KEYS as STABLE_AUDIO
-from gracetune.models.wan.keys import KEYS as WAN
 
-KEY_MAPS: WithInstalled[KeyMap] = WithInstalled(
-    {keys.family: keys for keys in (WAN, QWEN_IMAGE, FLUX, SDXL, STABLE_AUDIO)}, module="keys", name="KEYS"
-)
+KEY_MAPS: FamilyParts[KeyMap] = FamilyParts("keys", "KEYS")
 """By family, in the order of `config.families`."""

@@ -100,6 +100,10 @@ class KeyMap:
     """What the headers of files call the model (`modelspec.architecture`); empty: the family's own name."""
     base_version: str = ""
     """The same in kohya's words (`ss_base_model_version`); empty: not written."""
+    of_experts: tuple[str, str] | None = None
+    """Both of these for weights with two experts, where they are called otherwise."""
+    header_marks: tuple[str, ...] = ()
+    """Texts in those entries, or in an entry of our own, by which a file's header names this family."""
 
     def find(self, name: str) -> Place | None:
         """The layer a name stands for, in either layout, with dots or underscores."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import TensorEntry, open_weights
 from gracetune.models import single_file
 from gracetune.models.source import INDEX, PICKLES, ModelSource, read_json
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import TensorEntry, open_weights
 
 CONFIG, TOKENIZER, SCHEDULER = "config.json", "tokenizer_config.json", "scheduler_config.json"
 """The file by which a part of each kind is recognised."""

@@ -22,8 +22,6 @@ from torch.nn.utils.weight_norm import WeightNorm
 from transformers.utils import logging
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import Weights, open_weights
 from gracetune.memory.weights.loading import Progress, load_into
 from gracetune.models import fp8_loading, single_file
 from gracetune.models.attention import apply_attention
@@ -33,6 +31,8 @@ from gracetune.models.fp8_loading import Put, fp8_weights, putting
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import Weights, open_weights
 
 Draw = Callable[[nn.Module, Mapping[str, Tensor]], None]
 """Gives the tensors of a model, by name and in their place, values that come from no file."""

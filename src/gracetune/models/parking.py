@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from gracetune.hostmem.pages import round_up
 from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
-from gracetune.memory.pages import round_up
 
 _ALIGNMENT = 512
 """What torch's own allocator guarantees; also a multiple of the 8 bytes the checksum reads at once."""

@@ -1,51 +1,28 @@
-"""Every family and where its parts are: the one place that lists them all."""
+"""Every family's parts, found by the family's name."""
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from gracetune.config.families import INSTALLED, flavours
-from gracetune.config.installed_families import refuse_another_name
+from gracetune.config.families import FAMILIES, flavours, refuse_another_name
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.data.geometry import Geometry
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.flux.footprint import FOOTPRINTS as FLUX
-from gracetune.models.flux.geometry import GEOMETRIES as FLUX_GEOMETRIES
+from gracetune.models.family_parts import FamilyParts
 from gracetune.models.footprint import Footprint
-from gracetune.models.installed import WithInstalled
-from gracetune.models.qwen_image.footprint import FOOTPRINTS as QWEN_IMAGE
-from gracetune.models.qwen_image.geometry import GEOMETRIES as QWEN_IMAGE_GEOMETRIES
-from gracetune.models.sdxl.footprint import FOOTPRINTS as SDXL
-from gracetune.models.sdxl.geometry import GEOMETRIES as SDXL_GEOMETRIES
-from gracetune.models.stable_audio.footprint import FOOTPRINTS as STABLE_AUDIO
-from gracetune.models.stable_audio.geometry import GEOMETRIES as STABLE_AUDIO_GEOMETRIES
-from gracetune.models.wan.footprint import FOOTPRINTS as WAN
-from gracetune.models.wan.geometry import GEOMETRIES as WAN_GEOMETRIES
 
 if TYPE_CHECKING:
     from gracetune.models.spec import ModelSpec
 
-FOOTPRINTS = WithInstalled(
-    {"wan": WAN, "qwen_image": QWEN_IMAGE, "flux": FLUX, "sdxl": SDXL, "stable_audio": STABLE_AUDIO},
-    module="footprint",
-    name="FOOTPRINTS",
-)
+FOOTPRINTS: FamilyParts[tuple[Footprint, ...]] = FamilyParts("footprint", "FOOTPRINTS")
 """Family -> the footprints of its flavours, in the order of `config.families`."""
 
-GEOMETRIES = WithInstalled(
-    {
-        "wan": WAN_GEOMETRIES,
-        "qwen_image": QWEN_IMAGE_GEOMETRIES,
-        "flux": FLUX_GEOMETRIES,
-        "sdxl": SDXL_GEOMETRIES,
-        "stable_audio": STABLE_AUDIO_GEOMETRIES,
-    },
-    module="geometry",
-    name="GEOMETRIES",
-)
+GEOMETRIES: FamilyParts[Mapping[str, Geometry]] = FamilyParts("geometry", "GEOMETRIES")
 """Family -> flavour -> what it asks of its data."""
+
+_SPECS: FamilyParts[ModelSpec] = FamilyParts("spec", "SPEC")
 
 
 def footprint_of(model: Model) -> tuple[Footprint, str | None]:
@@ -76,13 +53,9 @@ def geometry_of(model: Model) -> tuple[Geometry, str | None]:
 
 def spec_of(family: str) -> ModelSpec:
     """A family's whole bundle. Imports its model code, which takes seconds: nothing above needs that."""
-    if family not in FOOTPRINTS:
-        known = ", ".join(FOOTPRINTS)
-        raise ConfigError([Problem("model.family", family, known, nearest(family, FOOTPRINTS) or known)])
-    if INSTALLED.has(family):
-        installed: ModelSpec = INSTALLED.part(family, "spec", "SPEC")
-        refuse_another_name(family, "SPEC.keys", installed.keys)
-        return installed
-    module = importlib.import_module(f"gracetune.models.{family}.spec")
-    spec: ModelSpec = module.SPEC
+    if family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ConfigError([Problem("model.family", family, known, nearest(family, FAMILIES) or known)])
+    spec = _SPECS[family]
+    refuse_another_name(family, "SPEC.keys", spec.keys)
     return spec

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import TensorEntry, open_weights, shortened
 from gracetune.memory.weights.staging import too_large_for
 from gracetune.models.fp8_loading import Put
 from gracetune.models.source import ModelSource
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import TensorEntry, open_weights, shortened
 
 _DENOISERS = ("transformer", "unet")
 _PREFIXES: Mapping[str, tuple[str, ...]] = {
@@ -84,7 +84,8 @@ _BELONG = "check that this file belongs to model.family and model.flavour"
 
 def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str, Tensor]:
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-    from safetensors.torch import load_file
+
+    from gracetune.storage.safetensors_files import read_tensors
 
     known: dict[str, Any] | None = SINGLE_FILE_LOADABLE_CLASSES.get(cls.__name__)  # type: ignore[assignment]
     if known is None:
@@ -92,7 +93,7 @@ def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str,
         found = f"{file}, a single file in its authors' own layout"
         raise ConfigError([Problem("model.path", found, f"a layout diffusers reads for {cls.__name__}", hint)])
     open_weights(file)  # a broken file is refused in our words
-    tensors = load_file(file)  # mapped, not read
+    tensors = read_tensors(file)  # mapped, not read
     try:
         renamed: dict[str, Tensor] = known["checkpoint_mapping_fn"](config=dict(config), checkpoint=tensors)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
@@ -126,14 +127,15 @@ def _surplus(file: Path, renamed: Mapping[str, Tensor], destinations: Mapping[st
 def load_text(source: ModelSource, component: str, cls: Any, dtype: torch.dtype) -> nn.Module:
     """The text encoder inside a whole checkpoint in one file, as SDXL's are published."""
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
-    from safetensors.torch import load_file
+
+    from gracetune.storage.safetensors_files import read_tensors
 
     file = source.single_file
     assert file is not None
     open_weights(file)  # a broken file is refused in our words
     # diffusers tells the two apart by their width; by their place in the file there is nothing to guess.
     (prefix,) = _PREFIXES[component]
-    tensors = {name: tensor for name, tensor in load_file(file).items() if name.startswith(prefix)}
+    tensors = {name: tensor for name, tensor in read_tensors(file).items() if name.startswith(prefix)}
     try:
         model: nn.Module = create_diffusers_clip_model_from_ldm(
             cls, tensors, subfolder=component, config=str(source.folder), torch_dtype=dtype, local_files_only=True

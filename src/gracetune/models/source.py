@@ -14,8 +14,8 @@ from gracetune.config.places import Place, look
 from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.files import open_weights
 from gracetune.models import hub
+from gracetune.storage.safetensors_headers import open_weights
 
 INDEX = "model_index.json"
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")

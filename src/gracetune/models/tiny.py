@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
 
-from gracetune.config.families import FAMILIES, INSTALLED, find_flavour, flavours
+from gracetune.config.families import FAMILIES, find_flavour, flavours
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.registry import spec_of
@@ -15,49 +13,10 @@ RECIPE = 1
 """Raised with every change to what is written, so that folders kept from before are not taken for new ones."""
 
 
-# Each imports its family's model code, which takes seconds, only when one of its models is asked for.
-def _wan(folder: Path, flavour: str, seed: int) -> Path:
-    from gracetune.models.wan.tiny import build_tiny
-
-    return build_tiny(folder, flavour, seed=seed)
-
-
-def _qwen_image(folder: Path, flavour: str, seed: int) -> Path:
-    from gracetune.models.qwen_image.tiny import build_tiny
-
-    return build_tiny(folder, flavour, seed=seed)
-
-
-def _flux(folder: Path, flavour: str, seed: int) -> Path:
-    from gracetune.models.flux.tiny import build_tiny
-
-    return build_tiny(folder, flavour, seed=seed)
-
-
-def _sdxl(folder: Path, flavour: str, seed: int) -> Path:
-    from gracetune.models.sdxl.tiny import build_tiny
-
-    return build_tiny(folder, flavour, seed=seed)
-
-
-def _stable_audio(folder: Path, flavour: str, seed: int) -> Path:
-    from gracetune.models.stable_audio.tiny import build_tiny
-
-    return build_tiny(folder, flavour, seed=seed)
-
-
-BUILDERS: MappingProxyType[str, Callable[[Path, str, int], Path]] = MappingProxyType(
-    {"wan": _wan, "qwen_image": _qwen_image, "flux": _flux, "sdxl": _sdxl, "stable_audio": _stable_audio}
-)
-"""Family -> what writes its tiny models. An installed family's is in its `ModelSpec`."""
-
-
 def build(family: str, flavour: str, folder: Path, *, seed: int = 0) -> Path:
     """Writes the tiny model of a flavour into a new or empty folder, and gives the folder back."""
     _check(family, flavour)
-    if INSTALLED.has(family):
-        return spec_of(family).build_tiny(folder, flavour, seed=seed)
-    return BUILDERS[family](folder, flavour, seed)
+    return spec_of(family).build_tiny(folder, flavour, seed=seed)
 
 
 def cached(family: str, flavour: str, root: Path, *, seed: int = 0) -> Path:

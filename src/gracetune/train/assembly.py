@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import Live
 from gracetune.cache.places import places_of
-from gracetune.cache.slabs import Where
+from gracetune.cache.residence import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.environment import ALLOCATOR_VARIABLES, Environment
 from gracetune.config.run_config import RunConfig

@@ -14,9 +14,9 @@ from gracetune.cache.errors import MissingEntryError
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
+from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import load_resident
 from gracetune.cache.session import Built, Caches, Encoders, build, needs
-from gracetune.cache.slabs import CacheRole, CacheType, Where
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
@@ -24,13 +24,13 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
-from gracetune.data.backends.share import LocalRanks
 from gracetune.data.build import build_index, scan_folder
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, freshness
 from gracetune.data.loader import Loader
 from gracetune.data.words import counted
 from gracetune.hardware import Machine
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.transport import mover_for
 from gracetune.models.encoders import FamilyEncoders

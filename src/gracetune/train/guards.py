@@ -12,10 +12,11 @@ from torch import Tensor
 from gracetune.data.refs import BatchRef
 from gracetune.hardware import Machine
 from gracetune.hardware.allocation import host_reserve
+from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.errors import MemoryPressure
 from gracetune.memory.governor import Action, ArenaChange, MemoryChange, StageChange
 from gracetune.memory.layer import UnifiedMemory
-from gracetune.memory.sensors import ArenaUsage, HostSensor, Sensors
+from gracetune.memory.sensors import ArenaUsage, Sensors
 from gracetune.memory.watchdog import Floors, Watchdog
 from gracetune.telemetry.events import Event, MemoryReclaimed, MemoryStageChanged, OverflowArenaChanged
 from gracetune.telemetry.hub import Telemetry

@@ -14,11 +14,11 @@ from gracetune.cache.batches import Batch, Entries, Keys
 from gracetune.cache.collate import collate
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import caption_ref
-from gracetune.data.draws import draw
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName
+from gracetune.seeded_random import torch_seed
 from gracetune.telemetry.events import HeldOutLoss
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop
@@ -51,7 +51,7 @@ class HeldOut:
         self._every = config.validation.loss_every_steps
         self._latents, self._texts, self._keys = cached.latents, cached.texts, cached.keys
         self._telemetry, self._view = telemetry, view
-        self._seed = draw(config.training.seed, "held out") >> 1
+        self._seed = torch_seed(config.training.seed, "held out")
         refs = held_out_refs(cached.index)
         self._refs = refs[:: max(1, -(-len(refs) // MOST))]
         if self._every is not None and not refs:

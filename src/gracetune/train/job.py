@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.cache.batches import Batch, BatchSource
-from gracetune.data.draws import draw
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.loader import EpochEnd, Exhausted, Loader
 from gracetune.models.spec import ExpertName
@@ -24,6 +23,7 @@ from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.schedules import move_to
 from gracetune.optim.skipping import step_unless
+from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Stop
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.position import Length, Position
@@ -105,7 +105,7 @@ class Job:
 
     def seed_window(self) -> None:
         """What a layer draws by itself (dropout) depends on the window and the rank, and on nothing before them."""
-        torch.manual_seed(draw(self.seed, "window", self.position.step, self.runtime.rank) >> 1)
+        torch.manual_seed(torch_seed(self.seed, "window", self.position.step, self.runtime.rank))
 
     def agreed_stop(self) -> Stop | None:
         """The same answer on every rank, for the same window."""

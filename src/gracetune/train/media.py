@@ -15,6 +15,7 @@ from PIL import Image
 
 from gracetune.errors import GracetuneError
 from gracetune.models.spec import Sampled
+from gracetune.storage.atomic import replacing
 
 Kind = Literal["image", "video", "audio"]
 DEFAULT_FPS = 16.0
@@ -57,14 +58,11 @@ def contact_sheet(path: Path, pictures: Sequence[Image.Image]) -> Path:
 
 def _whole(path: Path, write: Callable[[Path], None]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        write(temporary)
-        temporary.replace(path)
+        with replacing(path) as temporary:
+            write(temporary)
     except (OSError, soundfile.LibsndfileError) as error:  # a full disk; soundfile has errors of its own
         raise NotWrittenError(f"{path.name} could not be written: {error}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return path
 
 

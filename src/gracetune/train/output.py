@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from gracetune import __version__
@@ -39,6 +38,8 @@ from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.models.spec import Expert, ExpertName
+from gracetune.storage.atomic import check_writable, is_temporary, new_folder, sweep_folders, write_file, write_new
+from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
 
@@ -76,24 +77,22 @@ class RunFolder:
 
     def check(self) -> None:
         """ConfigError where nothing can be written: said before the model is loaded, not when there is a result."""
-        with self._writing() as temporary:
-            temporary.touch()
-            temporary.unlink()
+        with self._writing():
+            check_writable(self.path)
 
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""
-        with self._writing() as temporary:
+        with self._writing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(exist_ok=True)
-            temporary.touch(0o644 if config.logging.webhook is None else 0o600)  # its address is its password
-            temporary.write_text(write_native(config), encoding="utf-8")
-            temporary.replace(self.path / CONFIG)
+            mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
+            write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def _writing(self) -> Iterator[Path]:
+    def _writing(self) -> Iterator[None]:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            yield self.path / f".{CONFIG}.tmp"
+            yield
         except OSError as error:
             hint = "--set output_dir=FOLDER"
             problem = Problem(
@@ -113,7 +112,7 @@ class RunFolder:
 
     def refuse_finished(self, stages: Iterable[str]) -> None:
         """A run that begins anew must not find the result of another one in its way after hours."""
-        there = [path for path in self.results(stages) if path.exists()]
+        there = [path for path in self.results(stages) if _is_result(path)]
         if there:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
             raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
@@ -143,6 +142,13 @@ class RunFolder:
         """What belongs to a checkpoint that is not kept any more."""
         for path in self.results(stages, step):
             _remove(path)
+
+
+def _is_result(path: Path) -> bool:
+    """A folder that only holds what a killed process left is none."""
+    if path.is_dir():
+        return any(not is_temporary(inside.name) for inside in path.iterdir())
+    return path.exists()
 
 
 def _kept(why: str, path: Path, name: str | None = None) -> Path:
@@ -279,7 +285,7 @@ def _component(trainee: Trainee, expert: ExpertName) -> str:
 
 
 def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write: bool) -> None:
-    """A component's folder in diffusers' layout; appears whole or not at all."""
+    """A component's folder in diffusers' layout; appears whole and on disk, or not at all."""
     tensors = {name: whole(tensor) for name, tensor in denoiser.state_dict().items()}
     if not write or folder.exists():
         return
@@ -290,16 +296,12 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
         keep = not tensor.is_floating_point() or not kept.isdisjoint(name.split("."))
         return tensor.to("cpu", tensor.dtype if keep else dtype).contiguous()
 
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    _remove(temporary)
-    temporary.mkdir(parents=True)
-    cast(Any, denoiser).save_config(str(temporary))
-    save_file(
-        {name: cast_to(name, tensor) for name, tensor in tensors.items()},
-        temporary / MODEL_FILE,
-        {"format": "pt"},
-    )
-    temporary.rename(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sweep_folders(folder.parent)  # of a process that was killed here; the run's lock keeps others out
+    with new_folder(folder) as temporary:
+        cast(Any, denoiser).save_config(str(temporary))
+        saved = {name: cast_to(name, tensor) for name, tensor in tensors.items()}
+        write_new(temporary / MODEL_FILE, file_pieces(saved, {"format": "pt"}))
 
 
 def verify_weights(trainee: Trainee, config: RunConfig, paths: Iterable[Path]) -> list[str]:

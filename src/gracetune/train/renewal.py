@@ -12,7 +12,7 @@ from pathlib import Path
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, Share
 from gracetune.cache.refresh import Refresher
-from gracetune.cache.slabs import Where
+from gracetune.cache.residence import Where
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import EpochEnd

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from gracetune.cache.locks import lock
 from gracetune.checkpoint.folder import LOCK_FILE
 from gracetune.errors import ConfigError, Problem
+from gracetune.storage.locks import lock
 
 VALIDATE_NOW = "validate-now"
 """A file of this name in a run's folder asks for a validation; the job removes it."""

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gracetune.config.environment import Environment
-from gracetune.data.draws import draw
 from gracetune.errors import ConfigError, MachineError, Problem
+from gracetune.seeded_random import draw
 
 Precision = Literal["bf16", "fp16", "fp32"]
 T = TypeVar("T")

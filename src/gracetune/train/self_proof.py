@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from gracetune.adapters.attach import Attached, LayerTensors
@@ -36,6 +35,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError, Problem
 from gracetune.models.experts import next_expert
 from gracetune.models.spec import ExpertName
+from gracetune.storage.safetensors_files import SafetensorError, open_tensors
 from gracetune.telemetry.events import SelfChecked, Warned
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.control import Stop
@@ -329,7 +329,7 @@ class SelfProof:
         largest, why = 0.0, None
         if job.runtime.is_main:
             try:
-                with safe_open(path / MODEL_FILE, framework="pt") as file:
+                with open_tensors(path / MODEL_FILE) as file:
                     for one, tensor in chosen.items():
                         saved: Tensor = file.get_tensor(one)
                         wanted = tensor.to("cpu", saved.dtype).double()

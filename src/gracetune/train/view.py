@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gracetune.cache.pass_work import Progress
-from gracetune.data.backends.progress import OnProgress, unwatched
+from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.telemetry.progress import Standing
 
 if TYPE_CHECKING:

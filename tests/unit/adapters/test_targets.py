@@ -10,8 +10,8 @@ from gracetune.adapters import trainable
 from gracetune.adapters.attach import describe
 from gracetune.adapters.targets import ModuleInfo, Modules, names, select
 from gracetune.config.run_config import Adapter
-from gracetune.config.simpletuner.adapter import _FLUX_TARGETS
 from gracetune.errors import ConfigError
+from gracetune.models.flux.names import NAMES as FLUX
 from gracetune.models.registry import FOOTPRINTS
 
 _NAMES = st.sampled_from(["blocks", "attn1", "attn2", "to_q", "to_k", "ffn", "net", "proj", "0", "1", "12"])
@@ -83,11 +83,11 @@ class TestPatterns:
     def test_what_takes_no_adapter_may_be_excluded(self, wan: Modules) -> None:
         assert select(wan, ["to_q"], ["norm1"]).paths == select(wan, ["to_q"]).paths
 
-    @pytest.mark.parametrize("name", _FLUX_TARGETS)
+    @pytest.mark.parametrize("name", FLUX.simpletuner.targets.groups)
     def test_suffixes_select_what_peft_would(self, name: str) -> None:
         with torch.device("meta"):
             modules = describe(FluxTransformer2DModel(num_layers=2, num_single_layers=21))
-        targets = _FLUX_TARGETS[name]
+        targets = FLUX.simpletuner.targets.groups[name]
         expected = [
             path
             for path, info in modules.items()

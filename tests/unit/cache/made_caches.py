@@ -14,8 +14,8 @@ from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, latent_origin, text_origin
 from gracetune.cache.manifest import Place
 from gracetune.cache.reading import Located
+from gracetune.cache.residence import CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheType, Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.cache.writer import Flush

@@ -129,7 +129,7 @@ def test_what_a_living_process_writes_is_not_swept(tmp_path: Path) -> None:
     reading, writing = os.pipe()
 
     def work(say: Callable[[str], None]) -> None:
-        from gracetune.cache.locks import unfinished
+        from gracetune.storage.atomic import unfinished
 
         with unfinished(tmp_path / "shards") as (_, path):
             say(path.name)

@@ -12,16 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
+from gracetune.cache.errors import CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, Origin
 from gracetune.cache.loading import LoadReport, load_into, pack_index, select, unpack_index
+from gracetune.cache.residence import CacheType, Where, choose_residence
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheType, MemorySlab, Where, choose_residence
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
 from gracetune.cache.writer import Flush
-from gracetune.data.backends.share import LocalRanks
 from gracetune.hardware.machine import ProfileName
+from gracetune.hostmem.errors import HostMemoryError
+from gracetune.hostmem.sharing import LocalRanks
+from gracetune.hostmem.slab import MemorySlab
 from gracetune.units import MIB
 from unit.cache.made_caches import LATENT, TEXT, numbers, this_machine
 from unit.data.folders import made_up
@@ -141,7 +143,7 @@ def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) 
 def test_memory_that_could_be_cut_off_under_a_reader_is_refused() -> None:
     with io.FileIO(os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+") as file:
         file.truncate(4096)
-        with pytest.raises(CacheError, match="could be cut off while it is read"):
+        with pytest.raises(HostMemoryError, match="could be cut off while it is read"):
             MemorySlab.join(file, None)
 
 
@@ -266,10 +268,10 @@ import json, sys
 from pathlib import Path
 from gracetune.cache.keys import Key
 from gracetune.cache.resident import load_resident
-from gracetune.cache.slabs import Where
+from gracetune.cache.residence import Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits
-from gracetune.data.backends.share import LocalRanks
+from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hardware import probe
 
 folder, rank, key = sys.argv[1], int(sys.argv[2]), sys.argv[3]

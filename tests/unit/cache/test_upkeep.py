@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError
-from gracetune.cache.locks import is_at, lock, temporary_name
 from gracetune.cache.session import open_store
 from gracetune.cache.shards import pack
 from gracetune.cache.store import DiskStore
@@ -22,6 +21,8 @@ from gracetune.cache.upkeep import (
     sweep_removed,
 )
 from gracetune.cache.writer import Flush
+from gracetune.storage.atomic import temporary_name
+from gracetune.storage.locks import is_at, lock
 from unit.cache.made_caches import places_of
 from unit.cache.processes import Child
 from unit.cache.samples import entry, is_entry, key, origin

@@ -25,9 +25,9 @@ from gracetune.checkpoint.errors import (
 )
 from gracetune.checkpoint.folder import superfluous
 from gracetune.checkpoint.manifest import Metadata
-from gracetune.checkpoint.pieces import Saved, Snapshot, safetensors_bytes, saved_size
+from gracetune.checkpoint.pieces import Saved, Snapshot, saved_size
 from gracetune.checkpoint.store import CheckpointStore
-from gracetune.memory.weights.destinations import TORCH_DTYPES
+from gracetune.storage.safetensors_files import TORCH_DTYPES, file_pieces
 from unit.cache.processes import Child
 from unit.checkpoint.states import IDENTITY, METADATA, Counter, Weights, check, filled, names, write
 
@@ -177,7 +177,7 @@ class TestWriting:
     ) -> None:
         tensors = {name: torch.ones(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
         piece = Snapshot(b'{"version":1}', tensors)
-        real = len(piece.json) + sum(len(part) for part in safetensors_bytes(tensors))
+        real = len(piece.json) + sum(len(part) for part in file_pieces(tensors))
         assert real <= piece.size == saved_size("x", Saved({"version": 1}, tensors))
 
     def test_any_safetensors_reader_can_read_it(self, tmp_path: Path) -> None:

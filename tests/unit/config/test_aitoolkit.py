@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.aitoolkit.reader import looks_like
+from gracetune.config.dialects.aitoolkit.reader import looks_like
 from gracetune.errors import ConfigError
 from unit.config.aitoolkit_jobs import dataset, job, note, only_problem, problems, read, write
 

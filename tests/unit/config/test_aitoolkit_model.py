@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.aitoolkit.model import ARCHS, OTHER_ARCHS, TAGS
+from gracetune.config.dialects.aitoolkit.model import OTHER_ARCHS, archs
 from gracetune.config.families import find_flavour
 from unit.config.aitoolkit_jobs import (
     FLUX,
@@ -59,7 +59,7 @@ def test_an_arch_and_its_weights_give_family_and_flavour(
     tmp_path: Path, arch: str, path: str, family: str, flavour: str | None
 ) -> None:
     scheduler = "ddpm" if arch == "sdxl" else "flowmatch"
-    sources = {"control_path": "/data/before"} if ARCHS[arch.partition(":")[0]].references else {}
+    sources = {"control_path": "/data/before"} if archs()[arch.partition(":")[0]][1].references else {}
     document = job(train={"noise_scheduler": scheduler}, datasets=dataset(**sources))
     document["config"]["process"][0]["model"] = {"arch": arch, "name_or_path": path}
     found = read(tmp_path, document).config.model
@@ -67,11 +67,10 @@ def test_an_arch_and_its_weights_give_family_and_flavour(
 
 
 def test_every_arch_leads_to_flavours_that_exist() -> None:
-    for arch in ARCHS.values():
-        assert all(find_flavour(arch.family, name) for name in arch.flavours)
-    for tagged, flavour in TAGS.items():
-        assert flavour in ARCHS[tagged.partition(":")[0]].flavours
-    assert not set(ARCHS) & set(OTHER_ARCHS)
+    for names, arch in archs().values():
+        assert all(find_flavour(names.family, name) for name in arch.flavours)
+        assert set(arch.tags.values()) <= set(arch.flavours)
+    assert not set(archs()) & set(OTHER_ARCHS)
 
 
 @pytest.mark.parametrize(("switch", "family"), [("is_flux", "flux"), ("is_xl", "sdxl")])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.aitoolkit.optimizer import OPTIMIZERS, OTHER_OPTIMIZERS
+from gracetune.config.dialects.aitoolkit.optimizer import OPTIMIZERS, OTHER_OPTIMIZERS
 from unit.config.aitoolkit_jobs import note, only_problem, problems, read
 
 

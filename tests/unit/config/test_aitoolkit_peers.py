@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config import Environment, Resolved, load
-from gracetune.config.aitoolkit.dataset_keys import DATASET
-from gracetune.config.aitoolkit.model import MODEL
-from gracetune.config.aitoolkit.network import NETWORK
-from gracetune.config.aitoolkit.reader import PROCESS as PROCESS_KEYS
-from gracetune.config.aitoolkit.samples import ITEM, SAMPLE
-from gracetune.config.aitoolkit.train_keys import EMA, LOGGING, SAVE, TRAIN
+from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET
+from gracetune.config.dialects.aitoolkit.model import MODEL
+from gracetune.config.dialects.aitoolkit.network import NETWORK
+from gracetune.config.dialects.aitoolkit.reader import PROCESS as PROCESS_KEYS
+from gracetune.config.dialects.aitoolkit.samples import ITEM, SAMPLE
+from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
 from gracetune.errors import ConfigError
 from unit.config.aitoolkit_jobs import PROCESS, QWEN_EDIT, SDXL, dataset, job, write
 from unit.config.strategies import mutated

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.aitoolkit.train import timestep_of
+from gracetune.config.dialects.aitoolkit.train import timestep_of
 from unit.config.aitoolkit_jobs import FLUX, SDXL, dataset, job, note, only_problem, problems, read
 
 DDPM = {"noise_scheduler": "ddpm"}

@@ -14,8 +14,12 @@ from typing import Any
 import pytest
 
 from gracetune.config import Environment, load
-from gracetune.config.aitoolkit.keys import Known, Put
-from gracetune.config.simpletuner import keys
+from gracetune.config.dialects.gh200 import GUIDES, IN_MEMORY
+from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
+from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.keys import PASSED_ON
+from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS
+from gracetune.config.dialects.table import Always, Effect, Key, KeyTable
 from gracetune.errors import ConfigError
 from runs.option_probes import adapter, digest
 from unit.config.aitoolkit_jobs import FLUX, QWEN_EDIT, SDXL, WAN, dataset, job
@@ -137,8 +141,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]
 def test_every_key_of_ai_toolkit_acts(plain: tuple[Path, list[Outcome]], block: str) -> None:
     folder, bases = plain
     dead = []
-    for key, row in TABLES[block].items():
-        read = (isinstance(row, Put) or row is Known.BY_HAND) and key not in ONLY_REFUSED.get(block, ())
+    for key, row in TABLES[block].keys.items():
+        read = row.effect is Effect.ACTS and key not in ONLY_REFUSED.get(block, ())
         if (block, key) not in ALREADY and not any(
             _acts_in(folder, document, base, block, key, read=read) for document, base in zip(JOBS, bases, strict=True)
         ):
@@ -264,10 +268,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Outcome]
     return folder, found
 
 
-@pytest.mark.parametrize("table", ["READ", "PASSED_ON", "OURS"])
+ADDED = {*OURS, *GUIDES, "datasets", "data_backend"}
+OPTION_NAMES = {
+    "READ": {*OPTIONS.names(Effect.ACTS)} - {*PASSED_ON} - ADDED,
+    "PASSED_ON": {*PASSED_ON},
+    "OURS": ADDED,
+}
+
+
+@pytest.mark.parametrize("table", OPTION_NAMES)
 def test_every_option_of_simpletuner_that_is_read_acts(files: tuple[Path, list[Outcome]], table: str) -> None:
     folder, bases = files
-    names = {"READ": keys.READ, "PASSED_ON": keys.PASSED_ON, "OURS": keys.OURS}[table]
+    names = OPTION_NAMES[table]
 
     def one_acts(name: str) -> bool:
         for document, base in zip(CONFIGS, bases, strict=True):
@@ -279,4 +291,83 @@ def test_every_option_of_simpletuner_that_is_read_acts(files: tuple[Path, list[O
         return False
 
     dead = sorted(name for name in names if not one_acts(name))
+    assert not dead, " ".join(dead)
+
+
+# -- the datasets of SimpleTuner ---------------------------------------------------------------------------------------
+
+WAN_CONFIG, SDXL_CONFIG, AUDIO_CONFIG = CONFIGS[0], CONFIGS[1], CONFIGS[4]
+STILL = {"id": "d", "instance_data_dir": "d", "caption_strategy": "textfile"}
+CLIP = {**STILL, "dataset_type": "video", "video": {"num_frames": 49}}
+TABLE = {"path": "t.parquet", "filename_column": "f", "caption_column": "c"}
+MASK = {"id": "m", "dataset_type": "conditioning", "instance_data_dir": "m", "conditioning_type": "mask"}
+MASKED = {**STILL, "id": "e", "conditioning_data": "m"}
+DATASET_CONFIGS: list[dict[str, Any]] = [
+    {**config, "data_backend_config": None, "datasets": entries}
+    for config, entries in [
+        (SDXL_CONFIG, [STILL]),
+        (SDXL_CONFIG, [{**STILL, "caption_shuffle": {"enable": True}, "crop": True, "instance_prompt": "x",
+                        "maximum_image_size": 2000, "target_downsample_size": 1500}]),
+        (WAN_CONFIG, [CLIP]),
+        (WAN_CONFIG, [{**CLIP, "video": {"num_frames": 49, "bucket_strategy": "resolution_frames"}}]),
+        (AUDIO_CONFIG, [{**STILL, "dataset_type": "audio", "audio": {}}]),
+        (SDXL_CONFIG, [{**STILL, "caption_strategy": "parquet", "parquet": TABLE}]),
+        (SDXL_CONFIG, [{**STILL, "type": "in_memory", "in_memory": {}}]),
+        (SDXL_CONFIG, [{"id": "d", "type": "csv", "csv_file": "u.csv", "csv_cache_dir": "c", "csv_url_column": "u"}]),
+        (SDXL_CONFIG, [MASK, MASKED]),
+        (SDXL_CONFIG, [STILL, MASK, MASKED]),
+    ]
+]  # fmt: skip
+DATASET_TABLES: dict[str, KeyTable[Any]] = {
+    "": ENTRY, "video": VIDEO, "audio": AUDIO, "parquet": PARQUET, "caption_shuffle": SHUFFLE, "in_memory": IN_MEMORY,
+}  # fmt: skip
+DATASET_VALUES: dict[str, list[Any]] = {
+    "conditioning_data": ["m"],
+    "conditioning_type": ["mask", "reference_loose"],
+    "source_dataset_id": ["e"],
+    "crop_style": ["center"],
+    "crop_aspect": ["preserve", "square"],
+    "crop_aspect_buckets": [[1.0, 0.5]],
+    "caption_shuffle": [{"enable": True}],
+    "caption_strategy": ["textfile", "filename"],
+    "dataset_type": ["image", "eval"],
+    "in_memory": [{"compression": "lz4"}],
+    "parquet": [{**TABLE, "caption_column": "d"}],
+    "resolution_type": ["pixel", "area"],
+    "maximum_image_size": [2500],
+    "target_downsample_size": [1400],
+    "type": ["in_memory", "local"],
+    "video": [{"num_frames": 81}],
+    "audio": [{"channels": 1}],
+    "compression": ["lz4", "zstd"],
+    "split_on": ["space", "comma"],
+    "truncation_mode": ["beginning", "random"],
+    "end_step": [500],
+    "end_epoch": [9],
+    "num_frames": [49, 81],
+    "bucket_strategy": ["aspect_ratio", "resolution_frames"],
+}
+ONLY_ONE_WAY = {"include_original": "only true is done", "id": "conditioning refers to it"}
+"""Keys of datasets that are read, and whose other values are refused."""
+
+
+@pytest.mark.parametrize("block", DATASET_TABLES)
+def test_every_key_of_a_simpletuner_dataset_acts(tmp_path: Path, block: str) -> None:
+    bases = [loaded(tmp_path, document, "config.json") for document in DATASET_CONFIGS]
+    assert all(good for good, _ in bases), [text for good, text in bases if not good]
+
+    def one_acts(key: Key) -> bool:
+        for document, base in zip(DATASET_CONFIGS, bases, strict=True):
+            outcomes = [base]
+            for value in [*DATASET_VALUES.get(key.name, []), *VALUES]:
+                changed = copy.deepcopy(document)
+                entry = changed["datasets"][0]
+                (entry.setdefault(block, {}) if block else entry)[key.name] = value
+                outcomes.append(loaded(tmp_path, changed, "config.json"))
+                if acts(outcomes, read=key.effect is Effect.ACTS and key.name not in ONLY_ONE_WAY):
+                    return True
+        return False
+
+    keys = [key for key in DATASET_TABLES[block].keys.values() if not isinstance(key.unless, Always)]
+    dead = [key.name for key in keys if not one_acts(key)]
     assert not dead, " ".join(dead)

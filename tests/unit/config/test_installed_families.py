@@ -9,20 +9,23 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gracetune.config.families import FAMILIES
-from gracetune.config.installed_families import GROUP, InstalledFamilies
+from gracetune.config.families import FAMILIES, GROUP, FamilyPackages
 from gracetune.errors import ConfigError
-from gracetune.models.installed import WithInstalled
+from gracetune.models.family_parts import FamilyParts
+from unit.config.aitoolkit_jobs import job
+from unit.config.simpletuner_files import GOOD, IMAGES
 
 OURS = ("wan", "sdxl")
 SRC = Path(__file__).resolve().parents[3] / "src"
 
 
-def installed(*points: tuple[str, str]) -> InstalledFamilies:
-    return InstalledFamilies(tuple(EntryPoint(name, value, GROUP) for name, value in points), OURS)
+def installed(*points: tuple[str, str]) -> FamilyPackages:
+    ours = tuple(EntryPoint(name, f"gracetune.models.{name}", GROUP) for name in OURS)
+    return FamilyPackages(ours, tuple(EntryPoint(name, value, GROUP) for name, value in points))
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_names_come_after_ours_each_once() -> None:
-    assert installed(("a", "p"), ("b", "q"), ("a", "r")).names == ("a", "b")
+    assert installed(("a", "p"), ("b", "q"), ("a", "r")).names == (*OURS, "a", "b")
 
 
 def test_a_part_is_found_by_module_and_name(package: str) -> None:
@@ -96,16 +99,16 @@ def test_a_name_that_is_taken_is_refused_as_soon_as_it_is_asked_for(points: tupl
     families = installed(*points)
     with pytest.raises(ConfigError, match="two families of this name"):
         families.part(points[0][0], "keys", "KEYS")
-    assert families.names == tuple(name for name, _ in points[:1] if name not in OURS)
+    assert families.names == (*OURS, *(name for name, _ in points[:1] if name not in OURS))
 
 
 def test_a_mapping_lists_all_and_imports_only_what_is_asked_for(package: str) -> None:
-    parts = WithInstalled({"wan": ("w",), "sdxl": ("s",)}, "keys", "KEYS", installed(("mine", package), ("gone", "no")))
+    parts: FamilyParts[Any] = FamilyParts("keys", "KEYS", installed(("mine", package), ("gone", "no")))
     assert list(parts) == ["wan", "sdxl", "mine", "gone"]
     assert len(parts) == 4
     assert "gone" in parts
     assert "other" not in parts
-    assert (parts["wan"], parts["mine"]) == (("w",), ("a", "b"))
+    assert (parts["wan"].family, parts["mine"]) == ("wan", ("a", "b"))
     with pytest.raises(ConfigError, match="no\\.keys cannot be imported"):
         parts["gone"]
     with pytest.raises(KeyError):
@@ -135,7 +138,7 @@ def test_a_familys_name_is_known_to_configs_as_soon_as_it_is_installed(tmp_path:
     families = json.loads(schema)["$defs"]["Model"]["properties"]["family"]["enum"]
     assert families == [*FAMILIES, "outside"]
     assert done.returncode == 1
-    assert "no_such_package.flavours cannot be imported" in refused + done.stderr
+    assert "no_such_package.names cannot be imported" in refused + done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -176,3 +179,65 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
         assert problem["key"] == f"the installed family {family}"
         assert found in problem["found"]
         assert problem["expected"]
+
+
+def test_a_package_says_what_the_peers_call_it_and_a_broken_one_stops_no_other(tmp_path: Path) -> None:
+    head = "from gracetune.config.family_names import *\n"
+    sources = {
+        "whole": head + "NAMES = FamilyNames('whole', (Flavour('a', 'b/c', 'image'), Flavour('d', 'e/f', 'image')),\n"
+        "    objective='flow', simpletuner=SimpleTunerNames(flavours={'v4': 'd'}, targets=LoraTargets(('to_q',))),\n"
+        "    aitoolkit=AiToolkitNames(archs={'whole_big': Arch(('d',), tags={'x': 'd'}, switch='is_vega')}))",
+        "words": "NAMES = 'whole'",
+        "empty": head + "NAMES = FamilyNames('empty', ())",
+        "another": head + "NAMES = FamilyNames('whole', (Flavour('a', 'b/c', 'image'),))",
+        "raising": "{}['a']",
+    }
+    for family, code in sources.items():
+        (tmp_path / f"{family}_package").mkdir()
+        (tmp_path / f"{family}_package" / "names.py").write_text(code)
+    metadata = tmp_path / "outside-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    points = "".join(f"{family} = {family}_package\n" for family in sources)
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{points}")
+    datasets = [{"id": "a", "path": "a"}]
+    files: dict[str, Any] = {
+        family: {"gracetune": 1, "name": "x", "output_dir": "o", "model": {"family": family}, "datasets": datasets,
+                 "training": {"max_steps": 1}}
+        for family in ("words", "empty", "another", "raising")
+    }  # fmt: skip
+    peers = {"arch": {"arch": "whole_big:x", "name_or_path": "/w"}, "switch": {"is_vega": True, "name_or_path": "/w"}}
+    for name, model in peers.items():
+        files[name] = job()
+        files[name]["config"]["process"][0]["model"] = model
+    files["simpletuner"] = {**GOOD, "model_family": "whole", "model_flavour": "v4", "data_backend_config": "data.json"}
+    files["missing"] = {**GOOD, "model_family": "words", "data_backend_config": "data.json"}
+    for name, document in {**files, "data": IMAGES}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    program = (
+        "import json, sys\nfrom pathlib import Path\n"
+        "from gracetune.config import Environment, load\nfrom gracetune.errors import ConfigError\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        config = load(Path(name + '.json'), environment=Environment({})).config\n"
+        "        found[name] = [config.model.family, config.model.flavour, list(config.adapter.targets)]\n"
+        "    except ConfigError as error:\n"
+        "        found[name] = [problem.found for problem in error.problems]\n"
+        "print(json.dumps(found))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(tmp_path)))}
+    command = [sys.executable, "-c", program, *files]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert json.loads(done.stdout) == {
+        "words": ["NAMES = 'whole'"],
+        "empty": ["NAMES.flavours = ()"],
+        "another": ["family='whole' in another_package.names.NAMES"],
+        "raising": ["raising_package.names cannot be imported: KeyError: 'a'"],
+        "arch": ["whole", "d", []],
+        "switch": ["whole", "d", []],
+        "simpletuner": ["whole", "d", ["to_q"]],
+        "missing": ["NAMES = 'whole'"],
+    }

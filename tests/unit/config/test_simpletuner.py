@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gracetune.config import Environment, load, simpletuner
+from gracetune.config import Environment, load
+from gracetune.config.dialects.simpletuner import SIMPLETUNER
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import DATASETS, EMPTY, GOOD, IMAGES, problems, resolve, write
@@ -33,7 +34,7 @@ def config(folder: Path, changes: dict[str, Any] | None = None, **options: Any) 
     ],
 )
 def test_simpletuner_files_are_recognised(data: Any) -> None:
-    assert simpletuner.looks_like(data)
+    assert SIMPLETUNER.recognises(data)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_simpletuner_files_are_recognised(data: Any) -> None:
      {"datasets": [{"id": "a", "path": "b"}]}],
 )  # fmt: skip
 def test_other_files_are_not(data: Any) -> None:
-    assert not simpletuner.looks_like(data)
+    assert not SIMPLETUNER.recognises(data)
 
 
 def test_a_file_of_datasets_alone_says_what_is_missing(tmp_path: Path) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from gracetune.config.dataset_config import Dataset
-from gracetune.config.simpletuner import dataset_keys as keys
+from gracetune.config.dialects.simpletuner.dataset import ENTRY as ENTRY_KEYS
+from gracetune.config.dialects.simpletuner.keys import Off
+from gracetune.config.dialects.table import Effect
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import DATASETS, problems, resolve
 
@@ -258,9 +260,11 @@ def test_a_list_that_is_none(tmp_path: Path, entries: Any) -> None:
     assert len(problems(tmp_path, datasets=entries)) == 1
 
 
-@pytest.mark.parametrize("name", sorted(keys.REFUSED))
+@pytest.mark.parametrize("name", sorted(ENTRY_KEYS.names(Effect.REFUSED)))
 def test_keys_we_do_not_do_are_refused_when_set(tmp_path: Path, name: str) -> None:
-    default, why = keys.REFUSED[name]
+    off, why = ENTRY_KEYS.keys[name].unless, ENTRY_KEYS.keys[name].note
+    assert isinstance(off, Off)
+    default = off.defaults[0]
     value = False if default is True else ["something"]
     assert list(entry_problems(tmp_path, {name: value})) == [f"[0].{name}"]
     dataset(tmp_path, {name: default})
@@ -275,7 +279,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(keys.KNOWN))
+@pytest.mark.parametrize("name", sorted(ENTRY_KEYS))
 def test_no_key_is_dropped_in_silence(tmp_path: Path, name: str) -> None:
     """Nonsense in a key that is read must be noticed; where it has no say, a note must name it."""
     for context, around in CONTEXTS.items():

@@ -8,24 +8,49 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.simpletuner import keys
-from gracetune.config.simpletuner.env import ENV_NAMES
-from gracetune.config.simpletuner.optimizer import MATCHES, OTHERS
+from gracetune.config.dialects.gh200 import GUIDES
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.dialects.simpletuner.keys import (
+    ALIASES,
+    GATED,
+    HARMLESS,
+    NOT_DONE,
+    PASSED_ON,
+    REMOVED_UPSTREAM,
+    SAMPLES_ONLY,
+    WITHOUT_EFFECT,
+    Off,
+)
+from gracetune.config.dialects.simpletuner.optimizer import MATCHES, OTHERS
+from gracetune.config.dialects.simpletuner.reader import KNOWN, OPTIONS, OURS
+from gracetune.config.dialects.table import Effect
+from gracetune.config.families import readable_names
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import LYCORIS, problems, resolve, write
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "peers" / "simpletuner_options.json"
 UPSTREAM: dict[str, Any] = json.loads(GOLDEN.read_text(encoding="utf-8"))["options"]
+ADDED = {*OURS, *GUIDES, "datasets", "data_backend"}
+"""What the GH200 guides and we ourselves add to the dialect."""
+REMOVED = {key.name for key in REMOVED_UPSTREAM}
+REFUSED: dict[str, Off] = {key.name: key.unless for key in NOT_DONE if isinstance(key.unless, Off)}
+GATES: dict[str, str] = {key.name: key.unless.behind for key in GATED if isinstance(key.unless, Off)}
+
+
+def listed(heading: str) -> set[str]:
+    return {name for name, key in OPTIONS.keys.items() if key.note == heading} - REMOVED - {*GATES}
+
+
 TABLES = {
-    "read": keys.READ,
-    "passed on": keys.PASSED_ON,
-    "harmless": keys.HARMLESS,
-    "samples only": keys.SAMPLES_ONLY,
-    "inert": keys.INERT,
-    "refused": frozenset(keys.REFUSED),
-    "gated": keys.GATED_NAMES,
+    "read": {*OPTIONS.names(Effect.ACTS)} - {*PASSED_ON} - ADDED,
+    "passed on": {*PASSED_ON},
+    "harmless": listed(HARMLESS),
+    "samples only": listed(SAMPLES_ONLY),
+    "inert": listed(WITHOUT_EFFECT),
+    "refused": {*REFUSED},
+    "gated": {*GATES},
 }
-NOT_UPSTREAM = keys.OURS | keys.REMOVED_UPSTREAM | set(keys.ALIASES)
+NOT_UPSTREAM = ADDED | REMOVED | set(ALIASES)
 SWITCHED_ON: dict[str, Any] = {
     "layer_freeze_strategy": "bitfit", "peft_lora_mode": "singlora", "lora_init_type": "pissa", "snr_weight": 0.5,
     "flux_guidance_mode": "random-range", "flux_guidance_value": 3.5, "t5_padding": "zero",
@@ -52,24 +77,26 @@ def test_the_tables_hold_nothing_that_nobody_knows() -> None:
 
 
 def test_refusals_know_the_default_they_compare_with() -> None:
-    assert {name: refusal.default for name, refusal in keys.REFUSED.items()} == {
-        name: UPSTREAM[name] for name in keys.REFUSED
+    assert {name: refusal.defaults for name, refusal in REFUSED.items()} == {
+        name: (UPSTREAM[name],) for name in REFUSED
     }
 
 
 def test_switches_and_the_options_behind_them_exist() -> None:
-    wanted = {name for refusal in keys.REFUSED.values() for name in (refusal.switch, refusal.same_as, refusal.unless)}
-    assert (wanted - {""}) | set(keys.GATED) <= set(UPSTREAM)
+    wanted = {name for refusal in REFUSED.values() for name in (refusal.switch, refusal.same_as, refusal.off_by)}
+    assert (wanted - {""}) | set(GATES.values()) <= set(UPSTREAM)
 
 
 def test_env_names_lead_to_known_options() -> None:
-    assert {option.partition("=")[0] for option in ENV_NAMES.values()} <= keys.KNOWN
+    assert {option.partition("=")[0] for option in ENV_NAMES.values()} <= KNOWN
 
 
-@pytest.mark.parametrize("name", sorted(keys.REFUSED))
+@pytest.mark.parametrize("name", sorted(REFUSED))
 def test_an_option_we_do_not_do_is_refused_when_on_and_passes_when_off(tmp_path: Path, name: str) -> None:
-    refusal = keys.REFUSED[name]
-    family = refusal.families[0] if refusal.families else "wan"
+    refusal = REFUSED[name]
+    acts = [names.family for names in readable_names() if name in names.simpletuner.own_options]
+    assert bool(acts) == refusal.of_families
+    family = acts[0] if acts else "wan"
     flavours = {"wan": "t2v-480p-14b-2.1", "flux": "dev", "sdxl": "base-1.0"}
     around: dict[str, Any] = {"model_family": family, "model_flavour": flavours[family]}
     if refusal.switch:
@@ -78,22 +105,22 @@ def test_an_option_we_do_not_do_is_refused_when_on_and_passes_when_off(tmp_path:
         around |= {"lora_type": "lycoris", "lycoris_config": "lycoris.json"}
         (tmp_path / "lycoris.json").write_text('{"algo": "lokr", "apply_preset": {"target_module": ["Attention"]}}')
     datasets = [{"id": "a", "instance_data_dir": "a", "dataset_type": "image"}]
-    value = SWITCHED_ON.get(name, True if refusal.default is False else "something")
+    value = SWITCHED_ON.get(name, True if refusal.defaults == (False,) else "something")
     found = problems(tmp_path, {**around, name: value}, datasets=datasets)
     assert list(found) == [name]
-    assert found[name].expected == refusal.why
+    assert found[name].expected == OPTIONS.keys[name].note
     allowed = resolve(tmp_path, {**around, name: value}, datasets=datasets, allow_unsupported=True)
     assert any(note.startswith(f"{name}:") for note in allowed.notes)
-    resolve(tmp_path, {**around, name: refusal.default}, datasets=datasets)
+    resolve(tmp_path, {**around, name: refusal.defaults[0]}, datasets=datasets)
 
 
-@pytest.mark.parametrize("name", sorted(keys.HARMLESS | keys.SAMPLES_ONLY | keys.INERT | keys.REMOVED_UPSTREAM))
+@pytest.mark.parametrize("name", sorted(TABLES["harmless"] | TABLES["samples only"] | TABLES["inert"] | REMOVED))
 def test_an_option_without_consequences_is_accepted_and_named(tmp_path: Path, name: str) -> None:
     resolved = resolve(tmp_path, {name: "something"})
     assert any(name in note.replace(",", "").split() for note in resolved.notes), resolved.notes
 
 
-@pytest.mark.parametrize("name", sorted(keys.GATED_NAMES))
+@pytest.mark.parametrize("name", sorted(GATES))
 def test_an_option_behind_a_switch_that_is_off_says_so(tmp_path: Path, name: str) -> None:
     notes = resolve(tmp_path, {name: "something"}).notes
     assert [note for note in notes if name in note.replace(",", "").split()] == [notes[-1]]
@@ -115,7 +142,7 @@ CONTEXTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted((keys.READ | keys.PASSED_ON | keys.OURS) - {"optimizer_config"}))
+@pytest.mark.parametrize("name", sorted({*OPTIONS.names(Effect.ACTS)} - {"optimizer_config"}))
 def test_no_option_is_dropped_in_silence(tmp_path: Path, name: str) -> None:
     """Nonsense in an option that is read must be noticed; where it has no say, a note must name it."""
     write(tmp_path, "lycoris.json", LYCORIS)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gracetune.config import load
+from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
 from gracetune.config.families import FAMILIES, find_flavour
 from gracetune.config.run_config import RunConfig
-from gracetune.config.simpletuner.model import OTHER_FAMILIES
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import DATASETS, EMPTY, GOOD, IMAGES, LYCORIS, problems, resolve, write
 

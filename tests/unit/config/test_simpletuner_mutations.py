@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config import Environment, Resolved, load
-from gracetune.config.simpletuner.keys import KNOWN
+from gracetune.config.dialects.simpletuner.reader import KNOWN
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import GOOD, LYCORIS, write
 from unit.config.strategies import PLAIN, TEXT, mutated

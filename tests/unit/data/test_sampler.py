@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gracetune.data.draws import draw
 from gracetune.data.refs import Bucket
 from gracetune.data.sampler import Cursor, Drawn, Group, Order, Source
+from gracetune.seeded_random import draw
 
 A, B, C = Bucket(64, 64), Bucket(96, 64), Bucket(64, 96)
 

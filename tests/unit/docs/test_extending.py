@@ -17,7 +17,7 @@ TEXT = text_of("extending.md")
 EXAMPLE = ROOT / "examples" / "extending"
 PACKAGE = EXAMPLE / "gracetune_auraflow"
 BLOCKS = re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", TEXT, re.M | re.S)
-NO_TORCH = ("flavours", "footprint", "keys")
+NO_TORCH = ("names", "footprint", "keys")
 
 
 @pytest.mark.parametrize(("file", "block"), BLOCKS, ids=[file for file, _ in BLOCKS])

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.hostmem.pages import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.errors import DriverError, ManagedCapError, UnifiedMemoryError
 from gracetune.memory.managed import ALIGNMENT, ManagedBuffer, ManagedHeap
 from gracetune.memory.native import HOST
-from gracetune.memory.pages import HINT_PAGE, ByteRange, whole_pages
 from gracetune.memory.slab import FreeSpace
 from gracetune.memory.tensor_hints import prefer
 from gracetune.units import MIB

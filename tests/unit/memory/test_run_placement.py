@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gracetune.cache.batches import JUDGED, Batch, BatchSource
+from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.slabs import CacheRole, CacheType, ManagedSlab, MemorySlab, Where
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.config.run_config import RunConfig
@@ -22,10 +22,12 @@ from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.hardware import Machine
 from gracetune.hardware.recording import load_recording
+from gracetune.hostmem.slab import MemorySlab
 from gracetune.memory.errors import CacheWrittenError, DriverError
 from gracetune.memory.link_file import FILE, machine_key, recall, remember
 from gracetune.memory.lookahead import LookAhead, LookAheadStats
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
+from gracetune.memory.managed_slab import ManagedSlab
 from gracetune.memory.native import HOST
 from gracetune.memory.placement import FOLLOW_CACHES, Hints, Waits, hints_of, rehome
 from gracetune.memory.transport import LinkSpeeds, ManagedSpeeds, Measured, Way, choose_transport, mover_for
@@ -78,7 +80,7 @@ def heap(bench: Any, monkeypatch: pytest.MonkeyPatch) -> ManagedHeap:
     monkeypatch.setattr(ManagedSlab, "settle", settle)
     monkeypatch.setattr(MemorySlab, "_register", register)
     monkeypatch.setattr(MemorySlab, "_unregister", lambda slab: None)
-    monkeypatch.setattr("gracetune.cache.slabs.view_for_gpu", lambda host, device: host)
+    monkeypatch.setattr("gracetune.hostmem.slab.view_for_gpu", lambda host, device: host)
     return ManagedHeap(bench.uvm, 0, lambda: None)
 
 

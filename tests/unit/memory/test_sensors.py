@@ -20,6 +20,7 @@ import gracetune
 from gracetune.hardware.machine import Gpu
 from gracetune.hardware.probe import read_host_memory
 from gracetune.hardware.recording import load_recording
+from gracetune.hostmem.sensors import HostReading, HostSensor
 from gracetune.memory.governor import Governor, Limits
 from gracetune.memory.reclaim import TorchReclaimer
 from gracetune.memory.sensors import (
@@ -30,8 +31,6 @@ from gracetune.memory.sensors import (
     ArenaUsage,
     DeviceReading,
     DeviceSensor,
-    HostReading,
-    HostSensor,
     Reading,
     Sensors,
     TorchCuda,
@@ -518,8 +517,9 @@ class TestTorchOnTheCpu:
 
 
 def test_deciding_and_watching_need_no_torch() -> None:
-    modules = ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog", "weights.files")
-    imports = "".join(f"import gracetune.memory.{module}; " for module in modules)
+    modules = [f"memory.{name}" for name in ("arena_size", "governor", "reclaim", "sensors", "stats", "watchdog")]
+    modules += ["storage.safetensors_headers", "hostmem.sensors", "hostmem.slab"]
+    imports = "".join(f"import gracetune.{module}; " for module in modules)
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; {imports}sys.exit('torch' in sys.modules)"],
         env=os.environ | {"PYTHONPATH": str(Path(gracetune.__file__).parents[1])},

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gracetune.hostmem.hint import Hint, both, not_applied, together
+from gracetune.hostmem.pages import HINT_PAGE
 from gracetune.memory.batch_hints import WISHES, tensors_with_wishes
-from gracetune.memory.hint import Hint, both, not_applied, together
 from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.native import HOST
-from gracetune.memory.pages import HINT_PAGE
 from gracetune.memory.tensor_hints import is_dense, prefer, prefetch
 
 

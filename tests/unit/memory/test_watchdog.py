@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.sensors import ArenaUsage, HostSensor, Sensors, Vitals
+from gracetune.memory.sensors import ArenaUsage, Sensors, Vitals
 from gracetune.memory.watchdog import Floors, StopRequest, Watchdog, WatchdogEvent
 from gracetune.units import GIB, MIB
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import open_weights
 from gracetune.models import fingerprint as module
 from gracetune.models.fingerprint import fingerprint
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_headers import open_weights
 
 ANY_TIME = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
-from gracetune.memory.errors import WeightFileError
 from gracetune.models import fp8_loading
 from gracetune.models.footprint import Footprint
 from gracetune.models.fp8 import Fp8Linear, check_fp8
@@ -23,6 +22,7 @@ from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import Fp8, Placement
+from gracetune.storage.errors import WeightFileError
 from unit.models import original_names as original
 from unit.models.model_inputs import answer
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gracetune.errors import ConfigError
-from gracetune.memory.errors import WeightFileError
 from gracetune.models.layout import part_tensors, read_config, read_index, weight_file
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
+from gracetune.storage.errors import WeightFileError
 from unit.models.model_inputs import answer
 
 CPU = torch.device("cpu")

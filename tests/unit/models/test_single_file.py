@@ -15,12 +15,12 @@ from torch import nn
 from gracetune.cache.encoder import EncoderId
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
-from gracetune.memory.errors import WeightFileError
 from gracetune.models.layout import part_tensors
 from gracetune.models.loading import load_component, load_text_model
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.storage.errors import WeightFileError
 from unit.models import original_names as original
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from gracetune.models import tiny
 from gracetune.models.common.tiny_parts import Weights, clip_tokenizer, save, t5_tokenizer
 from gracetune.models.footprint import AudioLatents
 from gracetune.models.qwen_image.tiny import qwen_tokenizer
-from gracetune.models.registry import FOOTPRINTS, geometry
+from gracetune.models.registry import FOOTPRINTS, geometry, spec_of
 from gracetune.testing import tiny_models
 from unit.models.tiny_samples import ALL, DENOISERS, ONE_EACH, Recorder, load, sample, small_references
 
@@ -279,8 +279,10 @@ def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_every_family_is_listed_without_loading_torch() -> None:
-    assert list(tiny.BUILDERS) == list(FAMILIES)
-    program = "import sys, gracetune.models.tiny, gracetune.models.registry, gracetune.testing.tiny_models\n"
+    program = "import sys, gracetune.models.tiny, gracetune.testing.tiny_models\n"
+    program += "from gracetune.models.key_maps import KEY_MAPS\n"
+    program += "from gracetune.models.registry import FOOTPRINTS, GEOMETRIES\n"
+    program += "assert all(len([*parts.values()]) == len(parts) for parts in (FOOTPRINTS, GEOMETRIES, KEY_MAPS))\n"
     program += "print(sorted({'torch', 'diffusers', 'transformers', 'tokenizers'} & {*sys.modules}))"
     answer = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert answer.stdout == "[]\n"
@@ -289,7 +291,7 @@ def test_every_family_is_listed_without_loading_torch() -> None:
 def test_every_builder_refuses_a_flavour_it_has_no_recipe_for(tmp_path: Path) -> None:
     for family in FAMILIES:
         with pytest.raises(KeyError, match="nothing"):
-            tiny.BUILDERS[family](tmp_path / family, "nothing", 0)
+            spec_of(family).build_tiny(tmp_path / family, "nothing", seed=0)
         assert flavours(family)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from gracetune.cache.slabs import CacheRole, CacheType, Where
+from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.hardware import probe
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads

@@ -11,12 +11,11 @@ from pydantic import ValidationError
 
 from gracetune.config.alloc_conf import OPTION_NAMES
 from gracetune.config.base import Section
+from gracetune.config.dialects.gh200 import read_guide_options
 from gracetune.config.draft import Draft, Origin
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.run_config import BatchRamp, Cache
-from gracetune.config.simpletuner.gh200 import read_gh200
-from gracetune.config.simpletuner.values import Options
 from gracetune.errors import ConfigError, Problem
 
 BLOCKS = ("cache_config", "gh200_optimizations")
@@ -97,7 +96,7 @@ def read_options(
         draft.put(("memory", name), setting.value, Origin("environment", setting.variable))
     for name, value in (("batch_size", batch_size), ("gradient_accumulation_steps", accumulation)):
         draft.put(("training", name), value, Origin("file", name, file))
-    read_gh200(Options.block(blocks, file, ""), draft)
+    read_guide_options(blocks, draft)
     cache = _section(Cache, draft, ("cache",))
     if "unified_memory" in (cache.vae_cache_type, cache.text_cache_type):
         draft.default(("memory", "enable_uvm_hints"), True, "unified_memory caches")

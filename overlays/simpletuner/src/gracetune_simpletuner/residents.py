@@ -16,19 +16,12 @@ from typing import Any, Final
 
 import torch
 
-from gracetune.cache.slabs import (
-    CacheRole,
-    CacheType,
-    ManagedSlab,
-    MemorySlab,
-    Residence,
-    Slab,
-    Where,
-    choose_residence,
-)
+from gracetune.cache.residence import CacheRole, CacheType, Residence, Where, choose_residence
 from gracetune.hardware.allocation import host_reserve
+from gracetune.hostmem.sensors import HostSensor
+from gracetune.hostmem.slab import MemorySlab, Slab
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.sensors import HostSensor
+from gracetune.memory.managed_slab import ManagedSlab
 from gracetune.units import format_bytes
 from gracetune_simpletuner.errors import EntryChangedError
 from gracetune_simpletuner.telemetry import Counts

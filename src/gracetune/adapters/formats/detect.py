@@ -22,15 +22,6 @@ from gracetune.models.keys import KeyMap
 
 Spelled = FormatName | Literal["other"]
 
-_HINTS = (
-    ("wan", "wan"),
-    ("qwen", "qwen_image"),
-    ("flux", "flux"),
-    ("sdxl", "sdxl"),
-    ("stable-diffusion-xl", "sdxl"),
-    ("stable_audio", "stable_audio"),
-    ("stable-audio", "stable_audio"),
-)
 _HEADER_FIELDS = ("gracetune.family", "ss_base_model_version", "modelspec.architecture")
 _IN_NAME = re.compile(r"(?:^|[_\-.])(high|low)_noise(?=$|[_\-.])")
 _EXPERTS: tuple[Stage, Stage] = ("high_noise", "low_noise")
@@ -117,7 +108,7 @@ def _said(metadata: Mapping[str, str]) -> Iterable[str]:
         yield metadata["gracetune.family"]
     for entry in _HEADER_FIELDS:
         value = metadata.get(entry, "").lower()
-        yield from (family for text, family in _HINTS if text in value)
+        yield from (family for family, keys in KEY_MAPS.items() if any(mark in value for mark in keys.header_marks))
 
 
 def _too_deep(found: Located, keys: KeyMap) -> bool:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.bench.step.job import Preset, Scale
-from gracetune.data.draws import draw as number
 from gracetune.models.loading import Draw, load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, read_json
 from gracetune.models.spec import Expert, ModelFacts, ModelSpec, Placement
 from gracetune.models.tiny import build
+from gracetune.seeded_random import torch_seed
 
 _UNIFORM = math.sqrt(3)
 """A uniform draw of bound b has a standard deviation of b / sqrt(3)."""
@@ -92,7 +92,7 @@ def drawing(seed: int) -> Draw:
             done.add(id(tensor))
             owner, _, own = name.rpartition(".")
             mean, spread = _first_values(model.get_submodule(owner), own, tensor)
-            generator = torch.Generator(tensor.device).manual_seed(number(seed, "weights", name) >> 1)
+            generator = torch.Generator(tensor.device).manual_seed(torch_seed(seed, "weights", name))
             tensor.normal_(mean, spread, generator=generator)
 
     return draw

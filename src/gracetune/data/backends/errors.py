@@ -17,10 +17,6 @@ class StorageError(DataError):
     """A folder or URL cannot be opened, listed or written to."""
 
 
-class StagingError(DataError):
-    """Staged data cannot be made, or another process's cannot be reached."""
-
-
 class MemoryLimitError(DataError):
     """The files do not fit: into `memory_limit_gb`, the control group or main memory. Nothing stays behind."""
 

@@ -8,8 +8,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from gracetune.data.backends.errors import StagingError
 from gracetune.data.backends.listing import LeftOut
+from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment import SegmentHandle
 
 
 class _Message(BaseModel):
@@ -22,15 +23,6 @@ class SourceHandle(_Message):
     kind: Literal["local", "url"]
     root: str
     """Absolute for a folder: the other process may have another working directory."""
-
-
-class SegmentHandle(_Message):
-    """One sealed piece of staged memory, as a descriptor of the process that holds it."""
-
-    descriptor: int
-    inode: int
-    size: int
-    identity: str
 
 
 class StagedHandle(_Message):

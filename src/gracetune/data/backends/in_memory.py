@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO, Protocol
 
 from gracetune.data.backend import FileStat
-from gracetune.data.backends.arena import Entry
-from gracetune.data.backends.errors import StagingError
-from gracetune.data.backends.handle import SegmentHandle, StagedHandle, own_start, process_start
+from gracetune.data.backends.handle import StagedHandle, from_json, own_start, process_start
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked
-from gracetune.data.backends.report import StagingReport
-from gracetune.data.backends.segment import Segment
 from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.stream import stream_over
-from gracetune.data.errors import MissingFileError
+from gracetune.data.errors import MissingFileError, UnreadableMediaError
+from gracetune.data.staging.report import StagingReport
+from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment import Segment, SegmentHandle
+from gracetune.hostmem.segment_writer import Entry
+from gracetune.hostmem.sharing import LocalRanks, fetch
 
 
 class Closable(Protocol):
@@ -72,6 +74,8 @@ class InMemoryBackend(Storage):
 
     def read(self, path: str) -> memoryview:
         segment, entry = self._find(path)
+        if entry.unreadable:
+            raise UnreadableMediaError(entry.path, segment.reason(entry))
         return segment.read(entry)
 
     def open(self, path: str) -> BinaryIO:
@@ -134,6 +138,20 @@ def attach(handle: StagedHandle, files: Sequence[io.FileIO] | None = None) -> In
             part.close()
         raise
     return InMemoryBackend(segments, root=handle.root, left_out=handle.left_out)
+
+
+def fetch_staged(ranks: LocalRanks, dataset: str) -> tuple[StagedHandle, list[io.FileIO]]:
+    """What rank 0 of this machine has staged, and descriptors of our own for it. Raises what rank 0 said."""
+    content, files = fetch(ranks, dataset)
+    try:
+        handle = from_json(json.dumps(content))
+        if not isinstance(handle, StagedHandle):
+            raise StagingError(f"rank 0 sent a handle of kind {handle.kind}, expected in_memory")
+    except StagingError:
+        for file in files:
+            file.close()
+        raise
+    return handle, files
 
 
 def _attached(expected: SegmentHandle, file: io.FileIO) -> Segment:

@@ -28,6 +28,7 @@ from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
+from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage, why_unlisted
 from gracetune.data.errors import MissingFileError, OutsideRootError, UnreadableMediaError
 
@@ -164,6 +165,9 @@ class LocalBackend(Storage):
 
     def _contains(self, target: str) -> bool:
         return target == self._folder or target.startswith(self._folder.rstrip("/") + "/")
+
+
+BACKEND: Final = DatasetBackend("local", open=lambda opening: LocalBackend(opening.dataset.path))
 
 
 def _is_link(path: str) -> bool:

@@ -6,39 +6,28 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
+from gracetune.config.dataset_backends import INSTALLED
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backend import Backend
-from gracetune.data.backends.compression import CODECS, Compression
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
 from gracetune.data.backends.in_memory import InMemoryBackend, attach
-from gracetune.data.backends.listing import Listing
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.paths import suffix_of
-from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.selection import MEDIA, Selection, select, selection_for
-from gracetune.data.backends.share import LocalRanks, fetch
-from gracetune.data.backends.stager import Stager, limit_for, open_for, threads_for
-from gracetune.data.backends.staging import StagingOptions
+from gracetune.data.backends.record import Opening
+from gracetune.data.backends.registry import open_with
+from gracetune.data.backends.shared import Storage
 from gracetune.data.backends.url import UrlBackend
+from gracetune.data.staging.copying import StagingOptions
+from gracetune.data.staging.opening import plain_backend
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.selection import MEDIA, Selection, select
+from gracetune.data.staging.stager import Stager, limit_for, threads_for
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
-
-
-class OpenedBackend(Backend, Protocol):
-    """What `open_backend` returns: the contract, and an end."""
-
-    def survey(self) -> Listing:
-        """`list` and `stat` of everything at once, and what was left out and why."""
-        ...
-
-    def handle(self) -> BackendHandle:
-        """Plain data from which `attach_backend` opens the same in another process of this machine."""
-        ...
-
-    def close(self) -> None: ...
+from gracetune.hostmem.compression import CODECS, Compression
+from gracetune.hostmem.sharing import LocalRanks
 
 
 def open_backend(
@@ -48,57 +37,27 @@ def open_backend(
     ranks: LocalRanks | None = None,
     on_progress: OnProgress = unwatched,
     selection: Selection | None = None,
-) -> OpenedBackend:
+) -> Storage:
     """Where a dataset's files are, staged if it says so. The caller closes it.
 
     `ranks` lets the processes of one launch share what the first of them stages. `selection` are the files to stage;
     None means those the dataset needs.
     """
-    if dataset.type == "local":
-        return LocalBackend(dataset.path)
-    if dataset.type == "url":
-        return UrlBackend(dataset.path)
-    if ranks is not None and ranks.rank > 0:
-        handle, files = fetch(ranks, dataset.id)
-        return attach(handle, files)
-
-    def make() -> Stager:
-        return stager_for(dataset, machine or probe(), on_progress, selection=selection)
-
-    return make().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make)
+    return open_with(Opening(dataset, None, machine, ranks, on_progress, selection))
 
 
-def stager_for(
-    dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched, *, selection: Selection | None = None
-) -> Stager:
-    """How a dataset of type `in_memory` is staged."""
-    options = dataset.in_memory
-    return Stager(
-        source=plain_backend(dataset.path),
-        selection=selection or selection_for(dataset),
-        options=StagingOptions(
-            dataset=dataset.id,
-            compression=options.compression,
-            threads=threads_for(machine, options.num_workers),
-        ),
-        machine=machine,
-        limit=limit_for(options.memory_limit_gb),
-        on_progress=on_progress,
-    )
+def open_unstaged(dataset: Dataset) -> Storage:
+    """The same files, read from where they lie: of a dataset that would be staged, its source."""
+    return open_with(Opening(dataset)) if INSTALLED.has(dataset.type) else plain_backend(dataset.path)
 
 
-def attach_backend(handle: BackendHandle) -> OpenedBackend:
+def attach_backend(handle: BackendHandle) -> Storage:
     """What `handle` of another process's backend describes: the same pages where that is staged."""
     return attach(handle) if isinstance(handle, StagedHandle) else open_source(handle)
 
 
 def open_source(handle: SourceHandle) -> LocalBackend | UrlBackend:
     return LocalBackend(handle.root) if handle.kind == "local" else UrlBackend(handle.root)
-
-
-def plain_backend(root: str) -> LocalBackend | UrlBackend:
-    """A folder or URL, read from where it lies."""
-    return UrlBackend(root) if "://" in root else LocalBackend(root)
 
 
 class GH200InMemoryBackend(InMemoryBackend):

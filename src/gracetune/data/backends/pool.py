@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from gracetune.config.dataset_backends import INSTALLED
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends.open import OpenedBackend, open_backend
-from gracetune.data.backends.progress import OnProgress, unwatched
-from gracetune.data.backends.selection import Selection, selection_for
-from gracetune.data.backends.share import LocalRanks
+from gracetune.data.backends.open import open_backend
+from gracetune.data.backends.registry import options_of
+from gracetune.data.backends.shared import Storage
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.selection import Selection, selection_for
 from gracetune.hardware import Machine
+from gracetune.hostmem.sharing import LocalRanks
 
 
 @dataclass(frozen=True)
@@ -87,9 +90,9 @@ class BackendPool:
     ) -> None:
         self._machine, self._ranks, self._watch = machine, ranks, watch
         self.folders = [*shared_folders(datasets)]
-        self._opened: dict[str, OpenedBackend] = {}
+        self._opened: dict[str, Storage] = {}
 
-    def open(self, dataset: Dataset) -> OpenedBackend:
+    def open(self, dataset: Dataset) -> Storage:
         """The dataset's backend; the same for datasets that only differ in what is done with the files."""
         folder = find_folder(self.folders, dataset)
         first = folder.dataset
@@ -104,7 +107,7 @@ class BackendPool:
         return self._opened[first.id]
 
     @property
-    def opened(self) -> tuple[OpenedBackend, ...]:
+    def opened(self) -> tuple[Storage, ...]:
         """Each of them once, in the order in which they were opened."""
         return tuple(self._opened.values())
 
@@ -137,6 +140,8 @@ def _place(dataset: Dataset) -> tuple[str, str]:
 def _can_share(one: Dataset, other: Dataset) -> bool:
     if _place(one) != _place(other):
         return False
+    if INSTALLED.has(one.type):
+        return options_of(one) == options_of(other)
     return one.type != "in_memory" or one.in_memory.compression == other.in_memory.compression
 
 

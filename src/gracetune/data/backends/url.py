@@ -15,6 +15,7 @@ from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
+from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage, why_unlisted
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
@@ -151,6 +152,9 @@ class UrlBackend(Storage):
         if size is None:  # some web servers do not say
             size = len(self._fs.cat_file(self._full(path)))
         return FileStat(size=int(size), modified_ns=_modified_ns(info))
+
+
+BACKEND: Final = DatasetBackend("url", open=lambda opening: UrlBackend(opening.dataset.path))
 
 
 class _Remote(io.RawIOBase):

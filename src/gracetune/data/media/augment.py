@@ -16,9 +16,9 @@ from typing import Any
 from PIL import Image, ImageEnhance, ImageFilter
 
 from gracetune.config.spelling import nearest
-from gracetune.data.draws import uniform
 from gracetune.data.refs import Augmentation, Transform
 from gracetune.errors import ConfigError, Problem
+from gracetune.seeded_random import uniform
 
 Range = tuple[float, float]
 Values = Mapping[str, float]

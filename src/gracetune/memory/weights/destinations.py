@@ -9,16 +9,9 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.files import TensorEntry, Weights, shortened
-
-TORCH_DTYPES = {
-    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
-    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
-}  # fmt: skip
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_files import TORCH_DTYPES
+from gracetune.storage.safetensors_headers import TensorEntry, Weights, shortened
 
 
 def torch_dtype(entry: TensorEntry) -> torch.dtype:

@@ -27,9 +27,11 @@ import torch
 from torch import Tensor
 
 from gracetune.errors import Problem
-from gracetune.memory.errors import WeightFileError
-from gracetune.memory.weights.destinations import TORCH_DTYPES, find_problems, torch_dtype
-from gracetune.memory.weights.files import (
+from gracetune.memory.weights.destinations import find_problems, torch_dtype
+from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
+from gracetune.storage.errors import WeightFileError
+from gracetune.storage.safetensors_files import TORCH_DTYPES
+from gracetune.storage.safetensors_headers import (
     FileIdentity,
     TensorEntry,
     Weights,
@@ -37,7 +39,6 @@ from gracetune.memory.weights.files import (
     read_fully,
     unreadable,
 )
-from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
 from gracetune.units import MIB
 
 __all__ = ["LoadReport", "Progress", "load_into", "open_weights", "torch_dtype"]

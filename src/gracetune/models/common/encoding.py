@@ -18,6 +18,7 @@ from gracetune.data.media.load import Sample
 from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import part_tensors, read_config
 from gracetune.models.source import ModelSource
+from gracetune.seeded_random import normals_for_content
 
 _WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
 """What a config file says about who wrote it, not about what the part does."""
@@ -68,15 +69,8 @@ def drawn(posterior: Posterior, samples: Sequence[Sample], how: str) -> Tensor:
     """The mean, or a draw that depends on nothing but the sample's content."""
     if how == "mean":
         return posterior.mean
-    noise = torch.stack([_noise(sample, posterior.mean.shape[1:]) for sample in samples])
+    noise = torch.stack([normals_for_content(sample.ref.digest, posterior.mean.shape[1:]) for sample in samples])
     return posterior.mean + posterior.std * noise.to(posterior.mean)
-
-
-def _noise(sample: Sample, shape: torch.Size) -> Tensor:
-    """On the CPU: the same numbers whatever the device."""
-    seed = hashlib.sha256(sample.ref.digest.encode()).digest()[:8]
-    generator = torch.Generator().manual_seed(int.from_bytes(seed, "big") >> 1)
-    return torch.randn(shape, generator=generator)
 
 
 def latent_mask(mask: Tensor, size: Sequence[int]) -> Tensor:

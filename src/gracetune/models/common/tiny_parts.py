@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +20,7 @@ from transformers import (
 )
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.storage.atomic import new_folder
 
 WIDTH = 32
 """Of every tiny denoiser and text encoder."""
@@ -165,12 +164,7 @@ def save(pipeline: Pipeline, folder: Path, *, finish: Callable[[Path], None] = l
             ]
         )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
+    with new_folder(folder) as beside:
         pipeline.save_pretrained(str(beside))
         finish(beside)
-        beside.chmod(0o755)  # mkdtemp's are for the owner alone
-        beside.replace(folder)
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
     return folder

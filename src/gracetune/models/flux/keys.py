@@ -52,4 +52,5 @@ KEYS = KeyMap(
     comfyui_takes_ours=True,
     architecture="flux-1",
     base_version="flux1",
+    header_marks=("flux",),
 )

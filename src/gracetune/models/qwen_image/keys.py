@@ -28,4 +28,5 @@ KEYS = KeyMap(
     depths=(("transformer_blocks", 60),),
     architecture="qwen-image",
     base_version="qwen_image",
+    header_marks=("qwen",),
 )

@@ -75,4 +75,5 @@ KEYS = KeyMap(
     ),
     architecture="stable-diffusion-xl-v1-base",
     base_version="sdxl_base_v1-0",
+    header_marks=("sdxl", "stable-diffusion-xl"),
 )

@@ -16,7 +16,6 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from gracetune.diffusion.schedule import Ddpm
 from gracetune.errors import ConfigError, Problem
-from gracetune.memory.weights.files import open_weights
 from gracetune.models.common.pipelines import assemble
 from gracetune.models.layout import (
     CONFIG,
@@ -30,6 +29,7 @@ from gracetune.models.layout import (
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
+from gracetune.storage.safetensors_headers import open_weights
 
 PIPELINES: Mapping[str, Any] = {StableDiffusionXLPipeline.__name__: StableDiffusionXLPipeline}
 UNET = "unet"

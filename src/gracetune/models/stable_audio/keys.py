@@ -39,4 +39,5 @@ KEYS = KeyMap(
     depths=(("transformer_blocks", 24),),
     architecture="stable-audio-open-1.0",
     base_version="stable_audio_open_1.0",
+    header_marks=("stable_audio", "stable-audio"),
 )

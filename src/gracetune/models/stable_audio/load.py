@@ -1,8 +1,8 @@
-"""Stable Audio's parts from their folder."""
+"""What a Stable Audio folder says about itself, and its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +13,75 @@ from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioPr
 from torch import nn
 from transformers import T5EncoderModel
 
+from gracetune.diffusion.schedule import Cosine
+from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.pipelines import load_tokenizer
-from gracetune.models.layout import SCHEDULER, read_config
+from gracetune.models.layout import (
+    CONFIG,
+    SCHEDULER,
+    TOKENIZER,
+    part_config,
+    pipeline_name,
+    read_config,
+    require_parts,
+)
 from gracetune.models.loading import build_component, load_component, load_text_model
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
-from gracetune.models.stable_audio.facts import inspect
 from gracetune.models.stable_audio.solver import solver_from
+
+PIPELINE = "StableAudioPipeline"
+_MOST_TOKENS = 4096
+"""Tokenizers without a limit of their own write 1e30 for it."""
+_PARTS = {
+    **dict.fromkeys(("transformer", "vae", "text_encoder", "projection_model"), CONFIG),
+    "tokenizer": TOKENIZER,
+    "scheduler": SCHEDULER,
+}
+
+
+def inspect(source: ModelSource) -> ModelFacts:
+    pipeline_name(source, "stable_audio", {PIPELINE: None})
+    require_parts(source, _PARTS)
+    transformer = part_config(source, "transformer", StableAudioDiTModel)
+    tokens = read_config(source, "tokenizer", TOKENIZER).get("model_max_length")
+    problems = [
+        *_other_noise(source, read_config(source, "scheduler", SCHEDULER)),
+        *_other_sizes(source, transformer, tokens),
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return ModelFacts(
+        family="stable_audio",
+        flavour="open-1.0",
+        experts=(Expert("", "transformer"),),
+        schedule=Cosine(),
+        details={
+            "recognised": f"{PIPELINE}, {transformer['in_channels']} latent channels",
+            "text_tokens": tokens,
+            "rotary_size": transformer["attention_head_dim"] // 2,
+        },
+    )
+
+
+def _other_noise(source: ModelSource, scheduler: Mapping[str, Any]) -> Iterator[Problem]:
+    """The cosine schedule is that of data of unit size, and of v: other weights would learn something else."""
+    file, hint = str(source.part("scheduler") / SCHEDULER), "take the weights of stable-audio-open-1.0"
+    for key, expected in (("prediction_type", "v_prediction"), ("sigma_data", 1.0)):
+        if scheduler.get(key) != expected:
+            yield Problem(key, repr(scheduler.get(key)), repr(expected), hint, file)
+
+
+def _other_sizes(source: ModelSource, transformer: Mapping[str, Any], tokens: object) -> Iterator[Problem]:
+    if not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS:
+        file = str(source.part("tokenizer") / TOKENIZER)
+        yield Problem("model_max_length", repr(tokens), "how many tokens the weights read", "128", file)
+    channels = part_config(source, "vae", AutoencoderOobleck)["decoder_input_channels"]
+    if transformer["in_channels"] != channels:
+        file = str(source.part("transformer") / CONFIG)
+        hint = "check that model.path and model.vae_path belong together"
+        yield Problem("in_channels", str(transformer["in_channels"]), f"{channels}, as the VAE has", hint, file)
+
 
 _PIPELINE: Any = StableAudioPipeline
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from gracetune.models.spec import AttentionCalls, ModelSpec
-from gracetune.models.stable_audio.facts import inspect
+from gracetune.models.stable_audio.encode import load_latent_encoder, load_text_encoder
 from gracetune.models.stable_audio.keys import KEYS
-from gracetune.models.stable_audio.latents import load_latent_encoder
-from gracetune.models.stable_audio.load import build_denoiser, load_denoiser, load_pipeline
+from gracetune.models.stable_audio.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.stable_audio.predict import predict
 from gracetune.models.stable_audio.sample import check_sample, sample
-from gracetune.models.stable_audio.text import load_text_encoder
 from gracetune.models.stable_audio.tiny import build_tiny
 
 _LAYERS = (

@@ -36,4 +36,6 @@ KEYS = KeyMap(
     experts=True,
     depths=(("blocks", 40),),
     architecture="wan",
+    of_experts=("wan2.2", "wan_2.2_14b"),  # which Wan another adapter is for, only the caller can say
+    header_marks=("wan",),
 )

@@ -1,9 +1,9 @@
-"""Wan's parts from their folder."""
+"""Which Wan a folder holds, read off its configuration files with the reason, and its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,15 +13,176 @@ from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from torch import nn
 from transformers import CLIPImageProcessorPil, CLIPVisionModel, UMT5EncoderModel
 
+from gracetune.diffusion.schedule import Flow
+from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.pipelines import assemble
-from gracetune.models.layout import read_index
+from gracetune.models.layout import (
+    CONFIG,
+    SCHEDULER,
+    TOKENIZER,
+    part_config,
+    pipeline_name,
+    read_config,
+    read_index,
+    require_parts,
+)
 from gracetune.models.loading import build_component, load_component, load_text_model
-from gracetune.models.source import ModelSource
+from gracetune.models.source import INDEX, ModelSource
 from gracetune.models.spec import Expert, ModelFacts, Placement
 from gracetune.models.wan.attention import turn_by_pairs
 from gracetune.models.wan.block import use_fused_blocks
-from gracetune.models.wan.facts import FROM_IMAGE, FROM_TEXT, inspect, is_part
+
+FROM_TEXT, FROM_IMAGE = "WanPipeline", "WanImageToVideoPipeline"
+TEXT_TOKENS = 512
+"""What the denoisers read, whatever the caption's length; cross-attention tells picture and caption apart by it."""
+MASK_CHANNELS = 4
+"""Image-to-video weights are told for each of a latent frame's four frames whether it is given."""
+_WIDTHS = {1536: "t2v-1.3b-2.1", 5120: "t2v-14b-2.1"}
+_HIGH_RESOLUTION_SHIFT = 4.0
+"""The 2.1 weights for 720p are sampled with a flow shift of 5, the others with 3."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """The configuration files, as far as they decide anything."""
+
+    index: Mapping[str, Any]
+    transformer: Mapping[str, Any]
+    vae: Mapping[str, Any]
+    scheduler: Mapping[str, Any]
+
+    @property
+    def two_experts(self) -> bool:
+        return is_part(self.index, "transformer_2")
+
+    @property
+    def expand_timesteps(self) -> bool:
+        return bool(self.index.get("expand_timesteps"))
+
+    @property
+    def image_encoder(self) -> bool:
+        return self.transformer.get("image_dim") is not None
+
+    @property
+    def width(self) -> int:
+        return int(self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"])
+
+    @property
+    def condition_channels(self) -> int:
+        return int(self.transformer["in_channels"] - self.vae["z_dim"])
+
+    @property
+    def from_image(self) -> bool:
+        return self.condition_channels > 0
+
+    @property
+    def shift(self) -> float:
+        return float(self.scheduler.get("flow_shift", self.scheduler.get("shift", 1.0)))
+
+
+def inspect(source: ModelSource) -> ModelFacts:
+    pipeline_name(source, "wan", dict.fromkeys([FROM_TEXT, FROM_IMAGE]))
+    index = read_index(source)
+    _check_parts(source, index)
+    found = Configuration(
+        index,
+        part_config(source, "transformer", WanTransformer3DModel),
+        part_config(source, "vae", AutoencoderKLWan),
+        read_config(source, "scheduler", SCHEDULER),
+    )
+    problems = [*_unknown(source, found)]
+    if problems:
+        raise ConfigError(problems)
+    flavour, reason = _flavour(found)
+    return ModelFacts(
+        family="wan",
+        flavour=flavour,
+        experts=_experts(found),
+        schedule=Flow(float(found.scheduler.get("num_train_timesteps", 1000))),
+        shift=found.shift,
+        details={
+            "recognised": reason,
+            "pipeline": found.index["_class_name"],
+            "from_image": found.from_image,
+            "image_encoder": found.image_encoder,
+            "expand_timesteps": found.expand_timesteps,
+            "patch_size": tuple(found.transformer["patch_size"]),
+            "side_multiple": found.vae["scale_factor_spatial"] * found.transformer["patch_size"][1],
+            "frame_step": found.vae["scale_factor_temporal"],
+        },
+    )
+
+
+def is_part(index: Mapping[str, Any], component: str) -> bool:
+    """Whether model_index.json names a class for a part; absent ones are written as [null, null]."""
+    entry = index.get(component)
+    return isinstance(entry, list) and len(entry) == 2 and None not in entry
+
+
+def _check_parts(source: ModelSource, index: Mapping[str, Any]) -> None:
+    optional = [part for part in ("transformer_2", "image_encoder") if is_part(index, part)]
+    parts = dict.fromkeys(["transformer", "vae", "text_encoder", *optional], CONFIG)
+    parts |= {"tokenizer": TOKENIZER, "scheduler": SCHEDULER}
+    if is_part(index, "image_encoder"):
+        parts["image_processor"] = "preprocessor_config.json"
+    require_parts(source, parts)
+
+
+def _unknown(source: ModelSource, found: Configuration) -> Iterator[Problem]:
+    """Relatives of the weights we know, which would load and then learn nonsense."""
+    index, transformer = str(source.folder / INDEX), str(source.part("transformer") / "config.json")
+    hint = "take one of the published Wan 2.1 or 2.2 text-to-video or image-to-video weights"
+    boundary = found.index.get("boundary_ratio")
+    if found.two_experts and not (isinstance(boundary, float) and 0 < boundary < 1):
+        expected = "the noise level at which transformer_2 takes over, between 0 and 1"
+        yield Problem(
+            "boundary_ratio", repr(boundary), expected, "0.875 for text-to-video, 0.9 for image-to-video", index
+        )
+    if not found.two_experts and boundary is not None:
+        yield Problem("transformer_2", f"none, but boundary_ratio {boundary}", "both experts", hint, index)
+    image = found.vae["z_dim"] + MASK_CHANNELS
+    if found.condition_channels not in (0, image):
+        expected = f"{found.vae['z_dim']} (text-to-video) or {found.vae['z_dim'] + image} (image-to-video)"
+        yield Problem("in_channels", str(found.transformer["in_channels"]), expected, hint, transformer)
+    if found.transformer.get("pos_embed_seq_len") is not None:
+        yield Problem(
+            "pos_embed_seq_len", "weights that start from a first and a last frame", "none", hint, transformer
+        )
+    if found.image_encoder and not is_part(found.index, "image_encoder"):
+        yield Problem("image_encoder", "no such part, but the transformer has an image_dim", "a part", hint, index)
+    if found.from_image and not (found.two_experts or found.image_encoder):
+        missing = "neither a second expert (2.2) nor an image encoder (2.1)"
+        yield Problem("transformer_2", missing, "one of them in an image-to-video model", hint, index)
+    if found.index["_class_name"] == FROM_IMAGE and not (found.from_image or found.expand_timesteps):
+        given = f"{found.transformer['in_channels']} in_channels, which have no room for a first frame"
+        yield Problem("_class_name", f"{FROM_IMAGE}, but {given}", FROM_TEXT, hint, index)
+
+
+def _flavour(found: Configuration) -> tuple[str, str]:
+    channels = f"{found.transformer['in_channels']} input channels"
+    if found.expand_timesteps:
+        return "ti2v-5b-2.2", f"expand_timesteps, {channels}"
+    if found.two_experts:
+        boundary = f"two experts that meet at {found.index['boundary_ratio']}"
+        return ("i2v-14b-2.2" if found.from_image else "t2v-14b-2.2"), f"{boundary}, {channels}"
+    large = found.shift >= _HIGH_RESOLUTION_SHIFT
+    if found.from_image:
+        flavour = "i2v-14b-720p-2.1" if large else "i2v-14b-480p-2.1"
+        return flavour, f"one expert with an image encoder, {channels}, flow shift {found.shift:g}"
+    known = _WIDTHS.get(found.width)
+    if known is not None:
+        return known, f"one expert, {channels}, {found.width} wide"
+    flavour = "t2v-14b-2.1" if large else "t2v-1.3b-2.1"
+    return flavour, f"one expert, {channels}; its width of {found.width} is unknown, its flow shift is {found.shift:g}"
+
+
+def _experts(found: Configuration) -> tuple[Expert, ...]:
+    if not found.two_experts:
+        return (Expert("", "transformer"),)
+    boundary = float(found.index["boundary_ratio"])
+    return Expert("high_noise", "transformer", lowest=boundary), Expert("low_noise", "transformer_2", highest=boundary)
+
 
 PIPELINES: Mapping[str, Any] = {FROM_TEXT: WanPipeline, FROM_IMAGE: WanImageToVideoPipeline}
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gracetune.models.spec import ModelFacts
-from gracetune.models.wan.facts import TEXT_TOKENS
+from gracetune.models.wan.load import TEXT_TOKENS
 
 
 def predict(

@@ -11,10 +11,9 @@ from PIL import ImageOps
 from gracetune.errors import Problem
 from gracetune.models.common.sampling import batched, refuse, side_problems
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
-from gracetune.models.wan.facts import FROM_IMAGE, FROM_TEXT
-from gracetune.models.wan.load import PIPELINES
+from gracetune.models.wan.encode import embedded
+from gracetune.models.wan.load import FROM_IMAGE, FROM_TEXT, PIPELINES
 from gracetune.models.wan.predict import padded
-from gracetune.models.wan.text import embedded
 
 _WIDTH, _HEIGHT = 832, 480
 _FPS, _FPS_5B = 16.0, 24.0

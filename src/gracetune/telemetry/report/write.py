@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
+from gracetune.storage.atomic import write_file
 from gracetune.telemetry.report.loading import find_outputs, how_to_load
 from gracetune.telemetry.report.page import page
 from gracetune.telemetry.report.pictures import grid
@@ -39,18 +38,6 @@ def write_report(run_folder: Path) -> Report:
     )
     facts = json.dumps(summary(story, loading, outputs), ensure_ascii=True, allow_nan=False, default=str)
     report = Report(run_folder / "report.html", run_folder / "report.json")
-    _write(report.json, facts + "\n")
-    _write(report.html, text)
+    write_file(report.json, f"{facts}\n".encode())
+    write_file(report.html, text.encode())
     return report
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gracetune.storage.append import LineFile
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunEnded, RunStarted, step_of
 from gracetune.telemetry.schema import NotAnEventError, from_line, to_line
@@ -18,8 +18,7 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self.name = f"the event log {path}"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._file = LineFile(path)
         except OSError as error:
             raise TelemetryError(
                 self.name,
@@ -27,17 +26,12 @@ class JsonlSink:
                 expected="a folder we may write to",
                 hint=f"look at `ls -ld {path.parent}` and `df -h {path.parent}`, or set another output_dir",
             ) from None
-        size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")  # a killed process left its last line torn
 
     def write(self, record: Record) -> None:
-        line = to_line(record)
-        while line:  # one call, except on a disk that is nearly full
-            line = line[os.write(self._descriptor, line) :]
+        self._file.write(to_line(record))
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 @dataclass(frozen=True)

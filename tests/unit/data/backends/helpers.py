@@ -16,9 +16,9 @@ import fsspec  # type: ignore[import-untyped]
 from gracetune.data.backend import Backend
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.selection import MEDIA, select
-from gracetune.data.backends.stager import Stager
-from gracetune.data.backends.staging import StagingOptions
+from gracetune.data.staging.copying import StagingOptions
+from gracetune.data.staging.selection import MEDIA, select
+from gracetune.data.staging.stager import Stager
 from gracetune.hardware import Machine, probe
 
 MIB = 1 << 20

@@ -9,26 +9,20 @@ from pathlib import Path
 import pytest
 
 from gracetune.config.dataset_config import Captions, CaptionTable, Dataset, InMemory
-from gracetune.data.backends import (
-    BackendPool,
-    GH200InMemoryBackend,
-    InMemoryBackend,
-    LocalBackend,
-    UrlBackend,
-    attach_backend,
-    from_json,
-    open_backend,
-    to_json,
-)
 from gracetune.data.backends.errors import MemoryLimitError, StorageError
-from gracetune.data.backends.open import stager_for
-from gracetune.data.backends.pool import sharing_notes
-from gracetune.data.backends.rehearsal import Rehearsal
-from gracetune.data.backends.selection import MEDIA, select, selection_for
-from gracetune.data.backends.stager import threads_for
+from gracetune.data.backends.handle import from_json, to_json
+from gracetune.data.backends.in_memory import InMemoryBackend
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.open import GH200InMemoryBackend, attach_backend, open_backend
+from gracetune.data.backends.pool import BackendPool, sharing_notes
+from gracetune.data.backends.url import UrlBackend
 from gracetune.data.media import kind_of
+from gracetune.data.staging.opening import stager_for
+from gracetune.data.staging.rehearsal import Rehearsal
+from gracetune.data.staging.selection import MEDIA, select, selection_for
+from gracetune.data.staging.stager import threads_for
 from gracetune.errors import ConfigError
-from gracetune.memory.sensors import HostSensor
+from gracetune.hostmem.sensors import HostSensor
 from unit.data.backends.helpers import contents, fill, held, put, this_machine
 from unit.hardware.machines import load
 
@@ -258,7 +252,9 @@ class TestNameOfTheGuides:
 
 
 def test_importing_leaves_heavy_libraries_alone() -> None:
-    code = "import sys, gracetune.data.backends; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
+    code = (
+        "import sys, gracetune.data.backends.open; print({'torch', 'fsspec', 'numpy', 'PIL', 'av'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 

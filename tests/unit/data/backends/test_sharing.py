@@ -14,20 +14,23 @@ import pytest
 import xxhash
 
 from gracetune.config.dataset_config import Dataset, InMemory
-from gracetune.data.backends.errors import MemoryLimitError, StagingError, StorageError
+from gracetune.data.backends.errors import MemoryLimitError, StorageError
 from gracetune.data.backends.handle import from_json, to_json
+from gracetune.data.backends.in_memory import fetch_staged
 from gracetune.data.backends.open import attach_backend, open_backend
-from gracetune.data.backends.share import LocalRanks, Offer, fetch
+from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.sharing import LocalRanks, Offer
 from unit.data.backends.helpers import MIB, Child, contents, fill, held, staged, this_machine
 
 READER = """
 import sys
-from gracetune.data.backends import attach_backend, from_json
-from gracetune.data.errors import DataError
+from gracetune.data.backends.handle import from_json
+from gracetune.data.backends.open import attach_backend
+from gracetune.errors import GracetuneError
 import xxhash
 try:
     backend = attach_backend(from_json(sys.stdin.readline()))
-except DataError as error:
+except GracetuneError as error:
     print("refused:", " ".join(str(error).split()), flush=True)
     sys.exit()
 while True:
@@ -42,7 +45,8 @@ while True:
 STAGER = """
 import sys
 from pathlib import Path
-from gracetune.data.backends import GH200InMemoryBackend, to_json
+from gracetune.data.backends.handle import to_json
+from gracetune.data.backends.open import GH200InMemoryBackend
 backend = GH200InMemoryBackend(sys.argv[1])
 print(to_json(backend.handle()), flush=True)
 sys.stdin.readline()
@@ -50,14 +54,15 @@ sys.stdin.readline()
 RANK = """
 import sys
 from gracetune.config.dataset_config import Dataset, InMemory
-from gracetune.data.backends import LocalRanks, open_backend
-from gracetune.data.errors import DataError
+from gracetune.data.backends.open import open_backend
+from gracetune.hostmem.sharing import LocalRanks
+from gracetune.errors import GracetuneError
 import xxhash
 folder, rank, count, key, patience, limit = sys.argv[1:]
 dataset = Dataset(id="pets", path=folder, type="in_memory", in_memory=InMemory(memory_limit_gb=float(limit)))
 try:
     backend = open_backend(dataset, ranks=LocalRanks(int(rank), int(count), key, float(patience)))
-except DataError as error:
+except GracetuneError as error:
     print("refused:", " ".join(str(error).split()), flush=True)
     sys.exit(1)
 digest = xxhash.xxh3_128()
@@ -192,7 +197,7 @@ class TestRanks:
 
         def ask() -> None:
             with pytest.raises(StagingError) as refused:
-                fetch(LocalRanks(1, 2, key), "pets")
+                fetch_staged(LocalRanks(1, 2, key), "pets")
             said.append(str(refused.value))
 
         asking = threading.Thread(target=ask)
@@ -205,7 +210,7 @@ class TestRanks:
 
     def test_rank_zero_killed_while_staging_is_noticed_at_once(self, key: str) -> None:
         code = (
-            "import sys, time\nfrom gracetune.data.backends.share import LocalRanks, Offer\n"
+            "import sys, time\nfrom gracetune.hostmem.sharing import LocalRanks, Offer\n"
             "offer = Offer(LocalRanks(0, 2, sys.argv[1]), 'pets')\nprint('offered', flush=True)\ntime.sleep(60)"
         )
         with Child(code, key) as zero:
@@ -214,7 +219,7 @@ class TestRanks:
 
             def ask() -> None:
                 try:
-                    fetch(LocalRanks(1, 2, key), "pets")
+                    fetch_staged(LocalRanks(1, 2, key), "pets")
                 except StagingError as error:
                     outcome.append(str(error))
 
@@ -228,7 +233,7 @@ class TestRanks:
 
     def test_a_rank_zero_that_never_comes(self, key: str) -> None:
         with pytest.raises(StagingError, match=r"(?s)local rank 3 found no rank 0 .* within 0\.2 s.*try"):
-            fetch(LocalRanks(3, 4, key, patience_seconds=0.2), "pets")
+            fetch_staged(LocalRanks(3, 4, key, patience_seconds=0.2), "pets")
 
     def test_two_rank_zeros_of_one_launch(self, key: str) -> None:
         offer = Offer(LocalRanks(0, 2, key), "pets")
@@ -248,7 +253,7 @@ class TestRanks:
         before, threads = held(), threading.active_count()
         dataset = Dataset(id="pets", path=str(folder), type="in_memory")
         backend = open_backend(dataset, machine=this_machine(), ranks=LocalRanks(0, 3, key))
-        handle, files = fetch(LocalRanks(1, 3, key), "pets")
+        handle, files = fetch_staged(LocalRanks(1, 3, key), "pets")
         assert len(handle.segments) == len(files)
         for file in files:
             file.close()

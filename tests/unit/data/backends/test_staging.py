@@ -16,18 +16,18 @@ import xxhash
 
 from gracetune.data.backend import FileStat
 from gracetune.data.backends import open as opening
-from gracetune.data.backends.compression import CHUNK, CODECS
 from gracetune.data.backends.errors import MemoryLimitError, UnreadableFilesError, too_many
-from gracetune.data.backends.estimate import Estimate, estimate_stored
-from gracetune.data.backends.guard import MemoryGuard
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.numa import NodeChoice
 from gracetune.data.backends.open import attach_backend
-from gracetune.data.backends.progress import StagingProgress
-from gracetune.data.backends.segment import Segment
-from gracetune.data.backends.staging import StagingOptions, default_threads, segments_for, stage
 from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.staging.copying import StagingOptions, default_threads, segments_for, stage
+from gracetune.data.staging.estimate import Estimate, estimate_stored
+from gracetune.data.staging.guard import MemoryGuard
+from gracetune.data.staging.progress import StagingProgress
+from gracetune.hostmem.compression import CHUNK, CODECS
+from gracetune.hostmem.numa import NodeChoice
+from gracetune.hostmem.segment import Segment
 from gracetune.testing.slow_backend import SlowBackend
 from gracetune.units import GIB
 from unit.data.backends.helpers import MIB, contents, fill, held, staged, stager, this_machine

@@ -9,7 +9,7 @@ from torch import nn
 from gracetune.adapters.targets import names
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.models.spec import Placement
-from gracetune.models.wan.facts import TEXT_TOKENS
+from gracetune.models.wan.load import TEXT_TOKENS
 from gracetune.models.wan.spec import SPEC
 from unit.models.wan.cases import (
     CASES,

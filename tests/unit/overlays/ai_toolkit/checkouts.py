@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gracetune.memory.sensors import HostReading
+from gracetune.hostmem.sensors import HostReading
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from gracetune.hardware import Machine, probe
-from gracetune.memory.sensors import HostSensor
+from gracetune.hostmem.sensors import HostSensor
 from unit.overlays.ai_toolkit.checkouts import Checkout, checked_out, plenty_of_memory
 
 

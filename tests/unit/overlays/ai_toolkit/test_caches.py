@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from gracetune.hardware import probe
+from gracetune.hostmem.sensors import HostReading, HostSensor
 from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.sensors import HostReading, HostSensor
 from gracetune.units import GIB
 from unit.hardware.machines import load as machine
 from unit.overlays.ai_toolkit.checkouts import Checkout
@@ -230,7 +230,7 @@ WORKERS = """
 import shutil, sys, torch
 sys.path[:0] = [{tests!r}, {root!r}]
 from pathlib import Path
-from gracetune.memory.sensors import HostSensor
+from gracetune.hostmem.sensors import HostSensor
 from unit.overlays.ai_toolkit.checkouts import Checkout, plenty_of_memory
 HostSensor.read = plenty_of_memory
 checkout = Checkout(Path({root!r}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gracetune.memory.sensors import HostReading, HostSensor
+from gracetune.hostmem.sensors import HostReading, HostSensor
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]

@@ -9,9 +9,9 @@ from gracetune_simpletuner.errors import EntryChangedError
 from gracetune_simpletuner.residents import Residents, needed_bytes
 from gracetune_simpletuner.telemetry import Counts
 
-from gracetune.cache.slabs import CacheType, Where
+from gracetune.cache.residence import CacheType, Where
 from gracetune.hardware import probe
-from gracetune.memory.sensors import HostReading, HostSensor
+from gracetune.hostmem.sensors import HostReading, HostSensor
 
 
 @pytest.fixture(scope="module")

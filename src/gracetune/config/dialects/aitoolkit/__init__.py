@@ -1,0 +1,15 @@
+"""The ai-toolkit dialect: what people already have, read into our own config."""
+
+from gracetune.config.dialects.aitoolkit.dataset_parts import settle_caches
+from gracetune.config.dialects.aitoolkit.reader import TABLES, looks_like, read
+from gracetune.config.dialects.table import Dialect
+from gracetune.config.peer_samples import settle_samples
+
+AI_TOOLKIT = Dialect(
+    "ai-toolkit",
+    recognises=looks_like,
+    read=read,
+    tables=TABLES,
+    settle=(settle_samples, settle_caches),
+    variables_in_text=True,
+)

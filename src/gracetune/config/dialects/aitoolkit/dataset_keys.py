@@ -1,0 +1,52 @@
+"""The keys of one entry of ai-toolkit's `datasets` that are not used here, or not done."""
+
+from __future__ import annotations
+
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.table import IsFalse, OneOf, noted, refused
+
+NOT_USED = (
+    *noted(
+        HARMLESS,
+        """
+        num_workers prefetch_factor pin_memory cache_latents_num_workers cache_tensors_to_disk cache_clip_vision_to_disk
+        load_image_when_caching_latents fast_image_size debug
+        """,
+        IsFalse(),
+    ),
+    # upstream sets these itself, or reads them only where something refused below is asked for
+    *noted(
+        HARMLESS,
+        """
+        diff_output_preservation diff_output_preservation_class random_triggers_max guidance_type
+        clip_image_augmentations clip_image_shuffle_augmentations num_controls_from_same_folder
+        augmentation_cache_epoch do_audio audio_preserve_pitch audio_normalize
+        """,
+        IsFalse(),
+    ),
+)
+
+_NO_IMAGE_INPUT = "nothing: no model of ours takes such images"
+_SIZES = "sizes and buckets follow from the resolution"
+
+NOT_DONE = (
+    refused("random_triggers", OneOf(([], "")), "nothing: captions get one trigger word"),
+    refused("replacements", OneOf(([],)), "nothing: captions are taken as they are"),
+    refused("token_dropout_rate", OneOf((0,)), "0: only whole captions are dropped"),
+    refused("use_short_captions", OneOf((False,)), "false: each image has one caption"),
+    refused("random_scale", OneOf((False,)), f"false: {_SIZES}"),
+    refused("scale", OneOf((1,)), f"1: {_SIZES}"),
+    refused("bucket_tolerance", OneOf((64,)), f"64: {_SIZES}"),
+    refused("max_pixels_per_frame", OneOf((None,)), f"nothing: {_SIZES}"),
+    refused("poi", OneOf((None,)), "nothing: images are not cut around a point"),
+    refused("augments", OneOf(([],)), "nothing: list them under `augmentations`"),
+    refused("shuffle_augmentations", OneOf((False,)), "false: augmentations are applied in their order"),
+    refused("replay_transforms", OneOf((True,)), "true: references are flipped with their image"),
+    refused("standardize_images", OneOf((False,)), "false: images stay as they are"),
+    refused("extra_values", OneOf(([],)), "nothing: adapters that take extra values are not trained here"),
+    refused("inpaint_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    refused("unconditional_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    refused("clip_image_path", OneOf((None,)), _NO_IMAGE_INPUT),
+    refused("clip_image_from_same_folder", OneOf((False,)), _NO_IMAGE_INPUT),
+    refused("control_from_same_folder", OneOf((False,)), "false: give the references in control_path"),
+)

@@ -1,0 +1,184 @@
+"""The `datasets` list: every resolution of an entry is a dataset of its own, every control folder another one."""
+
+from __future__ import annotations
+
+from pathlib import PurePosixPath
+from typing import Any
+
+from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET, Cut, Entry, put_controls
+from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.peer_file import PeerBlock, block_at
+from gracetune.config.dialects.table import apply, check
+from gracetune.config.dialects.values import as_number, whole
+from gracetune.config.spelling import misspelt
+
+UPSTREAM_RESOLUTION = 512
+STORAGES = ("local", "in_memory")
+
+
+def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
+    entries = [_entry(block, job) for block in _blocks(process)]
+    _text_cache(entries, job)
+    cuts = _cuts(entries)
+    for cut in cuts:
+        block = cut.entry.block
+        apply(block, DATASET, cut, cut.root)
+        if job.target.edits:  # named so where it is missed
+            block.default((*cut.root, "conditioning"), [], block.key("control_path"))
+    # After the datasets themselves, so that these keep the order of the file.
+    free = len(cuts)
+    for cut in cuts:
+        put_controls(cut, free)
+        free += len(cut.entry.controls)
+
+
+def _cuts(entries: list[Entry]) -> list[Cut]:
+    taken: set[str] = set()
+    found = [(entry, resolution, key) for entry in entries for resolution, key in _resolutions(entry.block)]
+    return [
+        Cut(entry, _id(entry.block, resolution, taken), resolution, key, ("datasets", index))
+        for index, (entry, resolution, key) in enumerate(found)
+    ]
+
+
+def _blocks(process: PeerBlock) -> list[PeerBlock]:
+    """`datasets`, or the forks' `dataset` with its single entry."""
+    name, single = "datasets", process.get("dataset")
+    if single is not None and process.get("datasets") is not None:
+        process.problem("dataset", "one of `dataset` and `datasets`", "move it into `datasets`")
+    elif single is not None and not isinstance(single, list):
+        return [process.inner("dataset")]
+    elif single is not None:
+        name = "dataset"
+    value, key = process.get(name), process.key(name)
+    if isinstance(value, list) and value:
+        return [block_at(process.reading, item, f"{key}[{index}]") for index, item in enumerate(value)]
+    hint = "for example `datasets: [{folder_path: /data/images, resolution: [1024]}]`"
+    process.problem(name, "a list with at least one dataset", hint)
+    # Said already: a stand-in keeps the schema from saying it again.
+    process.assign(("datasets",), [{"id": "missing", "path": "missing"}], name)
+    return []
+
+
+def _entry(block: PeerBlock, job: AiToolkitJob) -> Entry:
+    check(block, DATASET)
+    from_length = block.flag("auto_frame_count", False)
+    frames = block.get("num_frames")
+    video = from_length or (frames is not None and whole(as_number(frames)) != 1)
+    own = block if block.get("trigger_word") is not None else job.process
+    entry = Entry(
+        block=block,
+        job=job,
+        trigger=own.get("trigger_word"),
+        trigger_key=own.key("trigger_word"),
+        is_reg=block.flag("is_reg", False),
+        video=video,
+        whole_clip=block.flag("shrink_video_to_frames", True) and not from_length,
+        from_length=from_length,
+        image_to_video=_image_to_video(block, job, video),
+        caching=_caching(block),
+        random_crop=block.flag("random_crop", False),
+        storage=_storage(block),
+        controls=_controls(block, job),
+        controls_in_own_shape=block.flag("full_size_control_images", True),
+    )
+    _report(block, entry)
+    return entry
+
+
+def _storage(block: PeerBlock) -> str | None:
+    """`image` is upstream's only kind of folder; where its files are read from is ours to say."""
+    kind = block.get("type")
+    if kind is None or kind == "image":
+        return None
+    if kind in STORAGES:
+        return str(kind)
+    hint = misspelt(kind, STORAGES, write="type: {}")
+    block.refuse("type", f"image, or {' or '.join(STORAGES)}", hint)
+    return None
+
+
+def _image_to_video(block: PeerBlock, job: AiToolkitJob, video: bool) -> bool:
+    asked, mode = block.flag("do_i2v", False), job.target.arch.starts_from_image
+    if mode != "do_i2v" and block.get("do_i2v") is not None:
+        block.list_unused(HARMLESS, "do_i2v")  # the web interface writes it for every model
+    return video and (mode == "always" or (mode == "do_i2v" and asked))
+
+
+def _caching(block: PeerBlock) -> str | None:
+    on_disk = block.flag("cache_latents_to_disk", False)
+    in_memory = block.flag("cache_latents", False)
+    caching = "disk" if on_disk else "memory" if in_memory else None
+    mode = block.get("augmentations_cache_mode")
+    if caching and block.get("augmentations") and mode in (None, "disable_cache"):
+        name = "cache_latents_to_disk" if on_disk else "cache_latents"
+        block.note(
+            f"{block.key(name)}: off because of `augmentations`, as in ai-toolkit; write `augmentations_cache_mode: "
+            "static` (augmented once) or `refresh_each_epoch` to cache them"
+        )
+        return None
+    return caching
+
+
+def _controls(block: PeerBlock, job: AiToolkitJob) -> tuple[tuple[str, Any], ...]:
+    """Key and folder of each reference. The numbered keys are the web interface's and win upstream."""
+    folders = [
+        (block.key(name), block.get(name))
+        for name in ("control_path_1", "control_path_2", "control_path_3")
+        if block.get(name)
+    ]
+    value, key = block.get("control_path"), block.key("control_path")
+    if not folders and isinstance(value, list):
+        folders = [(f"{key}[{index}]", item) for index, item in enumerate(value)]
+    elif not folders and value:
+        folders = [(key, value)]
+    if folders and job.target.arch.references is None:
+        why = "nothing: this model takes no references; the edit models do"
+        block.draft.refuse(folders[0][0], folders[0][1], why)
+        return ()
+    return tuple(folders)
+
+
+def _report(block: PeerBlock, entry: Entry) -> None:
+    if block.get("controls"):
+        block.refuse("controls", "nothing: depth, pose and line images are not made here")
+    if block.get("control_transparent_color") not in (None, [0, 0, 0]):
+        block.refuse("control_transparent_color", "[0, 0, 0]: transparent parts of references become black")
+    if block.get("fps") is not None and (not entry.video or entry.whole_clip):
+        block.list_unused(HARMLESS, "fps")  # frames are spread over the whole clip, or there is only one
+    if entry.from_length and not block.flag("trim_auto_frame_count_tail", True):
+        block.refuse("trim_auto_frame_count_tail", "true: the tail that does not fit is cut off, not squeezed in")
+    if block.get("keep_tokens") and block.get("shuffle_tokens"):
+        block.note(f"{block.key('keep_tokens')}: these tags stay in front here; ai-toolkit shuffles them too")
+    extension = block.get("caption_ext")
+    if isinstance(extension, str) and extension.lstrip(".").lower() == "json":
+        block.refuse("caption_ext", "txt: one caption a file, as plain text")
+
+
+def _text_cache(entries: list[Entry], job: AiToolkitJob) -> None:
+    """Text embeddings are always cached here; a file that asks for it gets to see where."""
+    asking = [entry.block for entry in entries if entry.block.flag("cache_text_embeddings", False)]
+    if entries and job.caches_text:
+        asking.append(job.train)
+    if asking:
+        asking[0].assign(("cache", "text_cache_type"), "disk", "cache_text_embeddings")
+
+
+def _resolutions(block: PeerBlock) -> list[tuple[Any, str]]:
+    value, key = block.get("resolution"), block.key("resolution")
+    if isinstance(value, list) and value:
+        return [(as_number(item), f"{key}[{index}]") for index, item in enumerate(value)]
+    return [(UPSTREAM_RESOLUTION if value is None else as_number(value), key)]
+
+
+def _id(block: PeerBlock, resolution: Any, taken: set[str]) -> str:
+    """Folder name and resolution: the same in every run of the same file, and unlike all others in it."""
+    folder = block.get("dataset_path") or block.get("folder_path")
+    name = PurePosixPath(folder.replace("\\", "/")).name.removesuffix(".json") if isinstance(folder, str) else ""
+    stem = f"{name or 'dataset'}-{resolution}" if isinstance(resolution, int | float) else name or "dataset"
+    found, copy = stem, 2
+    while found in taken:
+        found, copy = f"{stem}-{copy}", copy + 1
+    taken.add(found)
+    return found

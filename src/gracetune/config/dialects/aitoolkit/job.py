@@ -1,0 +1,89 @@
+"""What the parts of an ai-toolkit job have to know of each other, decided before any of them is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from gracetune.config.dialects.aitoolkit.model import Target, find_target
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.values import as_number, real, whole
+from gracetune.config.draft import Path
+
+
+@dataclass(frozen=True)
+class AiToolkitJob:
+    process: PeerBlock
+    train: PeerBlock
+    params: PeerBlock
+    """The optimizer's own options, wherever the file wrote them."""
+    model: PeerBlock
+    target: Target
+    batches_per_step: int
+    """Above 1 where the file counts micro-batches (`gradient_accumulation_steps`) and we count optimizer steps."""
+    reg_weight: float
+    caches_text: bool
+    one_prompt: bool
+    """Every caption is replaced by the trigger word, or by nothing where there is none."""
+
+    def put_count(self, block: PeerBlock, path: Path, name: str) -> None:
+        """A number of the file's steps, as optimizer steps."""
+        value = as_number(block.get(name))
+        count = whole(value)
+        if count is not None and count > 0 and self.batches_per_step > 1:
+            value = -(-count // self.batches_per_step)
+        block.assign(path, value, name)
+
+
+def make_job(process: PeerBlock) -> AiToolkitJob:
+    train, params = _optimizer(process)
+    model = process.inner("model")
+    dtype = train.get("dtype") or train.get("mixed_precision") or "fp32"
+    caches = train.get("cache_text_embeddings") is True
+    return AiToolkitJob(
+        process=process,
+        train=train,
+        params=params,
+        model=model,
+        target=find_target(model, dtype=dtype, adapter=process.get("network") is not None),
+        batches_per_step=_batches_per_step(train),
+        reg_weight=_reg_weight(train),
+        caches_text=caches,
+        one_prompt=train.get("unload_text_encoder") is True and not caches,
+    )
+
+
+def _optimizer(process: PeerBlock) -> tuple[PeerBlock, PeerBlock]:
+    """`train` and the optimizer's options. The forks' documents write both into an `optimizer` block next to it."""
+    train = process.inner("train")
+    params = train.inner("optimizer_params")
+    value = process.get("optimizer")
+    if value is None:
+        return train, params
+    own = PeerBlock(process.reading, {"name": value}, process.key("optimizer")) if isinstance(value, str) else None
+    own = own or process.inner("optimizer")
+    rivals = ("optimizer", "optimizer_params") if own.get("lr") is None else ("optimizer", "optimizer_params", "lr")
+    twice = [name for name in rivals if train.get(name) is not None]
+    if twice:
+        expected, hint = f"one of `optimizer` and `train.{twice[0]}`", f"move it into `train.{twice[0]}`"
+        process.problem("optimizer", expected, hint)
+        return train, params
+    name = next((name for name in ("name", "type") if own.get(name) is not None), None)
+    places = {"optimizer": name, "lr": "lr" if own.get("lr") is not None else None}
+    moved = {setting: place for setting, place in places.items() if place is not None}
+    values = {**train.values, **{setting: own.get(place) for setting, place in moved.items()}}
+    rest = {option: item for option, item in own.values.items() if option not in ("name", "type", "lr")}
+    keys = {setting: own.key(place) for setting, place in moved.items()}
+    return PeerBlock(process.reading, values, train.place, keys), PeerBlock(process.reading, rest, own.place)
+
+
+def _batches_per_step(train: PeerBlock) -> int:
+    """The newer key counts optimizer steps, the older one counts micro-batches as steps."""
+    newer = whole(as_number(train.get("gradient_accumulation")))
+    older = whole(as_number(train.get("gradient_accumulation_steps")))
+    return max(1, older or 1) if newer is None or newer <= 1 else 1
+
+
+def _reg_weight(train: PeerBlock) -> float:
+    weight: Any = real(as_number(train.get("reg_weight")))
+    return weight if weight is not None and weight >= 0 else 1.0

@@ -1,0 +1,302 @@
+"""The `model` block: which of our families an ai-toolkit `arch` is, and where its weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gracetune.config.dialects.aitoolkit.quantised import holds_fp8, read_base, read_text_encoder
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.values import precision
+from gracetune.config.draft import Said
+from gracetune.config.families import find_flavour, names_of, readable_names
+from gracetune.config.family_names import Arch, FamilyNames, Flavour
+from gracetune.config.spelling import misspelt
+
+if TYPE_CHECKING:
+    from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
+
+
+SWITCHES = (
+    "is_v2", "is_v3", "is_xl", "is_pixart", "is_pixart_sigma", "is_auraflow", "is_flux", "is_lumina2", "is_vega",
+    "is_ssd",
+)  # fmt: skip
+"""What files had before `arch`, in upstream's order of asking. Some mean an arch of a family of ours."""
+_OTHER_SWITCHES = {"is_v2": "sd2", "is_v3": "sd3"}
+"""Of the others, those whose arch is not called like the switch."""
+
+OTHER_ARCHS = (
+    "sd1", "sd15", "sd2", "sd3", "pixart", "pixart_sigma", "auraflow", "flex1", "flex2", "lumina2", "vega", "ssd",
+    "chroma", "chroma_radiance", "zeta_chroma", "hidream", "hidream_e1", "omnigen2", "flux2", "flux2_klein_4b",
+    "flux2_klein_9b", "zimage", "ltx2", "ltx2.3", "ernie_image", "f-lite", "fibo", "anima", "krea2", "boogu_image",
+    "boogu_image_edit", "ace_step_15", "yue2",
+)  # fmt: skip
+"""Models that ai-toolkit trains and we do not."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the rest of the job needs to know about the model it trains."""
+
+    names: FamilyNames
+    arch: Arch
+    name: str
+    """The arch as the file has it; empty where it is none of ours."""
+    flavour: Flavour | None
+    dtype: Any
+    """The training dtype, in which upstream loads everything."""
+    adapter: bool
+    """An adapter is trained, not the model itself."""
+    match_target_res: bool
+    """References take the size of the image they belong to, not a size of their own."""
+    quantised: bool
+    """The base weights are held in fp8, whatever the training dtype is."""
+
+    @property
+    def edits(self) -> bool:
+        return self.flavour is not None and self.flavour.edits
+
+    @property
+    def transformer(self) -> bool:
+        return not self.names.aitoolkit.unet
+
+    @property
+    def dual_expert(self) -> bool:
+        return self.flavour is not None and self.flavour.dual_expert
+
+
+# Stands in for an arch we do not train, so that the other keys' problems are still found. Never built: the arch's own
+# problem stays.
+_STAND_IN = "flux"
+_UNKNOWN_ARCH = Arch((), references="reference_loose")
+
+
+def archs() -> dict[str, tuple[FamilyNames, Arch]]:
+    """Every arch of a family of ours, and of the installed packages that can be read."""
+    known: dict[str, tuple[FamilyNames, Arch]] = {}
+    for names in readable_names():
+        for name, arch in names.aitoolkit.archs.items():
+            known.setdefault(name, (names, arch))
+    return known
+
+
+def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> Target:
+    """The model a block asks for, as far as it can be understood. What is wrong with it is said by the rules."""
+    known, name = archs(), block.get("arch")
+    if name is None:
+        name = next((_arch_of(switch, known) for switch in SWITCHES if block.get(switch) is True), None)
+    plain = name.partition(":")[0] if isinstance(name, str) else ""
+    names, arch = known.get(plain, (names_of(_STAND_IN), _UNKNOWN_ARCH))
+    name = str(name) if plain in known else ""
+    kwargs = block.get("model_kwargs")
+    return Target(
+        names=names,
+        arch=arch,
+        name=name,
+        flavour=_find_flavour(block.get("name_or_path"), names, arch, name),
+        dtype=dtype,
+        adapter=adapter,
+        match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
+        quantised=holds_fp8(block, adapter=adapter),
+    )
+
+
+def _arch_of(switch: str, known: Mapping[str, tuple[FamilyNames, Arch]]) -> str:
+    ours = next((name for name, (_, arch) in known.items() if arch.switch == switch), None)
+    return ours or _OTHER_SWITCHES.get(switch) or switch.removeprefix("is_")
+
+
+def _find_flavour(path: Any, names: FamilyNames, arch: Arch, name: str) -> Flavour | None:
+    """From the weights' published name, the arch's tag, or an arch that has only one."""
+    published, guess = _published(names, path), _guess(arch, name)
+    if path is None or _is_of_another(arch, published):
+        return None
+    return published or (find_flavour(names.family, guess) if guess else None)
+
+
+def _published(names: FamilyNames, path: Any) -> Flavour | None:
+    if not isinstance(path, str):
+        return None
+    return next((known for known in names.flavours if known.weights.lower() == path.strip().lower()), None)
+
+
+def _guess(arch: Arch, name: str) -> str | None:
+    return arch.tags.get(name.partition(":")[2]) or (arch.flavours[0] if len(arch.flavours) == 1 else None)
+
+
+def _is_of_another(arch: Arch, published: Flavour | None) -> bool:
+    return bool(arch.flavours) and published is not None and published.name not in arch.flavours
+
+
+def _arch(block: PeerBlock, job: AiToolkitJob) -> None:
+    known = archs()
+    name = found = block.get("arch")
+    key = "arch"
+    if name is None:
+        switch = next((switch for switch in SWITCHES if block.flag(switch, False)), None)
+        name, key = (_arch_of(switch, known), switch) if switch else (None, key)
+        found = Said(f"true, which means {name}" if switch else "no arch, which means Stable Diffusion 1.5")
+    plain = name.partition(":")[0] if isinstance(name, str) else None
+    if plain not in known:
+        other = "train it with ai-toolkit, or choose one of these models"
+        hint = other if plain in OTHER_ARCHS else misspelt(plain, known, other, write="arch: {}")
+        block.problem(key, f"one of {', '.join(known)}", hint, found=found)
+
+
+def _weights(block: PeerBlock, job: AiToolkitJob) -> None:
+    path, target = block.get("name_or_path"), job.target
+    published = _published(target.names, path)
+    if path is None:
+        guess = _guess(target.arch, target.name)
+        known = find_flavour(target.names.family, guess or "") or target.names.flavours[0]
+        block.problem("name_or_path", "a hub id or a folder", f"for example `name_or_path: {known.weights}`")
+    else:
+        block.assign(("model", "path"), path, "name_or_path")
+        _mistaken(block, path, target, published)
+    if target.flavour is not None:
+        block.assign(("model", "flavour"), target.flavour.name, "name_or_path" if published else "arch")
+    block.assign(("model", "family"), target.names.family, "arch")
+
+
+def _mistaken(block: PeerBlock, path: Any, target: Target, published: Flavour | None) -> None:
+    """Report weights that cannot be what the arch needs."""
+    arch = target.arch
+    if isinstance(path, str) and path.startswith(("http://", "https://")):
+        block.problem("name_or_path", "a hub id, a folder or a file", "download the file and name it here")
+    for mark, expected in arch.other_models.items():
+        if isinstance(path, str) and mark in path.lower():
+            block.problem("name_or_path", expected, "choose another model")
+    if _is_of_another(arch, published):
+        named = " or ".join(known.weights for known in target.names.flavours if known.name in arch.flavours)
+        block.problem("name_or_path", f"weights of {target.name}, such as {named}", "change arch or the weights")
+
+
+def _precisions(block: PeerBlock, job: AiToolkitJob) -> None:
+    for name in ("vae_dtype", "te_dtype"):
+        value = block.get(name)
+        if value is not None and precision(value) != precision(job.target.dtype):
+            block.refuse(name, f"{job.target.dtype}: VAE and text encoders follow train.dtype")
+
+
+def _base(block: PeerBlock, job: AiToolkitJob) -> None:
+    read_base(block, adapter=job.target.adapter)
+
+
+def _text_encoder(block: PeerBlock, job: AiToolkitJob) -> None:
+    read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
+
+
+def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
+    """VAE and text encoders from another repository than the transformer's."""
+    extras = block.get("extras_name_or_path")
+    if extras is None or extras == block.get("name_or_path"):
+        return
+    for path, own in ((("model", "vae_path"), "vae_path"), (("model", "text_encoder_path"), "te_name_or_path")):
+        if block.get(own) is None:
+            block.assign(path, extras, "extras_name_or_path")
+
+
+def _compile(block: PeerBlock, job: AiToolkitJob) -> None:
+    asked = {name: block.flag(name, False) for name in ("compile", "block_compile") if name in block}
+    if asked:
+        name = next((name for name, on in asked.items() if on), next(iter(asked)))
+        block.assign(("training", "compile"), "on" if asked[name] else "off", name)
+
+
+def _layers(block: PeerBlock, job: AiToolkitJob) -> None:
+    """Upstream reads the model's own layer lists only where the model itself is trained."""
+    for name in ("ignore_if_contains", "only_if_contains"):
+        if job.target.adapter and block.get(name) is not None:
+            block.list_unused(HARMLESS, name)
+        elif block.get(name):
+            block.refuse(name, "nothing: a full fine-tune trains every layer")
+
+
+def _v_prediction(block: PeerBlock, job: AiToolkitJob) -> None:
+    if block.flag("is_v_pred", False):
+        block.assign(("objective", "prediction"), "v_prediction", "is_v_pred")
+
+
+def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
+    kwargs = block.inner("model_kwargs")
+    check(kwargs, MODEL_KWARGS)
+    apply(kwargs, MODEL_KWARGS, job)
+
+
+def _references(kwargs: PeerBlock, job: AiToolkitJob) -> None:
+    kwargs.flag("match_target_res", False)
+
+
+def _experts(kwargs: PeerBlock, job: AiToolkitJob) -> None:
+    if not job.target.dual_expert:
+        given = [name for name in ("train_high_noise", "train_low_noise") if kwargs.get(name) is not None]
+        kwargs.list_unused(HARMLESS, *given)
+        return
+    high, low = kwargs.flag("train_high_noise", True), kwargs.flag("train_low_noise", True)
+    if not high and not low:
+        found = Said("neither expert to train")
+        kwargs.problem("train_high_noise", "at least one of the two", "set one of them to true", found=found)
+    elif high != low:
+        name = "train_low_noise" if high else "train_high_noise"
+        kwargs.assign(("model", "experts"), "high" if high else "low", name)
+    elif kwargs.get("train_high_noise") is not None:
+        kwargs.assign(("model", "experts"), "both", "train_high_noise")
+
+
+def _unused_references(kwargs: PeerBlock, job: AiToolkitJob) -> None:
+    if job.target.arch.references is None and kwargs.get("match_target_res") is not None:
+        kwargs.list_unused(HARMLESS, "match_target_res")
+
+
+_OTHER_LORA = "nothing: a second LoRA under the trained one is not loaded here"
+
+MODEL = section(
+    Key("vae_path", ("model", "vae_path")),
+    Key("te_name_or_path", ("model", "text_encoder_path")),
+    KeyRule(_arch, "arch", *SWITCHES),
+    KeyRule(_weights, "name_or_path arch"),
+    KeyRule(_precisions, "vae_dtype te_dtype"),
+    KeyRule(_base, "quantize qtype quantize_kwargs"),
+    KeyRule(_text_encoder, "quantize_te qtype_te"),
+    KeyRule(_extras, "extras_name_or_path"),
+    KeyRule(_compile, "compile block_compile"),
+    KeyRule(_layers, "ignore_if_contains only_if_contains"),
+    KeyRule(_v_prediction, "is_v_pred"),
+    KeyRule(_kwargs, "model_kwargs"),
+    refused("accuracy_recovery_adapter", OneOf((None,)), "nothing: it mends quantised weights, and none are here"),
+    refused("text_encoder_bits", OneOf((16,)), "16: text encoders are not quantised here"),
+    refused("lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("assistant_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("inference_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
+    refused("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),
+    refused("unet_path", OneOf((None,)), "nothing: give the whole model in name_or_path"),
+    refused("unet_sample_size", OneOf((None,)), "nothing: the model's own sample size is used"),
+    refused("model_paths", OneOf(({},)), "nothing: none of our models takes extra paths"),
+    refused("use_text_encoder_1", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    refused("use_text_encoder_2", OneOf((True,)), "true: both of SDXL's text encoders are used"),
+    refused("experimental_xl", OneOf((False,)), "false: not done here"),
+    refused("use_flux_cfg", OneOf((False,)), "false: Flux is trained with its guidance embedding"),
+    refused("attn_masking", OneOf((False,)), "false: Flux's padding tokens are not masked"),
+    refused("in_context", OneOf((False,)), "false: in-context training is not done here"),
+    refused("split_model_over_gpus", OneOf((False,)), "false: a model is not split over GPUs here"),
+    *noted(
+        HARMLESS,
+        """
+        dtype vae_device te_device low_vram auto_memory layer_offloading layer_offloading_transformer_percent
+        layer_offloading_text_encoder_percent latent_space_version refiner_start_at
+        split_model_other_module_param_count_scale compile_mode compile_fullgraph compile_dynamic cache_size_limit
+        """,
+        IsFalse(),
+    ),
+)
+
+MODEL_KWARGS = section(
+    Key("vae_tiling", ("model", "vae_tiling")),
+    KeyRule(_references, "match_target_res"),
+    KeyRule(_experts, "train_high_noise train_low_noise"),
+    KeyRule(_unused_references, "match_target_res"),
+)

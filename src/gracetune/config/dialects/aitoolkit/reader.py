@@ -1,0 +1,238 @@
+"""ai-toolkit jobs: `job / config / process[]`, in YAML or JSON."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from gracetune.config import native
+from gracetune.config.base import file_name
+from gracetune.config.dialects import gh200
+from gracetune.config.dialects.aitoolkit.dataset_parts import DATASET
+from gracetune.config.dialects.aitoolkit.datasets import read_datasets
+from gracetune.config.dialects.aitoolkit.job import make_job
+from gracetune.config.dialects.aitoolkit.model import MODEL, MODEL_KWARGS
+from gracetune.config.dialects.aitoolkit.network import NETWORK, NETWORK_KWARGS, read_network
+from gracetune.config.dialects.aitoolkit.optimizer import SCHEDULE_PARAMS
+from gracetune.config.dialects.aitoolkit.samples import ITEM, SAMPLE, read_samples
+from gracetune.config.dialects.aitoolkit.sections import HARMLESS, PEER, section
+from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
+from gracetune.config.dialects.peer_file import PeerBlock, PeerFile, block_at
+from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, refused
+from gracetune.config.dialects.values import as_number
+from gracetune.config.draft import Draft, Said
+from gracetune.config.environment import Environment
+from gracetune.config.spelling import misspelt
+from gracetune.config.syntax import Document
+from gracetune.errors import ConfigError
+
+JOBS = ("extension", "train")
+OTHER_JOBS = ("extract", "mod", "generate")
+TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+OTHER_TRAINERS = (
+    "slider", "slider_old", "vae", "lora_hack", "rescale_sd", "esrgan", "reference", "textual_inversion_trainer",
+    "concept_slider", "concept_replacer", "ultimate_slider_trainer", "image_reference_slider_trainer",
+)  # fmt: skip
+
+
+def looks_like(data: Any) -> bool:
+    """A job names its kind, or at least has processes below `config`."""
+    if not isinstance(data, Mapping):
+        return False
+    config = data.get("config")
+    return ("job" in data and "config" in data) or (isinstance(config, Mapping) and "process" in config)
+
+
+def read(document: Document, draft: Draft, environment: Environment) -> None:
+    reading = PeerFile(PEER, draft, root="config.process[0].", homes=HOMES)
+    top = block_at(reading, _substituted(document, draft, environment), "")
+    check(top, TOP)
+    apply(top, TOP, None)
+    reading.note_unused()
+
+
+_VARIABLE = re.compile(r"\$\{([^}]+)\}")
+
+
+def _substituted(document: Document, draft: Draft, environment: Environment) -> Any:
+    """The file's data with `${NAME}` replaced in its text. What stands in a comment of its own is left alone."""
+    missing: dict[str, None] = {}
+
+    def value(match: re.Match[str]) -> str:
+        before = document.text[document.text.rfind("\n", 0, match.start()) + 1 : match.start()]
+        if before.lstrip().startswith(("#", "//")):
+            return match[0]
+        found = environment.get(match[1])
+        if found is None:
+            missing[match[1]] = None
+        return match[0] if found is None else found
+
+    text = _VARIABLE.sub(value, document.text)
+    for name in missing:
+        found, expected = Said("an unset variable"), "its value in the environment"
+        draft.problem(f"${{{name}}}", found, expected, f"export {name}=...")
+    if text == document.text:
+        return document.data
+    substituted = document.reparsed(text)
+    draft.problems += substituted.problems
+    return substituted.data
+
+
+def _read_config(top: PeerBlock, _: None) -> None:
+    """Stop where this is no training job: nothing below could be read."""
+    job, config = top.get("job"), top.get("config")
+    if job in OTHER_JOBS:
+        top.problem("job", f"{' or '.join(JOBS)}: only training is done here", "use ai-toolkit for it")
+    elif job not in JOBS:
+        hint = misspelt(job, JOBS, "write `job: extension`", write="job: {}")
+        top.problem("job", " or ".join(JOBS), hint)
+    if not isinstance(config, Mapping):
+        top.problem("config", "a mapping with `name` and `process`", "start from a file in examples/")
+    if job not in JOBS or not isinstance(config, Mapping):
+        raise ConfigError(top.draft.problems)
+    block = _named(top.inner("config"))
+    check(block, CONFIG)
+    apply(block, CONFIG, None)
+
+
+def _named(config: PeerBlock) -> PeerBlock:
+    """`config` with `[name]` replaced by the job's name wherever it is written."""
+    name = config.get("name")
+    values = _replaced(config.values, name if isinstance(name, str) else "[name]")
+    return PeerBlock(config.reading, values, config.place)
+
+
+def _replaced(value: Any, name: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("[name]", name)
+    if isinstance(value, list):
+        return [_replaced(item, name) for item in value]
+    return {key: _replaced(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value
+
+
+def _read_process(config: PeerBlock, _: None) -> None:
+    """The one trainer of the job. Without one there is nothing else to read."""
+    processes = config.get("process")
+    if not isinstance(processes, list) or not processes or not isinstance(processes[0], Mapping):
+        hint = "write `process:` and below it `- type: diffusion_trainer`"
+        config.problem("process", "a list with one trainer", hint)
+        raise ConfigError(config.draft.problems)
+    if len(processes) > 1:
+        hint = "give each a file of its own; the first is the one checked here"
+        config.problem("process", "one trainer", hint, found=Said(f"{len(processes)} processes"))
+    process = block_at(config.reading, processes[0], f"{config.key('process')}[0]")
+    kind = process.get("type")
+    if kind not in TRAINERS:
+        other = "use ai-toolkit for it: we train adapters and whole models"
+        hint = other if kind in OTHER_TRAINERS else misspelt(kind, TRAINERS, other, write="type: {}")
+        process.problem("type", f"one of {', '.join(TRAINERS)}", hint)
+        raise ConfigError(config.draft.problems)
+    check(process, PROCESS)
+    apply(process, PROCESS, config)
+
+
+def _name_and_folder(process: PeerBlock, config: PeerBlock) -> None:
+    """The run's folder is `training_folder/name`, as upstream has it."""
+    own = process if process.get("name") is not None else config
+    name = own.get("name")
+    own.assign(("name",), file_name(name) if isinstance(name, str) else name, "name")
+    place = process if process.get("training_folder") is not None else config
+    folder = place.get("training_folder")
+    if folder is None:
+        place.default(("output_dir",), f"output/{name}")
+    elif isinstance(folder, str) and folder.strip() and isinstance(name, str):
+        place.assign(("output_dir",), f"{folder.rstrip('/')}/{name}", "training_folder")
+    else:
+        place.assign(("output_dir",), folder, "training_folder")
+
+
+def _seed(process: PeerBlock, config: PeerBlock) -> None:
+    source = process if process.get("training_seed") is not None else config
+    source.put("training_seed", ("training", "seed"), as_number)
+
+
+def _sections(process: PeerBlock, config: PeerBlock) -> None:
+    job = make_job(process)
+    check(job.model, MODEL)
+    apply(job.model, MODEL, job)
+    check(job.train, TRAIN)
+    apply(job.train, TRAIN, job)
+    read_network(process, job)
+    read_datasets(process, job)
+    read_samples(process, job)
+    for name, table in (("save", SAVE), ("logging", LOGGING)):
+        block = process.inner(name)
+        check(block, table)
+        apply(block, table, job)
+
+
+def _guides(process: PeerBlock, config: PeerBlock) -> None:
+    """The blocks of the GH200 guides, as SimpleTuner files have them."""
+    blocks = {name: process.get(name) for name in gh200.BLOCKS}
+    gh200.read_gh200(process.without_nulls(blocks, process.place))
+
+
+def _ours(process: PeerBlock, config: PeerBlock) -> None:
+    """At last the block of our own sections."""
+    value = process.get(native.VERSION_KEY)
+    if value is not None:
+        native.read_block(value, process.key(native.VERSION_KEY), process.file, process.draft)
+
+
+def _devices(process: PeerBlock, config: PeerBlock) -> None:
+    for block in (config, process):
+        device = block.get("device")
+        if device is None:
+            continue
+        if re.fullmatch(r"(cuda|gpu|cpu)?(:?\d+)?", str(device).strip().lower()):
+            block.list_unused(HARMLESS, "device")
+        else:
+            key = block.key("device")
+            block.note(f"{key}: {device} is not used: a run takes the CUDA GPU it finds, or the CPU")
+
+
+TOP = section(KeyRule(_read_config, "job config"), *noted(HARMLESS, "meta", IsFalse()))
+
+CONFIG = section(
+    KeyRule(_read_process, "name process device training_folder training_seed"),
+    *noted(HARMLESS, "log_dir", IsFalse()),
+    refused("is_v2", OneOf((False,)), "false: Stable Diffusion 2 is not trained here"),
+)
+
+_SAME_PROMPTS = "nothing: the first samples are drawn with the same prompts as the others"
+PROCESS = section(
+    KeyRule(_name_and_folder, "name training_folder"),
+    KeyRule(_seed, "training_seed"),
+    KeyRule(
+        _sections, "type trigger_word network save datasets dataset train optimizer model sample validation logging"
+    ),
+    KeyRule(_guides, *gh200.BLOCKS),
+    KeyRule(_ours, native.VERSION_KEY),
+    KeyRule(_devices, "device"),
+    *noted(
+        HARMLESS,
+        "sqlite_db_path performance_log_every log_dir torch_profiler lorm_extract_mode lorm_extract_mode_param",
+        IsFalse(),
+    ),
+    refused("first_sample", OneOf((None,)), _SAME_PROMPTS),
+    refused("guidance", OneOf((None,)), "nothing: guidance training is not done here"),
+    refused("slider", OneOf((None,)), "nothing: sliders are not trained here"),
+    refused("embedding", OneOf((None,)), "nothing: textual inversion is not done here"),
+    refused("decorator", OneOf((None,)), "nothing: decorators are not trained here"),
+    refused("adapter", OneOf((None,)), "nothing: IP, control and similar adapters are not trained here"),
+    refused("do_lorm", OneOf((False,)), "false: LoRM is not done here"),
+)
+
+HOMES: Mapping[str, KeyTable[Any]] = {
+    "config.process[0]": PROCESS, "network": NETWORK, "save": SAVE, "logging": LOGGING, "datasets": DATASET,
+    "train": TRAIN, "model": MODEL, "model.model_kwargs": MODEL_KWARGS, "sample": SAMPLE,
+}  # fmt: skip
+"""Where a misplaced key may belong."""
+TABLES: Mapping[str, KeyTable[Any]] = {
+    "the file": TOP, "config": CONFIG, "config.process[]": PROCESS, "network": NETWORK,
+    "network.network_kwargs": NETWORK_KWARGS, "save": SAVE, "logging": LOGGING, "datasets[]": DATASET, "train": TRAIN,
+    "train.ema_config": EMA, "train.lr_scheduler_params": SCHEDULE_PARAMS, "model": MODEL,
+    "model.model_kwargs": MODEL_KWARGS, "sample": SAMPLE, "sample.samples[]": ITEM,
+    "datasets[].in_memory": gh200.IN_MEMORY, "cache_config": gh200.CACHE, "gh200_optimizations": gh200.OPTIMIZATIONS,
+}  # fmt: skip

@@ -1,0 +1,337 @@
+"""One dataset entry of SimpleTuner's, read into one of our datasets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gracetune.config.dialects.gh200 import IN_MEMORY, read_in_memory
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.simpletuner.dataset_keys import (
+    AUDIO,
+    AUDIO_OPTIONS,
+    NOT_DONE,
+    NOT_USED,
+    PARQUET,
+    ROWS,
+    UNUSED,
+    VIDEO,
+)
+from gracetune.config.dialects.simpletuner.model import is_image_to_video
+from gracetune.config.dialects.table import (
+    Always,
+    Effect,
+    Key,
+    KeyRule,
+    KeyTable,
+    apply,
+    check,
+    decline_keys,
+    known_block,
+    noted,
+    put_row,
+    read_elsewhere,
+)
+from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number, is_off
+from gracetune.config.draft import Path
+from gracetune.config.families import find_flavour, names_of
+from gracetune.config.family_names import ClipLength
+from gracetune.config.spelling import misspelt
+
+_CAPTION_DROPOUT = 0.1
+_TRAINED = ("image", "video", "audio")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What one entry is read in: the options around it, and the place of its dataset."""
+
+    options: PeerBlock
+    family: str
+    backend: PeerBlock | None
+    """A top-level `data_backend` that says how every dataset is kept."""
+    here: Path = ()
+    kind: str = "image"
+
+    def storage(self, entry: PeerBlock) -> PeerBlock:
+        """The mapping that says where the files are."""
+        return entry if "type" in entry or self.backend is None else self.backend
+
+
+_STORAGE = ("local", "in_memory", "csv")
+_REMOTE = {
+    "huggingface": "download it (hf download --repo-type dataset NAME), then use type local and instance_data_dir",
+    "webshart": "download it, then use type local and instance_data_dir",
+    "aws": "copy the bucket to a folder, then use type local and instance_data_dir",
+    "memory": "write `in_memory`",
+}
+
+
+def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
+    """Data we cannot reach is one problem, whatever else its entry says."""
+    source = setting.storage(entry)
+    storage = source.get("type")
+    if storage is None or storage in _STORAGE:
+        return True
+    hint = _REMOTE.get(str(storage)) or misspelt(storage, _STORAGE, "choose one of them")
+    source.problem("type", f"storage we read: {', '.join(_STORAGE)}", hint)
+    return False
+
+
+def _id(entry: PeerBlock, setting: Setting) -> None:
+    if "id" not in entry:
+        hint = 'add "id": "my-images"'
+        entry.draft.missing((*setting.here, "id"), entry.key("id"), "a name of its own", hint)
+
+
+def _check(entry: PeerBlock, setting: Setting) -> None:
+    check(entry, ENTRY)
+
+
+def _sizes(entry: PeerBlock, setting: Setting) -> None:
+    pair = {"maximum_image_size": "maximum_size", "target_downsample_size": "downsample_to"}
+    given = [name for name, field in pair.items() if entry.draft.get((*setting.here, field)) is not None]
+    if len(given) == 1:
+        other = next(name for name in pair if name not in given)
+        source = entry if given[0] in entry else setting.options
+        source.problem(given[0], f"`{other}` next to it", f"add `{other}`, or remove `{given[0]}`")
+        source.assign((*setting.here, pair[given[0]]), None, given[0])
+
+
+def _place(entry: PeerBlock, setting: Setting) -> None:
+    here, source = setting.here, setting.storage(entry)
+    if source.get("type") == "csv":
+        _csv(entry, setting)
+        return
+    folder = "instance_data_dir" if "instance_data_dir" in entry else "instance_data_root"
+    entry.put(folder, (*here, "path"), _only_folder)
+    source.put("type", (*here, "type"))
+    _in_memory(entry, setting)
+    if (*here, "path") not in entry.draft.origins:
+        entry.draft.missing((*here, "path"), entry.key("instance_data_dir"), "the dataset's folder",
+                            'add "instance_data_dir": "/path/to/images"')  # fmt: skip
+
+
+def _only_folder(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _csv(entry: PeerBlock, setting: Setting) -> None:
+    here, draft = setting.here, entry.draft
+    setting.storage(entry).assign((*here, "type"), "url", "type")
+    entry.put("csv_cache_dir", (*here, "path"))
+    if "csv_cache_dir" not in entry:
+        draft.missing((*here, "path"), entry.key("csv_cache_dir"), "a folder for what is downloaded",
+                      'add "csv_cache_dir": "cache/csv"')  # fmt: skip
+    table = (*here, "captions", "table")
+    entry.put("csv_file", (*table, "path"))
+    if "csv_file" not in entry:
+        draft.missing((*table, "path"), entry.key("csv_file"), "a CSV file of addresses", 'add "csv_file"')
+    entry.put("csv_url_column", (*table, "filename_column"))
+    entry.put("csv_caption_column", (*table, "caption_column"))
+    entry.default((*here, "captions", "strategy"), "csv")
+
+
+def _in_memory(entry: PeerBlock, setting: Setting) -> None:
+    backend, here = setting.backend, setting.here
+    if backend is None:
+        read_in_memory(entry, here)
+        return
+    blocks = [known_block(source, "in_memory", IN_MEMORY) for source in (backend, entry)]
+    for block in (backend, *blocks):
+        if block is not None:
+            apply(block, IN_MEMORY, None, here)
+
+
+def _crop(entry: PeerBlock, setting: Setting) -> None:
+    buckets = entry.get("crop_aspect_buckets")
+    if isinstance(buckets, list) and any(isinstance(bucket, Mapping) for bucket in buckets):
+        entry.refuse("crop_aspect_buckets", "a list of ratios: all are equally likely", "write [1.0, 0.75, 1.33]")
+    else:
+        path = (*setting.here, "crop", "aspect_buckets")
+        entry.put("crop_aspect_buckets", path)
+        entry.default(path, [], entry.key("crop_aspect_buckets"))  # named so where it is missed
+
+
+def _captions(entry: PeerBlock, setting: Setting) -> None:
+    captions = (*setting.here, "captions")
+    only = entry if "only_instance_prompt" in entry else setting.options
+    if only.switch("only_instance_prompt"):
+        only.assign((*captions, "strategy"), "instanceprompt", "only_instance_prompt")
+    entry.default((*captions, "strategy"), "filename", "caption_strategy")
+    prompted = entry.draft.get((*captions, "strategy")) == "instanceprompt"
+    if prompted and not entry.draft.get((*captions, "instance_prompt")):
+        entry.draft.problem(entry.key("instance_prompt"), None, "a prompt: caption_strategy is instanceprompt",
+                            'add "instance_prompt": "a photo of …"', entry.file)  # fmt: skip
+    if setting.kind in _TRAINED:
+        setting.options.put("caption_dropout_probability", (*captions, "dropout"), as_number)
+        entry.default((*captions, "dropout"), _CAPTION_DROPOUT, "caption_dropout_probability")
+
+
+def _extension(entry: PeerBlock, setting: Setting) -> None:
+    names = as_list(entry.get("caption_file_extensions"))
+    if isinstance(names, list) and len(names) > 1:
+        entry.refuse("caption_file_extensions", "one extension", 'write ["txt"]')
+    elif names is not None:
+        entry.put("caption_file_extensions", (*setting.here, "captions", "extension"), _first_extension)
+
+
+def _first_extension(value: Any) -> Any:
+    names = as_list(value)
+    return names[0].lstrip(".") if isinstance(names, list) and names and isinstance(names[0], str) else value
+
+
+def _shuffle(entry: PeerBlock, setting: Setting) -> None:
+    block = known_block(entry, "caption_shuffle", SHUFFLE)
+    if block is not None and block.switch("enable"):
+        captions = (*setting.here, "captions")
+        apply(block, SHUFFLE, captions, captions)
+
+
+def _enable(block: PeerBlock, captions: Path) -> None:
+    block.assign((*captions, "shuffle_tags"), True, "enable")
+
+
+_SEPARATORS = {"comma": ",", "space": " ", "period": "."}
+
+
+def _separator(block: PeerBlock, captions: Path) -> None:
+    if block.get("split_on") in (*_SEPARATORS, None):
+        block.put("split_on", (*captions, "tag_separator"), lambda name: _SEPARATORS[name])
+    else:
+        block.problem("split_on", f"one of {', '.join(_SEPARATORS)}", "write `comma`")
+
+
+def _original(block: PeerBlock, captions: Path) -> None:
+    if as_flag(block.get("include_original")) is False:
+        block.refuse("include_original", "the caption as written is one of the variants")
+
+
+SHUFFLE: KeyTable[Path] = KeyTable(
+    KeyRule(_enable, "enable"),
+    Key("count", ("shuffle_variants",), as_number),
+    *noted("captions are shuffled with the run's seed", "seed", Always()),
+    Key("split_on"),
+    Key("position_start", ("keep_tags",), as_number),
+    KeyRule(_separator, "split_on"),
+    KeyRule(_original, "include_original"),
+)
+
+
+def _parquet(entry: PeerBlock, setting: Setting) -> None:
+    captions = (*setting.here, "captions")
+    table = (*captions, "table")
+    block = known_block(entry, "parquet", PARQUET)
+    if block is None:
+        if entry.draft.get((*captions, "strategy")) == "parquet" and "parquet" not in entry:
+            entry.draft.missing((*table, "path"), entry.key("parquet"), "a block that names the table",
+                                'add "parquet": {"path": "captions.parquet", "filename_column": …}')  # fmt: skip
+        return
+    apply(block, PARQUET, None, table)
+    block.default((*table, "identifier_includes_extension"), False)
+    for field in ("caption_column", "filename_column"):
+        if field not in block:
+            setting.options.put(f"parquet_{field}", (*table, field))
+    decline_keys(block, PARQUET)
+
+
+def _caches(entry: PeerBlock, setting: Setting) -> None:
+    for name in ("disable_vae_cache", "vae_cache_disable"):
+        source = entry if name in entry else setting.options
+        if source.switch(name):
+            source.assign((*setting.here, "cache_latents"), "none", name)
+    if entry.switch("vae_cache_clear_each_epoch"):
+        path = (*setting.here, "augmentation", "cache_mode")
+        entry.assign(path, "refresh_each_epoch", "vae_cache_clear_each_epoch")
+
+
+def _conditioning(entry: PeerBlock, setting: Setting) -> None:
+    here = setting.here
+    if entry.get("conditioning_type") in ("controlnet", "segmentation"):
+        entry.refuse("conditioning_type", "reference_strict, reference_loose or mask")
+    else:
+        entry.put("conditioning_type", (*here, "conditioning_type"))
+    if not is_off(entry.get("conditioning")):
+        entry.draft.refused.add((*here, "conditioning"))
+    flavour = find_flavour(setting.family, str(entry.draft.get(("model", "flavour"))))
+    if flavour is not None and flavour.edits:
+        # named so where it is missed
+        entry.default((*here, "conditioning"), [], entry.key("conditioning_data"))
+
+
+def _video(entry: PeerBlock, setting: Setting) -> None:
+    if setting.kind != "video" and (setting.kind != "conditioning" or "video" not in entry):
+        return
+    path, family = (*setting.here, "video"), setting.family
+    block = known_block(entry, "video", VIDEO)
+    if block is not None:
+        apply(block, VIDEO, None, path)
+    if is_image_to_video(entry, family):
+        setting.options.assign((*path, "image_to_video"), True, "model_flavour")
+    clips = names_of(family).simpletuner.clips
+    if clips is not None and entry.draft.get((*path, "bucket_strategy")) != "resolution_frames":
+        rate = as_number(setting.options.get("framerate"))
+        frames = int((rate if is_number(rate) and 0 < rate < 1000 else clips.fps) * clips.seconds)
+        entry.default((*path, "num_frames"), clips.fitting(frames), entry.key("video.num_frames"))
+    _fit_frames(entry, clips, path)
+
+
+def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
+    """Another number of frames than the family takes in SimpleTuner is rounded down there, and so here."""
+    draft = entry.draft
+    for field in ("num_frames", "min_frames"):
+        frames, origin = draft.get((*path, field)), draft.origin((*path, field))
+        if clips is not None and isinstance(frames, int) and clips.fitting(frames) < frames and origin:
+            fitting = clips.fitting(frames)
+            draft.put((*path, field), fitting, origin)
+            draft.note(f"{origin.key}: {frames} frames become {fitting} ({clips.step}k+1), as in SimpleTuner")
+    if draft.get((*path, "num_frames")) is not None:
+        frames = draft.get((*path, "num_frames"))
+        entry.default((*path, "min_frames"), frames, entry.key("video.min_frames"))
+
+
+def _audio(entry: PeerBlock, setting: Setting) -> None:
+    if setting.kind != "audio":
+        return
+    path = (*setting.here, "audio")
+    for key in AUDIO_OPTIONS:
+        put_row(setting.options, key, path)
+    block = known_block(entry, "audio", AUDIO)
+    if block is not None:
+        apply(block, AUDIO, None, path)
+        decline_keys(block, AUDIO)
+
+
+def _list_unused(entry: PeerBlock, setting: Setting) -> None:
+    unused = {*ENTRY.names(Effect.ACTS)} - entry.used
+    entry.list_unused(UNUSED, *(name for name in entry.values if name in unused and not is_off(entry.get(name))))
+
+
+ENTRY: KeyTable[Setting] = KeyTable(
+    *ROWS,
+    KeyRule(_id, "id"),
+    KeyRule(_check),
+    KeyRule(_sizes, "maximum_image_size target_downsample_size"),
+    Key("dataset_type", ("dataset_type",)),
+    KeyRule(
+        _place,
+        "type instance_data_dir instance_data_root in_memory",
+        "csv_file csv_cache_dir csv_caption_column csv_url_column",
+    ),
+    KeyRule(_crop, "crop_aspect_buckets"),
+    KeyRule(_captions, "only_instance_prompt caption_strategy instance_prompt"),
+    KeyRule(_extension, "caption_file_extensions"),
+    KeyRule(_shuffle, "caption_shuffle"),
+    KeyRule(_parquet, "parquet"),
+    KeyRule(_caches, "vae_cache_disable disable_vae_cache vae_cache_clear_each_epoch"),
+    KeyRule(_conditioning, "conditioning_type conditioning_data"),
+    KeyRule(_video, "video"),
+    KeyRule(_audio, "audio"),
+    KeyRule(_list_unused),
+    *read_elsewhere("disabled disable"),
+    *NOT_DONE,
+    *NOT_USED,
+    expected="a key of a dataset (SimpleTuner would ignore this one)",
+)
+"""Below one of `datasets` of a `RunConfig`."""

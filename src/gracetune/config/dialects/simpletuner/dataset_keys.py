@@ -1,0 +1,154 @@
+"""The keys of one dataset entry in SimpleTuner's `multidatabackend.json` that stand for one value each, are not used
+here, or not done. Facts of release 4.10.1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gracetune.config.dialects.simpletuner.keys import Off
+from gracetune.config.dialects.table import Key, KeyTable, noted, refused
+from gracetune.config.dialects.values import as_flag, as_number, choice, inverse, not_zero
+
+UNUSED = "in datasets, not needed here"
+
+
+def _or_nothing(value: Any) -> Any:
+    return 0 if value == "" or value is False else as_number(value)
+
+
+def _ids(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _probability(value: Any) -> Any:
+    return as_number(value) or 1.0
+
+
+ROWS = (
+    Key("id", ("id",)),
+    Key("cache_dir_vae", ("cache_dir",)),
+    Key("resolution", ("resolution",), as_number, inherits=True),
+    Key("resolution_type", ("resolution_type",), inherits=True),
+    Key("minimum_image_size", ("minimum_size",), _or_nothing, inherits=True),
+    Key("maximum_image_size", ("maximum_size",), not_zero, inherits=True),
+    Key("target_downsample_size", ("downsample_to",), not_zero, inherits=True),
+    Key("minimum_aspect_ratio", ("minimum_aspect_ratio",), not_zero),
+    Key("maximum_aspect_ratio", ("maximum_aspect_ratio",), not_zero),
+    Key("crop", ("crop", "enabled"), as_flag),
+    Key("crop_style", ("crop", "style"), choice({"centre": "center"})),
+    Key("crop_aspect", ("crop", "aspect")),
+    Key("caption_strategy", ("captions", "strategy"), choice({"instance_prompt": "instanceprompt"}), inherits=True),
+    Key("instance_prompt", ("captions", "instance_prompt"), inherits=True),
+    Key("prepend_instance_prompt", ("captions", "prepend_instance_prompt"), as_flag, inherits=True),
+    Key("disable_multiline_split", ("captions", "split_lines"), inverse),
+    Key("repeats", ("repeats",), _or_nothing),
+    Key("probability", ("probability",), _probability),
+    Key("max_num_samples", ("max_samples",), not_zero),
+    Key("train_batch_size", ("batch_size",), as_number),
+    Key("start_epoch", ("start_epoch",), as_number),
+    Key("start_step", ("start_step",), as_number),
+    Key("end_epoch", ("end_epoch",), not_zero),
+    Key("end_step", ("end_step",), not_zero),
+    Key("slider_strength", ("adapter_strength",), as_number),
+    Key("is_regularisation_data", ("regularisation",), as_flag),
+    Key("is_regularization_data", ("regularisation",), as_flag),
+    Key("conditioning_data", ("conditioning",), _ids),
+    Key("source_dataset_id", ("source_dataset_id",)),
+)
+"""A dataset inherits what stands at the top of the config and not in its entry."""
+INHERITED = (*(key.name for key in ROWS if key.inherits), "only_instance_prompt", "vae_cache_disable")
+
+_KEPT_OTHERWISE = """
+    vae_cache_ondemand vae_batch_size read_batch_size write_batch_size image_processing_batch_size max_workers
+    hash_filenames shorten_filenames csv_hash_filenames csv_shorten_filenames compress_cache skip_file_discovery
+    preserve_data_backend_cache delete_unwanted_images delete_problematic_images delete_nsfw_images scan_for_errors
+    text_embeds image_embeds conditioning_image_embeds cache_file_suffix metadata_backend metadata_update_interval
+    vae_cache_scan_behaviour auto_generated ignore_epochs disable_validation text_cache_ondemand text_cache_disable
+    text_encoder_batch_size conditioning_image_embed_batch_size cache_dir_conditioning_image_embeds
+    metadata_clone_source_id memory_filesystem_path memory_filesystem_size memory_filesystem_sudo default
+    bucket_strategy
+"""
+_OTHER_STORAGE = """
+    dataset_name dataset_config data_files split revision image_column video_column audio_column huggingface cache_dir
+    streaming num_proc auto_load aws aws_bucket_name aws_data_prefix aws_region_name aws_endpoint_url aws_access_key_id
+    aws_secret_access_key aws_session_token aws_max_pool_connections webshart source metadata hf_token subfolder
+    shard_cache_gb parallel_downloads buffer_size max_file_size webshart_optimize_captions webshart_optimise_captions
+    audio_min_duration_seconds audio_max_duration_seconds audio_channels audio_bucket_strategy audio_duration_interval
+    audio_duration_interval_seconds audio_bucket_interval audio_truncation_mode truncation_mode audio_only
+    target_resolution lyrics_extension lyrics_suffix lyrics_filename_format
+"""
+"""Keys of storage we do not read, or written beside the block they belong in: without effect on a local folder."""
+NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
+
+_NOT_MADE = "conditioning images are not generated"
+NOT_DONE = (
+    refused("conditioning", Off(), f"{_NOT_MADE}; name a dataset of them in conditioning_data"),
+    refused("conditioning_config", Off(), f"{_NOT_MADE}; add a dataset of them"),
+    refused("grounding", Off(), "grounding is not implemented"),
+    refused("grounding_data", Off(), "grounding is not implemented"),
+    refused("s2v_datasets", Off(), "speech-to-video is not supported"),
+    refused("data_generator", Off(), "captions are not generated"),
+    refused("max_upscale_threshold", Off(), "filter by minimum_image_size instead"),
+    refused("timestep_sampling_offset", Off((0.0,)), "all datasets draw timesteps alike"),
+    refused("split_composite_images", Off((False,)), "split the images before training"),
+    refused("composite_image_column", Off(), "split the images before training"),
+    refused("disable_after_epoch_step", Off(), "end a dataset with end_step or end_epoch"),
+    refused("caption_filter_list", Off(), "captions are not filtered; edit them"),
+    refused("shuffle", Off((True,)), "samples are always shuffled"),
+    refused("distillation_type", Off(), "distillation is not implemented"),
+    refused("filter_func", Off(), "samples are not filtered by code"),
+)
+
+VIDEO: KeyTable[None] = KeyTable(
+    Key("num_frames", ("num_frames",), as_number),
+    Key("min_frames", ("min_frames",), as_number),
+    Key("max_frames", ("max_frames",), as_number),
+    Key("fps", ("fps",), as_number),
+    Key("is_i2v", ("image_to_video",), as_flag),
+    Key("bucket_strategy", ("bucket_strategy",)),
+    Key("frame_interval", ("frame_interval",), as_number),
+)
+AUDIO: KeyTable[None] = KeyTable(
+    Key("sample_rate", ("sample_rate",), as_number),
+    Key("channels", ("channels",), as_number),
+    Key("duration_interval", ("duration_interval",), as_number),
+    Key("max_duration_seconds", ("max_duration_seconds",), as_number),
+    Key("truncation_mode", ("truncation",)),
+    refused("min_duration_seconds", Off(), "short clips are not left out; take them out of the folder"),
+    refused("auto_split", Off((False,)), "sound is not taken out of videos"),
+    refused("source_from_video", Off((False,)), "sound is not taken out of videos"),
+    refused("audio_only", Off((False,)), "audio datasets hold audio alone anyway"),
+    *noted(
+        UNUSED,
+        """
+        bucket_strategy allow_zero_audio target_resolution lyrics_extension lyrics_suffix lyrics_filename_format
+        cache_dir source_dataset_id
+        """,
+    ),
+)
+AUDIO_OPTIONS = (
+    Key("audio_max_duration_seconds", ("max_duration_seconds",), as_number),
+    Key("audio_channels", ("channels",), as_number),
+    Key("audio_duration_interval", ("duration_interval",), as_number),
+    Key("audio_truncation_mode", ("truncation",), as_number),
+)
+"""Options of the whole config for audio datasets."""
+PARQUET: KeyTable[None] = KeyTable(
+    Key("path", ("path",)),
+    Key("filename_column", ("filename_column",)),
+    Key("caption_column", ("caption_column",)),
+    Key("fallback_caption_column", ("fallback_caption_column",)),
+    Key("width_column", ("width_column",)),
+    Key("height_column", ("height_column",)),
+    Key("identifier_includes_extension", ("identifier_includes_extension",), as_flag),
+    refused("identifier_prefix", Off(), "file names are matched as the table has them"),
+    refused("default_extension", Off(), "file names are matched as the table has them"),
+    refused("bbox_column", Off(), "grounding is not implemented"),
+    *noted(
+        UNUSED,
+        """
+        engine id_column aspect_ratio_column fps_column num_frames_column audio_channels_column
+        audio_duration_column audio_num_samples_column audio_sample_rate_column lyrics_column
+        """,
+    ),
+)

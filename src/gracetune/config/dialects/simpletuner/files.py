@@ -1,0 +1,102 @@
+"""What a SimpleTuner config points to: environment variables, the files it names, and how an option is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+from typing import Any
+
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.simpletuner.env import ENV_NAMES
+from gracetune.config.draft import Draft
+from gracetune.config.environment import Environment
+from gracetune.config.syntax import Document, read_document
+from gracetune.errors import ConfigError
+
+
+def line(options: PeerBlock, name: str, value: str) -> str:
+    """An option and its value, as they would be written into this file."""
+    if options.reading.format == "env":
+        variable = next((known for known, option in ENV_NAMES.items() if option == name), None)
+        return f"{variable}={value}" if variable else f'TRAINER_EXTRA_ARGS+=" --{name}={value}"'
+    shown = value if value.isdecimal() else f'"{value}"'
+    written = {"TOML": f"{name} = {shown}", "YAML": f"{name}: {shown}"}
+    return written.get(options.reading.format, f'"{name}": {shown}')
+
+
+_PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """`{env:NAME}` anywhere, `{model_family}`, `{output_dir}` and `{id}` in datasets; other braces are left alone."""
+
+    environment: Environment
+    variables: Mapping[str, str]
+
+    def fill(self, value: Any, draft: Draft, key: str, file: str) -> Any:
+        if isinstance(value, str):
+            return _PLACEHOLDER.sub(lambda found: self._one(found, draft, key, file), value)
+        if isinstance(value, list):
+            return [self.fill(item, draft, f"{key}[{index}]", file) for index, item in enumerate(value)]
+        if isinstance(value, Mapping):
+            return {name: self.fill(item, draft, f"{key}.{name}", file) for name, item in value.items()}
+        return value
+
+    def _one(self, found: re.Match[str], draft: Draft, key: str, file: str) -> str:
+        if not found[1].startswith("env:"):
+            return self.variables.get(found[1], found[0])
+        name = found[1].removeprefix("env:")
+        text = self.environment.get(name)
+        if text is None:
+            draft.problem(key, found[0], f"the environment variable {name}, which is not set", f"export {name}=…", file)
+        return text or ""
+
+
+def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
+    """A file that an option names. What is wrong with it joins the other problems."""
+    value = options.take(name)
+    if not isinstance(value, str) or not value.strip():
+        options.problem(name, f"the path of {what}", f"write the path of {what}")
+        return None
+    place = find_sidecar(value.strip(), FilePath(options.file))
+    if place is None:
+        options.problem(name, f"{what}; no file there, seen from here or from beside {options.file}",
+                        "check the spelling, or run from the folder the path starts in")  # fmt: skip
+        return None
+    try:
+        document = read_document(place)
+    except ConfigError as error:
+        options.draft.problems += error.problems
+        return None
+    options.draft.problems += document.problems
+    return document
+
+
+def find_sidecar(value: str, config: FilePath) -> FilePath | None:
+    """As written from the working folder; else from the config's folder, or the project around `config/<name>/`."""
+    try:
+        path = FilePath(value).expanduser()
+        folders = [FilePath(), config.parent, *config.absolute().parents[1:3]]
+        candidates = [folder / path for folder in folders] + _shipped_examples(value, config)
+        return next((place for place in candidates if place.is_file()), None)
+    except (OSError, ValueError, RuntimeError):  # a NUL byte, a name too long, a home that cannot be found
+        return None
+
+
+def _shipped_examples(value: str, config: FilePath) -> list[FilePath]:
+    """`config/examples/…` means SimpleTuner's own examples: where one was copied from them, or the installed ones."""
+    rest = next((value.removeprefix(start) for start in _EXAMPLES if value.startswith(start)), None)
+    if rest is None:
+        return []
+    folders = [config.absolute().parent.parent]
+    spec = importlib.util.find_spec("simpletuner")
+    if spec is not None and spec.submodule_search_locations:
+        folders += [FilePath(place) / "examples" for place in spec.submodule_search_locations]
+    return [folder / rest for folder in folders]
+
+
+_EXAMPLES = ("config/examples/", "simpletuner/examples/")

@@ -1,0 +1,159 @@
+"""SimpleTuner's optimizers, and which of ours does the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gracetune.config.dialects.peer_file import PeerBlock
+from gracetune.config.dialects.simpletuner.files import line
+from gracetune.config.dialects.table import KeyRule, KeyTable
+from gracetune.config.dialects.values import as_flag, as_number, from_json, names
+from gracetune.config.run_config import Optimizer
+from gracetune.config.spelling import misspelt
+
+
+@dataclass(frozen=True)
+class Match:
+    """One of our optimizers with a SimpleTuner optimizer's own defaults."""
+
+    name: str
+    betas: tuple[float, float] | None = (0.9, 0.999)
+    eps: float | None = 1e-6
+    weight_decay: float | None = 0.01
+    nearly: str = ""
+    """In what it differs, where it does."""
+    adam: bool = False
+    """Adam rather than AdamW: the same only while nothing decays."""
+
+
+_MASTER = "weights are kept in fp32 beside the bf16 ones, where SimpleTuner corrects for bf16's rounding"
+_EXACT_STATE = "its state is kept in full precision"
+_PAGED = "its state is placed by gracetune's memory plan instead of paged"
+_LION = Match("lion", (0.9, 0.99), None, 0.0)
+
+MATCHES: dict[str, Match] = {
+    "adamw_bf16": Match("adamw", nearly=_MASTER),
+    "torch-adamw": Match("adamw", eps=1e-8),
+    "optimi-adamw": Match("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER),
+    "bnb-adamw": Match("adamw"),
+    "bnb-adamw-paged": Match("adamw", nearly=_PAGED),
+    "bnb-adamw8bit": Match("adamw_8bit"),
+    "bnb-adamw8bit-paged": Match("adamw_8bit", nearly=_PAGED),
+    "ao-adamw8bit": Match("adamw_8bit", nearly="bitsandbytes quantises its state instead of torchao"),
+    "adamw8bit": Match("adamw_8bit"),
+    "torch-adam": Match("adamw", eps=1e-8, weight_decay=0.0, adam=True),
+    "optimi-adam": Match("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
+    "bnb-adam": Match("adamw", eps=1e-8, weight_decay=0.0, adam=True),
+    "bnb-adam8bit": Match("adamw_8bit", eps=1e-8, weight_decay=0.0, adam=True),
+    "torch-adafactor": Match("adafactor", None, None, 0.0),
+    "adafactor": Match("adafactor", None, None, None),
+    "optimi-lion": Match("lion", (0.9, 0.99), None, 0.0, nearly=_MASTER),
+    "bnb-lion": _LION,
+    "bnb-lion-paged": Match("lion", (0.9, 0.99), None, 0.0, nearly=_PAGED),
+    "bnb-lion8bit": Match("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
+    "bnb-lion8bit-paged": Match("lion", (0.9, 0.99), None, 0.0, nearly=_EXACT_STATE),
+    "prodigy": Match("prodigy_plus_schedule_free", (0.9, 0.99), 1e-8, 0.0),
+}
+
+OTHERS = names("""
+    torch-sgd torch-radam torch-nadam torch-rmsprop torch-adagrad torch-adadelta torch-adamax torch-asgd
+    torch-sparseadam adamw_schedulefree adamw_schedulefree+aggressive adamw_schedulefree+no_kahan soap muon
+    ao-adamw4bit ao-adamfp8 ao-adamwfp8 optimi-stableadamw optimi-radam optimi-ranger optimi-adan optimi-sgd
+    bnb-adagrad bnb-adagrad8bit sdnq-adamw sdnq-adamw+no_quant sdnq-adafactor sdnq-came sdnq-lion sdnq-muon
+    sdnq-muon+quantized_matmul bnb-ademamix bnb-ademamix8bit bnb-ademamix-paged bnb-ademamix8bit-paged dadaptation
+""")
+"""SimpleTuner's optimizers that none of ours stands in for."""
+
+_OURS = tuple(Optimizer.model_json_schema()["properties"]["name"]["enum"])
+_PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "gradient_release")
+"""Settings that change speed or rounding, not the rule an optimizer follows."""
+
+
+def _optimizer(options: PeerBlock, family: str) -> None:
+    given = options.get("optimizer")
+    name = given.strip().lower() if isinstance(given, str) else given
+    if name is None:
+        hint = f"add {line(options, 'optimizer', 'adamw_bf16')}"
+        options.draft.missing(("optimizer", "name"), "optimizer", "an optimizer's name", hint)
+        return
+    match = MATCHES.get(name) if isinstance(name, str) else None
+    if match is None:
+        _unmatched(options, name)
+        return
+    options.assign(("optimizer", "name"), match.name, "optimizer")
+    settings = _settings(options)
+    _betas(options)
+    if name == "prodigy" and as_number(options.get("prodigy_steps")) != 0:
+        options.put("prodigy_steps", ("optimizer", "options", "prodigy_steps"), as_number)
+    if match.adam and settings.get("weight_decay") not in (None, 0, 0.0):
+        options.refuse("optimizer_config", "no weight_decay: Adam adds it to the gradient, AdamW does not",
+                       'choose "adamw_bf16", or remove weight_decay')  # fmt: skip
+    _defaults(options, match)
+    if match.nearly:
+        options.note(f"{options.key('optimizer')}: {given} is trained with our {match.name}; {match.nearly}")
+
+
+def _unmatched(options: PeerBlock, name: Any) -> None:
+    if name in _OURS:
+        options.put("optimizer", ("optimizer", "name"))
+        _settings(options)
+        _betas(options)
+    elif isinstance(name, str) and name in OTHERS:
+        options.refuse("optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
+    else:
+        hint = misspelt(name, [*MATCHES, *_OURS, *OTHERS], 'write "adamw_bf16"')
+        options.problem("optimizer", f"one of {', '.join(MATCHES)}", hint)
+
+
+def _defaults(options: PeerBlock, match: Match) -> None:
+    if match.betas is not None:
+        options.default(("optimizer", "betas"), list(match.betas), "optimizer")
+    if match.eps is not None:
+        options.default(("optimizer", "eps"), match.eps, "optimizer")
+    if match.weight_decay is not None:
+        options.default(("optimizer", "weight_decay"), match.weight_decay, "optimizer")
+
+
+def _betas(options: PeerBlock) -> None:
+    first, second = as_number(options.take("optimizer_beta1")), as_number(options.take("optimizer_beta2"))
+    if (first is None) != (second is None):
+        given, missing = ("optimizer_beta1", "optimizer_beta2")[:: 1 if second is None else -1]
+        options.problem(given, f"`{missing}` next to it", f"add `{missing}`, or remove `{options.key(given)}`")
+    elif first is not None:
+        options.assign(("optimizer", "betas"), [first, second], "optimizer_beta1")
+
+
+def _settings(options: PeerBlock) -> dict[str, Any]:
+    """`eps=1e-6,weight_decay=0.01`, or the same as a mapping."""
+    value = from_json(options.take("optimizer_config"))
+    settings: dict[str, Any] = {}
+    if isinstance(value, dict):
+        settings = {str(name): item for name, item in value.items()}
+    elif isinstance(value, str):
+        for part in value.split(","):
+            name, equals, text = part.partition("=")
+            if not equals or not name.strip():
+                options.problem("optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
+                return {}
+            settings[name.strip()] = _setting(text.strip())
+    elif value is not None:
+        options.problem("optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
+    for name, item in settings.items():
+        if name not in _PERFORMANCE:
+            path = ("optimizer", name) if name in ("weight_decay", "eps", "betas") else ("optimizer", "options", name)
+            where = options.origin("optimizer_config")
+            options.draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
+    return settings
+
+
+def _setting(text: str) -> Any:
+    if text.lower() == "none":
+        return None
+    flag = as_flag(text) if text.lower() in ("true", "false") else text
+    return as_number(flag)
+
+
+OPTIMIZER: KeyTable[str] = KeyTable(
+    KeyRule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps")
+)

@@ -1,0 +1,120 @@
+"""Values as the peers write them: numbers and switches in text, lists with commas, several names for one thing."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gracetune.config.plain import plain
+
+Converter = Callable[[Any], Any]
+
+_TRUE = ("1", "true", "yes", "y", "on")
+_FALSE = ("0", "false", "no", "n", "off")
+
+
+def names(text: str) -> frozenset[str]:
+    """A set of names, written as a paragraph."""
+    return frozenset(text.split())
+
+
+def as_given(value: Any) -> Any:
+    return value
+
+
+def as_flag(value: Any) -> Any:
+    """A boolean the way a command line reads one; anything else stays what it was."""
+    if isinstance(value, str):
+        text = value.strip().lower()
+        return True if text in _TRUE else False if text in _FALSE else value
+    return value != 0 if isinstance(value, int | float) and value in (0, 1) else value
+
+
+def inverse(value: Any) -> Any:
+    flag = as_flag(value)
+    return not flag if isinstance(flag, bool) else value
+
+
+def as_number(value: Any) -> Any:
+    """`"4"` and `"1e-4"` are numbers on a command line; what does not convert to a finite one stays what it was."""
+    if not isinstance(value, str):
+        return value
+    for convert in (int, float):
+        try:
+            number = convert(value)
+            return number if math.isfinite(number) else value
+        except (ValueError, OverflowError):
+            continue
+    return value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def whole(value: Any) -> int | None:
+    """The value if it is a whole number, and None for anything else (true is no number)."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def real(value: Any) -> float | None:
+    """The value as a finite float, and None for anything that is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        found = float(value)
+    except OverflowError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def not_zero(value: Any) -> Any:
+    """0 switches the thing off."""
+    number = as_number(value)
+    return None if is_number(number) and number <= 0 else number
+
+
+def as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def as_list(value: Any) -> Any:
+    """A list, a JSON list, or text with commas."""
+    value = from_json(value)
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def from_json(value: Any) -> Any:
+    """JSON written inside a string, as the options that take structures allow it."""
+    if isinstance(value, str) and value.strip()[:1] in ("{", "["):
+        try:
+            parsed, oddities = plain(json.loads(value))
+        except (ValueError, RecursionError):
+            return value
+        return value if oddities else parsed
+    return value
+
+
+def choice(table: Mapping[str, str]) -> Converter:
+    """Another name for the same thing; names that are not in the table stay, for the schema to judge."""
+    return lambda value: table.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+def precision(value: Any) -> Any:
+    """The long names of a number format, as ours."""
+    names = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def is_off(value: Any, default: Any = None) -> bool:
+    """Whether an option stands at its default, or says in one of the usual ways that it is not wanted."""
+    if value is None or value in ("", "None") or _same(value, default):
+        return True
+    return not default and (as_flag(value) is False or (isinstance(value, str) and value.strip().lower() == "none"))
+
+
+def _same(value: Any, default: Any) -> bool:
+    plain = as_number(value) if is_number(default) else as_flag(value) if isinstance(default, bool) else value
+    return isinstance(plain, type(default) if not is_number(default) else int | float) and bool(plain == default)

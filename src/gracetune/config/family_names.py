@@ -1,0 +1,151 @@
+"""What configuration files call a model family: the record in every family's `names.py`.
+
+It is plain data, because a config file is checked long before any model code is imported. A family's `names.py`
+imports `gracetune.config` and `gracetune.errors` and nothing else of ours, and calls its record `NAMES`.
+`config.families` finds it by the family's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Modality = Literal["image", "video", "audio"]
+Objective = Literal["flow", "ddpm", "cosine"]
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """One published set of weights of a family."""
+
+    name: str
+    weights: str
+    makes: Modality
+    dual_expert: bool = False
+    edits: bool = False
+    from_picture: bool = False
+    """Clips go on from a first frame, and only so."""
+
+
+# -- SimpleTuner -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RefusedFlavour:
+    """A flavour of ours that SimpleTuner trains in a way that is not supported here."""
+
+    unless: str
+    """The option that makes SimpleTuner train it as we do."""
+    why: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """The layers SimpleTuner's LoRA sits on."""
+
+    default: tuple[str, ...] = ()
+    """Empty: the family's own choice."""
+    option: str = ""
+    """The option that names one of `groups` instead."""
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DefaultVae:
+    """A VAE that SimpleTuner takes instead of the one in the weights."""
+
+    weights: str
+    mark: str
+    """What the names of such VAEs contain. SimpleTuner does not use them in another family."""
+    title: str
+
+
+@dataclass(frozen=True)
+class ClipLength:
+    """How SimpleTuner cuts clips that say no length: `fps` times `seconds`, rounded down to `step` k + 1 frames."""
+
+    fps: int
+    seconds: int
+    step: int
+
+    def fitting(self, frames: int) -> int:
+        return max(1, (frames - 1) // self.step * self.step + 1)
+
+
+@dataclass(frozen=True)
+class SimpleTunerNames:
+    """What SimpleTuner calls a family's parts, and what it does with them. `model_family` is the family's own name."""
+
+    flavours: Mapping[str, str] = field(default_factory=dict)
+    """Its `model_flavour` -> ours, where the names differ. The two experts of a flavour (`…-high`, `…-low`) are found
+    without being listed."""
+    default_flavour: str | None = None
+    """The `model_flavour` it takes when a file names none; None: the weights decide."""
+    untrained_flavours: tuple[str, ...] = ()
+    """Flavours of the family that it trains and we do not."""
+    refused_flavours: Mapping[str, RefusedFlavour] = field(default_factory=dict)
+    """By our names."""
+    expert_shifts: Mapping[str, float] = field(default_factory=dict)
+    """Flavour -> the flow shift it sets for a single expert, whatever the file says."""
+    without_shift: tuple[str, ...] = ()
+    """Our flavours that it has no default flow shift for."""
+    targets: LoraTargets = LoraTargets()
+    vae: DefaultVae | None = None
+    text_encoder_option: str = ""
+    """The option for a text encoder from elsewhere."""
+    clips: ClipLength | None = None
+    own_options: tuple[str, ...] = ()
+    """Options that act on this family and not on every other, and are not supported here: its key table says why."""
+
+
+# -- ai-toolkit --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One of ai-toolkit's model classes (`model.arch`)."""
+
+    flavours: tuple[str, ...]
+    """The weights it may be given; the only one is known without looking at `name_or_path`."""
+    starts_from_image: Literal["never", "always", "do_i2v"] = "never"
+    """Whether clips are learnt from their first frame; `do_i2v`: where the dataset says so."""
+    references: Literal["reference_strict", "reference_loose"] | None = None
+    """How control images reach the model: cut like the target, or in their own shape."""
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """What stands behind the colon of `arch: name:tag` -> flavour. Upstream drops it; the published names agree."""
+    switch: str = ""
+    """The switch that files from before `arch` have instead."""
+    latent_space: str = ""
+    """What its caches call the latents; empty: the name of the arch."""
+    other_models: Mapping[str, str] = field(default_factory=dict)
+    """A text in the name of weights that upstream loads with this arch and we do not -> what is expected instead."""
+
+
+@dataclass(frozen=True)
+class AiToolkitNames:
+    """What ai-toolkit calls a family's models, and what it does with them."""
+
+    archs: Mapping[str, Arch] = field(default_factory=dict)
+    unet: bool = False
+    """The denoiser is a U-Net: alpha is taken as written, and the noise schedule may be DDPM's."""
+    text_encoder_qtype: str = "qtype_te"
+    """The key of the `model` block that says how the text encoder is quantised."""
+    guidance_embedding: str = ""
+    """Why `bypass_guidance_embedding` is refused; empty: there is no such embedding, and the key does nothing."""
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """Everything the configuration files of the three dialects may say about one family."""
+
+    family: str
+    flavours: tuple[Flavour, ...]
+    """The first is the one taken when a config names none."""
+    objective: Objective | None = None
+    """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
+    epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no
+    options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
+    simpletuner: SimpleTunerNames = SimpleTunerNames()
+    aitoolkit: AiToolkitNames = AiToolkitNames()

@@ -1,0 +1,1 @@
+"""Staging: a dataset's files are copied into host memory before training."""

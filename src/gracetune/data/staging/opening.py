@@ -1,0 +1,57 @@
+"""A dataset of type `in_memory`: its folder or URL, staged, and shared by the processes of the machine."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data.backends.in_memory import InMemoryBackend, attach, fetch_staged
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.record import DatasetBackend, Opening
+from gracetune.data.backends.url import UrlBackend
+from gracetune.data.staging.copying import StagingOptions
+from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.data.staging.selection import Selection, selection_for
+from gracetune.data.staging.stager import Stager, limit_for, open_for, threads_for
+from gracetune.hardware import Machine, probe
+
+
+def open_staged(opening: Opening) -> InMemoryBackend:
+    """Staged by the first of the machine's processes; the others map the same pages."""
+    dataset, ranks = opening.dataset, opening.ranks
+    if ranks is not None and ranks.rank > 0:
+        handle, files = fetch_staged(ranks, dataset.id)
+        return attach(handle, files)
+
+    def make() -> Stager:
+        machine = opening.machine or probe()
+        return stager_for(dataset, machine, opening.on_progress, selection=opening.selection)
+
+    return make().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make)
+
+
+BACKEND: Final = DatasetBackend("in_memory", open=open_staged)
+
+
+def stager_for(
+    dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched, *, selection: Selection | None = None
+) -> Stager:
+    """How a dataset of type `in_memory` is staged."""
+    options = dataset.in_memory
+    return Stager(
+        source=plain_backend(dataset.path),
+        selection=selection or selection_for(dataset),
+        options=StagingOptions(
+            dataset=dataset.id,
+            compression=options.compression,
+            threads=threads_for(machine, options.num_workers),
+        ),
+        machine=machine,
+        limit=limit_for(options.memory_limit_gb),
+        on_progress=on_progress,
+    )
+
+
+def plain_backend(root: str) -> LocalBackend | UrlBackend:
+    """A folder or URL, read from where it lies."""
+    return UrlBackend(root) if "://" in root else LocalBackend(root)

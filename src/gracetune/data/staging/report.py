@@ -1,0 +1,57 @@
+"""What staging did, for people and for the run's report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gracetune.data.backends.listing import LeftOut
+from gracetune.data.staging.estimate import Estimate
+from gracetune.data.staging.selection import reasons
+from gracetune.data.words import counted
+from gracetune.hostmem.hint import Hint
+from gracetune.units import format_bytes, format_duration
+
+
+@dataclass(frozen=True)
+class StagingReport:
+    dataset: str
+    files: int
+    raw: int
+    stored: int
+    compression: str
+    compressed_files: int
+    """The others did not shrink enough and lie as they are, readable without a copy."""
+    threads: int
+    seconds: float
+    estimate: Estimate
+    unreadable: tuple[LeftOut, ...]
+    """Kept with the reason, which whoever reads them is told."""
+    left_out: tuple[LeftOut, ...]
+    """By the storage."""
+    unselected: tuple[LeftOut, ...]
+    numa: Hint
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rate(self) -> float:
+        """Bytes of the source per second."""
+        return self.raw / self.seconds if self.seconds > 0 else 0.0
+
+    def lines(self) -> list[str]:
+        """For a terminal: one line of result, then whatever the user should know."""
+        shrank = counted(self.compressed_files, "file")
+        kept = f" as {format_bytes(self.stored)} ({self.compression}, {shrank} shrank)"
+        staged = f"{counted(self.files, 'file')}, {format_bytes(self.raw)}{kept if self.compression != 'none' else ''}"
+        threads = counted(self.threads, "thread")
+        estimated = [f"estimated beforehand: {self.estimate}"] if self.compression != "none" else []
+        told = [
+            f"{self.dataset}: {staged} staged in {format_duration(self.seconds)} "
+            f"({self.rate / 1e9:.2f} GB/s, {threads})",
+            f"memory: {self.numa.reason}",
+            *estimated,
+            *self.notes,
+        ]
+        told += [f"unreadable: {item.path}: {item.reason}" for item in self.unreadable]
+        others = reasons((*self.left_out, *self.unselected))
+        told += [f"left out, {counted(count, 'file')}: {reason}" for reason, count in others]
+        return told

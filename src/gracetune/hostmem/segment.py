@@ -1,0 +1,152 @@
+"""Reading a segment: checked once when it is opened, then memory like any other."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import mmap
+import os
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import suppress
+
+import cramjam
+from pydantic import BaseModel, ConfigDict
+
+from gracetune.hostmem.compression import BY_NUMBER, RAW
+from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.segment_writer import (
+    CHECKSUM_AT,
+    DATA_AT,
+    HEADER,
+    MAGIC,
+    RECORD,
+    SEALS,
+    VERSION,
+    Entry,
+    checksum,
+)
+
+
+class SegmentHandle(BaseModel):
+    """One sealed piece of staged memory, as a descriptor of the process that holds it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    descriptor: int
+    inode: int
+    size: int
+    identity: str
+
+
+class Segment:
+    """One sealed arena, mapped read-only. Owns the file it is given, also when it refuses it.
+
+    Views handed out by `read` keep their pages alive after `close`; nothing is ever unmapped under a reader.
+    """
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+        try:
+            self._map: mmap.mmap | None = _mapped(file)
+        except BaseException:
+            file.close()
+            raise
+        self._view = memoryview(self._map)
+        try:
+            self._records, self._names, self.count, self.identity = self._checked_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def _checked_header(self) -> tuple[int, int, int, str]:
+        if len(self._view) < DATA_AT or bytes(self._view[: len(MAGIC)]) != MAGIC:
+            raise StagingError("this memory was not staged by gracetune")
+        _, version, count, records, names, size, identity = HEADER.unpack_from(self._view)
+        if version != VERSION:
+            raise StagingError(
+                f"staged data of format {version}, expected {VERSION}\n  try  run the same gracetune in all processes"
+            )
+        sound = DATA_AT <= records <= names <= size == len(self._view) and names - records == count * RECORD.size
+        found = self._view[CHECKSUM_AT : CHECKSUM_AT + 16]
+        if not sound or checksum(self._view[: HEADER.size], self._view[records:]) != found:
+            raise StagingError("the index of the staged data is damaged\n  try  restart the run: it stages afresh")
+        return records, names, count, identity.hex()
+
+    @property
+    def size(self) -> int:
+        return len(self._view)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory behind it: its size without the holes."""
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def handle(self) -> SegmentHandle:
+        descriptor = self._file.fileno()
+        inode = os.fstat(descriptor).st_ino
+        return SegmentHandle(descriptor=descriptor, inode=inode, size=self.size, identity=self.identity)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def find(self, path: str) -> Entry | None:
+        name = path.encode()
+        position = bisect_left(range(self.count), name, key=self._name)
+        if position == self.count or self._name(position) != name:
+            return None
+        return self.entry(position)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """Sorted by path, as text and as UTF-8: the order is the same."""
+        return (self.entry(position) for position in range(self.count))
+
+    def entry(self, position: int) -> Entry:
+        _, _, codec, _, offset, stored, size, modified, digest = self._record(position)
+        return Entry(str(self._name(position), "utf-8"), codec, offset, stored, size, modified, digest)
+
+    def _record(self, position: int) -> tuple[int, int, int, int, int, int, int, int, bytes]:
+        return RECORD.unpack_from(self._view, self._records + position * RECORD.size)
+
+    def _name(self, position: int) -> bytes:
+        start, length = self._record(position)[:2]
+        return bytes(self._view[self._names + start : self._names + start + length])
+
+    def read(self, entry: Entry) -> memoryview:
+        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise."""
+        stored = self._stored(entry)
+        if entry.codec == RAW:
+            return stored
+        try:
+            return BY_NUMBER[entry.codec].unpack(stored, entry.size)
+        except (KeyError, ValueError, cramjam.DecompressionError) as error:
+            raise StagingError(
+                f"{entry.path} is damaged in memory\n  try  restart the run: it stages afresh"
+            ) from error
+
+    def reason(self, entry: Entry) -> str:
+        """Why a file could not be read when it was staged; only where the entry is `unreadable`."""
+        return str(self._stored(entry), "utf-8")
+
+    def _stored(self, entry: Entry) -> memoryview:
+        if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
+            raise StagingError(f"{entry.path} lies outside of the staged data")
+        return self._view[entry.offset : entry.offset + entry.stored]
+
+    def close(self) -> None:
+        self._file.close()
+        self._view.release()
+        mapping, self._map = self._map, None
+        if mapping is not None:
+            # BufferError: somebody still reads a file of ours. The last view takes the mapping with it.
+            with suppress(BufferError):
+                mapping.close()
+
+
+def _mapped(file: io.FileIO) -> mmap.mmap:
+    try:
+        if fcntl.fcntl(file.fileno(), fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise StagingError("this memory is not sealed, so it could change while it is read")
+        return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    except (OSError, ValueError) as error:  # no memfd at all; ValueError: an empty one
+        raise StagingError(f"this is no staged data: {error}") from error

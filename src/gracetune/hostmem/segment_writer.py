@@ -1,0 +1,179 @@
+"""Segments: memory with files in it that is written once, sealed, and then shared between processes.
+
+Format 2. A segment is a memfd (a file that exists only in memory and dies with its last user); numbers little-endian.
+      0  magic "GTARENA\\0", u32 version, u32 number of records, u64 offset of the records, u64 offset of the names,
+         u64 size of the segment, 16 bytes random identity, 16 bytes checksum; zeros up to 128
+    128  the files' bytes: each starts at a multiple of 64; what lies between them is undefined
+    ...  records, 64 bytes each, sorted by name: u64 offset of the name below the names, u32 its length, u16 codec
+         (0 as it is, others see compression.py, 65534 "could not be read": what is stored is the reason in UTF-8), u16
+         zero, u64 offset, u64 stored size, u64 size, i64 modification time in ns, 16 bytes
+         xxh3-128 of the file's content
+    ...  names: UTF-8, one after the other, to the end
+The checksum is xxh3-128 over the header before it, the records and the names. Records are found by bisection where
+they lie, so a worker process needs no memory of its own for the index. A segment without all seals is refused: nobody
+can truncate or change memory under its readers. A dataset has several segments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import io
+import mmap
+import os
+import secrets
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+import xxhash
+
+from gracetune.hostmem.errors import StagingError
+from gracetune.hostmem.numa import NodeChoice, bind
+from gracetune.units import MIB, format_bytes
+
+MAGIC: Final = b"GTARENA\0"
+VERSION: Final = 2
+HEADER: Final = struct.Struct("<8sIIQQQ16s")
+CHECKSUM_AT: Final = HEADER.size
+DATA_AT: Final = 128
+ALIGNMENT: Final = 64
+RECORD: Final = struct.Struct("<QIHHQQQq16s")
+UNREADABLE: Final = 65534
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+_PUNCH_HOLE_KEEP_SIZE: Final = 0x02 | 0x01
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One staged file."""
+
+    path: str
+    codec: int
+    offset: int
+    stored: int
+    size: int
+    modified_ns: int
+    digest: bytes
+
+    @property
+    def unreadable(self) -> bool:
+        return self.codec == UNREADABLE
+
+
+def checksum(header: bytes | memoryview, index: bytes | memoryview) -> bytes:
+    digest = xxhash.xxh3_128(header)
+    digest.update(index)
+    return digest.digest()
+
+
+class ArenaWriter:
+    """A segment while it is being filled. Threads reserve places and write into them at the same time.
+
+    Files are written by descriptor, not through a mapping: that spares a page fault and the zeroing of every page, and
+    only a memfd that nobody has mapped for writing can be sealed. `capacity` is address space; it costs nothing.
+    """
+
+    def __init__(self, capacity: int, choice: NodeChoice) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise StagingError("type in_memory needs Linux (memfd)\n  try  type: local")
+        self._capacity = DATA_AT + capacity
+        self._next = DATA_AT
+        self._lock = threading.Lock()
+        try:
+            # Close-on-exec: a program somebody starts must not keep the dataset in memory.
+            descriptor = os.memfd_create("gracetune-staged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self._file = io.FileIO(descriptor, "r+")
+            self._file.truncate(self._capacity)
+        except OSError as error:
+            raise StagingError(f"the kernel gives no memory file of {format_bytes(capacity)}: {error}") from error
+        try:
+            self.numa = bind(self._file.fileno(), self._capacity, choice)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def reserve(self, size: int) -> int:
+        with self._lock:
+            offset = self._next
+            after = -(-(offset + size) // ALIGNMENT) * ALIGNMENT
+            if after > self._capacity:
+                raise StagingError(
+                    "the files grow while they are staged\n  try  again when nothing writes to the dataset's folder"
+                )
+            self._next = after
+            return offset
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while rest:
+            try:
+                done = os.pwrite(self._file.fileno(), rest, offset)
+            except OSError as error:
+                raise StagingError(
+                    f"the kernel gives no more memory for staged files: {error.strerror}\n"
+                    "  try  a lower in_memory.memory_limit_gb, or type: local"
+                ) from error
+            rest, offset = rest[done:], offset + done
+
+    def discard(self, offset: int, size: int) -> None:
+        """Give the whole pages of a place back: its file could not be read to the end."""
+        start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (offset + size) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if length <= 0:
+            return
+        library = ctypes.CDLL(None, use_errno=True)
+        library.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+        if library.fallocate(self._file.fileno(), _PUNCH_HOLE_KEEP_SIZE, start, length) != 0:
+            code = ctypes.get_errno()
+            raise StagingError(f"memory of an unread file cannot be given back: {errno.errorcode.get(code, code)}")
+
+    def finish(self, entries: Iterable[Entry]) -> io.FileIO:
+        """Write the index, seal everything and return the segment's read-only file. The writer is used up."""
+        ordered = sorted(((entry.path.encode(), entry) for entry in entries), key=lambda pair: pair[0])
+        records, names = bytearray(), bytearray()
+        for name, entry in ordered:
+            records += RECORD.pack(
+                len(names), len(name), entry.codec, 0, entry.offset, entry.stored, entry.size, entry.modified_ns,
+                entry.digest,
+            )  # fmt: skip
+            names += name
+        at = self.reserve(0)
+        index = bytes(records + names)
+        end = at + len(index)
+        header = HEADER.pack(MAGIC, VERSION, len(ordered), at, at + len(records), end, secrets.token_bytes(16))
+        self.write(0, header + checksum(header, index))
+        self.write(at, index)
+        return self._sealed(end)
+
+    def _sealed(self, size: int) -> io.FileIO:
+        try:
+            self._file.truncate(size)
+            fcntl.fcntl(self._file.fileno(), fcntl.F_ADD_SEALS, SEALS)
+            # A description of its own, without the right to write: older kernels map a sealed file only through such.
+            reader = io.FileIO(os.open(f"/proc/self/fd/{self._file.fileno()}", os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            raise StagingError(f"staged memory cannot be sealed: {error}") from error
+        self.close()
+        return reader
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> ArenaWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def capacity_for(sizes: Iterable[int]) -> int:
+    """Address space for files of these sizes: with room for some that grow, are read twice, or have long names."""
+    known = list(sizes)
+    page = mmap.PAGESIZE
+    return 2 * sum(known) + len(known) * (2 * page + ALIGNMENT + RECORD.size + 4096) + 64 * MIB

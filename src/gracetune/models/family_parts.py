@@ -1,0 +1,32 @@
+"""One kind of part for every family, ours and those of installed packages, each imported when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from gracetune.config.families import PACKAGES, FamilyPackages
+
+Part = TypeVar("Part")
+
+
+class FamilyParts(Mapping[str, Part]):
+    """Family -> `name` in `module` of its package, in the order of `config.families`."""
+
+    def __init__(self, module: str, name: str, packages: FamilyPackages = PACKAGES) -> None:
+        self._module, self._name, self._packages = module, name, packages
+
+    def __getitem__(self, family: str) -> Part:
+        if family not in self:
+            raise KeyError(family)
+        part: Part = self._packages.part(family, self._module, self._name)
+        return part
+
+    def __contains__(self, family: object) -> bool:
+        return family in self._packages.names
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._packages.names
+
+    def __len__(self) -> int:
+        return len(self._packages.names)

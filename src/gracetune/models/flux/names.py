@@ -1,0 +1,81 @@
+"""What configuration files call FLUX.1."""
+
+from __future__ import annotations
+
+from gracetune.config.family_names import (
+    AiToolkitNames,
+    Arch,
+    FamilyNames,
+    Flavour,
+    LoraTargets,
+    RefusedFlavour,
+    SimpleTunerNames,
+)
+
+_ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+_CONTEXT = ("add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
+_CONTEXT_FEED_FORWARD = ("ff_context.net.0.proj", "ff_context.net.2")
+_FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", *_CONTEXT_FEED_FORWARD, "proj_mlp", "proj_out")
+
+_SIMPLETUNER = SimpleTunerNames(
+    default_flavour="krea",
+    untrained_flavours=("fluxbooru", "libreflux"),
+    refused_flavours={
+        "schnell": RefusedFlavour(
+            unless="disable_assistant_lora",
+            why="SimpleTuner trains schnell under an assistant adapter, on few steps; that is not implemented",
+            hint='choose "dev" or "krea"',
+        )
+    },
+    targets=LoraTargets(
+        (*_ATTENTION, *_CONTEXT),
+        option="flux_lora_target",
+        groups={
+            "mmdit": _ATTENTION,
+            "all": (*_ATTENTION, *_CONTEXT),
+            "context": _CONTEXT,
+            "context+ffs": (*_CONTEXT, *_CONTEXT_FEED_FORWARD),
+            "all+ffs": (*_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
+            "all+ffs+embedder": ("x_embedder", *_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
+            "ai-toolkit": (
+                *(*_ATTENTION, *_CONTEXT, *_FEED_FORWARD),
+                *("norm.linear", "norm1.linear", "norm1_context.linear"),
+            ),
+            "tiny": ("single_transformer_blocks.7.proj_out", "single_transformer_blocks.20.proj_out"),
+            "nano": ("single_transformer_blocks.7.proj_out",),
+        },
+    ),
+    own_options=(
+        "flux_fast_schedule",
+        "flux_guidance_mode",
+        "flux_guidance_value",
+        "flux_attention_masked_training",
+        "t5_padding",
+    ),
+)
+
+_AI_TOOLKIT = AiToolkitNames(
+    archs={
+        "flux": Arch(
+            ("dev", "krea", "schnell"),
+            switch="is_flux",
+            latent_space="flux1",
+            other_models={"flex.": "FLUX.1 weights: Flex is another model"},
+        ),
+        "flux_kontext": Arch(("kontext",), references="reference_strict"),
+    },
+    guidance_embedding="false: Flux is trained with its guidance embedding",
+)
+
+NAMES = FamilyNames(
+    "flux",
+    (
+        Flavour("dev", "black-forest-labs/FLUX.1-dev", "image"),
+        Flavour("krea", "black-forest-labs/FLUX.1-Krea-dev", "image"),
+        Flavour("schnell", "black-forest-labs/FLUX.1-schnell", "image"),
+        Flavour("kontext", "black-forest-labs/FLUX.1-Kontext-dev", "image", edits=True),
+    ),
+    objective="flow",
+    simpletuner=_SIMPLETUNER,
+    aitoolkit=_AI_TOOLKIT,
+)

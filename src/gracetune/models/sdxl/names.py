@@ -1,0 +1,39 @@
+"""What configuration files call SDXL."""
+
+from __future__ import annotations
+
+from gracetune.config.family_names import (
+    AiToolkitNames,
+    Arch,
+    DefaultVae,
+    FamilyNames,
+    Flavour,
+    LoraTargets,
+    SimpleTunerNames,
+)
+
+_SIMPLETUNER = SimpleTunerNames(
+    default_flavour="base-1.0",
+    untrained_flavours=("refiner-1.0", "base-0.9", "refiner-0.9"),
+    targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
+    vae=DefaultVae("madebyollin/sdxl-vae-fp16-fix", mark="sdxl-vae", title="an SDXL VAE"),
+    own_options=(
+        "urepa_enabled",
+        "diff2flow_enabled",
+        "snr_weight",
+        "rescale_betas_zero_snr",
+        "refiner_training",
+        "sdxl_refiner_uses_full_range",
+        "timestep_bias_strategy",
+        "pretrained_unet_model_name_or_path",
+        "pretrained_unet_subfolder",
+    ),
+)
+
+NAMES = FamilyNames(
+    "sdxl",
+    (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
+    objective="ddpm",
+    simpletuner=_SIMPLETUNER,
+    aitoolkit=AiToolkitNames(archs={"sdxl": Arch(("base-1.0",), switch="is_xl")}, unet=True),
+)

@@ -1,0 +1,170 @@
+"""Sounds and captions as Stable Audio reads them.
+
+A sound is Oobleck's latents as they are, and when in its file it starts and ends. The seconds are projected here, and
+not in `predict`: the projection is frozen, its weights are no part of the denoiser, and two rows are all it makes. So
+`predict` needs the denoiser alone, and nothing frozen stays on the GPU beside it.
+
+A caption is T5's states of the real tokens, projected; `predict` puts zeros after them. The empty caption is a single
+row of zeros. In place of what T5 makes of no words, because that is what the weights were trained with when a caption
+was dropped, and what the pipeline guides away from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gracetune.cache.encoder import EncoderId, Prompt
+from gracetune.data.errors import DataError
+from gracetune.data.media.load import Sample
+from gracetune.models.common.encoding import drawn, encoder_id, files_digest, release
+from gracetune.models.common.pipelines import load_tokenizer
+from gracetune.models.common.vae_encoder import VaeEncoder
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.models.stable_audio.load import inspect, load_projection, load_t5, load_vae
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+class StableAudioLatentEncoder(VaeEncoder):
+    def __init__(
+        self,
+        vae: Any,
+        projection: Any,
+        placement: Placement,
+        options: EncodeOptions,
+        identity: EncoderId,
+    ) -> None:
+        super().__init__(vae, identity, options, [projection])
+        self._projection = projection
+        self._placement = placement
+
+    @torch.no_grad()
+    def encode(self, samples: Sequence[Sample]) -> list[Entry]:
+        if not samples:
+            return []
+        sounds = torch.stack([self._sound(sample) for sample in samples])  # [B, channels, samples]
+        posterior = self._vae.encode(sounds.to(self._placement.device, self._vae.dtype)).latent_dist
+        latents = drawn(posterior, samples, self._options.posterior).to("cpu", self._placement.dtype)
+        seconds = torch.tensor([self._seconds(sample, sound) for sample, sound in zip(samples, sounds, strict=True)])
+        embeds = self._projected(seconds)
+        parts = {"latents": latents, "seconds": seconds, "seconds_embeds": embeds}
+        return [{name: part[index].clone() for name, part in parts.items()} for index in range(len(samples))]
+
+    def _projected(self, seconds: Tensor) -> Tensor:
+        """[B, 2] -> [B, 2, D]."""
+        start, end = seconds.to(self._placement.device).unbind(1)
+        found = self._projection(start_seconds=start, end_seconds=end)
+        both = torch.cat([found.seconds_start_hidden_states, found.seconds_end_hidden_states], dim=1)
+        return both.to("cpu", self._placement.dtype)
+
+    def _sound(self, sample: Sample) -> Tensor:
+        if sample.audio is None or sample.ref.clip is None:
+            raise DataError(f"{sample.ref.path}: Stable Audio is trained on sound, not on pictures")
+        channels, length = sample.audio.shape
+        rate, hop = self._vae.config.sampling_rate, self._vae.hop_length
+        if (sample.ref.clip.sample_rate, channels) != (rate, self._vae.config.audio_channels) or length % hop:
+            found = f"{channels} channels of {length} samples at {sample.ref.clip.sample_rate} Hz"
+            wanted = f"{self._vae.config.audio_channels} channels at {rate} Hz, in whole columns of {hop} samples"
+            raise DataError(f"{sample.ref.path}: {found}, and these weights take {wanted}")
+        return sample.audio
+
+    def _seconds(self, sample: Sample, sound: Tensor) -> tuple[float, float]:
+        """Where the sound starts and ends in its file. Silence that was put behind a short one is not part of it."""
+        clip = sample.ref.clip
+        assert clip is not None
+        if not clip.pad:
+            return clip.start, clip.start + clip.duration
+        heard = sound.ne(0).any(dim=0).nonzero()
+        length = int(heard[-1]) + 1 if len(heard) else 0
+        return clip.start, clip.start + length / self._vae.config.sampling_rate
+
+
+def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> StableAudioLatentEncoder:
+    inspect(source)
+    settings = {
+        "class": "AutoencoderOobleck, StableAudioProjectionModel of the seconds",
+        "dtype": str(placement.dtype),
+        "posterior": options.posterior,
+    }
+    identity = encoder_id("latent", source, ["vae", "projection_model"], settings)
+    # In bfloat16 the number behind a second near 47 has steps of a quarter of a second.
+    projection = load_projection(source, replace(placement, dtype=torch.float32))
+    return StableAudioLatentEncoder(load_vae(source, placement), projection, placement, options, identity)
+
+
+class StableAudioTextEncoder:
+    reads_pictures = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        projection: Any,
+        tokenizer: Any,
+        tokens: int,
+        placement: Placement,
+        identity: EncoderId,
+    ) -> None:
+        self._model = model
+        self._projection = projection
+        self._tokenizer = tokenizer
+        self._tokens = tokens
+        self._placement = placement
+        self._id = identity
+
+    @property
+    def id(self) -> EncoderId:
+        return self._id
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
+        if not prompts:
+            return []
+        # Always the full length: an embedding's last bits must not depend on the captions it is computed with.
+        tokens = self._tokenizer(
+            [prompt.text for prompt in prompts],
+            padding="max_length",
+            max_length=self._tokens,
+            truncation=True,
+            return_tensors="pt",
+        ).to(self._placement.device)
+        states = self._model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
+        states = self._projection(text_hidden_states=states).text_hidden_states.to("cpu", self._placement.dtype)
+        lengths = tokens.attention_mask.sum(dim=1).tolist()
+        return [
+            {"prompt_embeds": _entry(prompt, embeds[:length])}
+            for prompt, embeds, length in zip(prompts, states, lengths, strict=True)
+        ]
+
+    def close(self) -> None:
+        release([self._model, self._projection])
+
+
+def _entry(prompt: Prompt, embeds: Tensor) -> Tensor:
+    return embeds.clone() if prompt.text.strip() else torch.zeros_like(embeds[:1])
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> StableAudioTextEncoder:
+    tokens: int = inspect(source).details["text_tokens"]
+    settings = {
+        "class": "T5EncoderModel, StableAudioProjectionModel",
+        "dtype": str(placement.dtype),
+        "max length": str(tokens),
+        "tokenizer": files_digest(source.part("tokenizer")),
+        "empty caption": "zeros",
+    }
+    identity = encoder_id("text", source, ["text_encoder", "projection_model"], settings)
+    return StableAudioTextEncoder(
+        load_t5(source, placement),
+        load_projection(source, placement),
+        load_tokenizer(source),
+        tokens,
+        placement,
+        identity,
+    )

@@ -1,0 +1,227 @@
+"""Clips, images and captions as Wan reads them.
+
+B samples, F frames, H x W pixels; latents have z channels, f = (F - 1) / 4 + 1 frames and h x w cells. Entries are in
+the placement's dtype, which is the one they are read in; the VAE itself works in float32. A caption is UMT5's last
+states of the real tokens; `predict` fills up to 512 with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.utils.import_utils import is_ftfy_available
+from PIL import Image
+from torch import Tensor, nn
+from transformers import CLIPImageProcessorPil
+
+from gracetune.cache.encoder import EncoderId, Prompt
+from gracetune.data.errors import DataError
+from gracetune.data.media.load import Sample
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask, release
+from gracetune.models.common.pipelines import load_tokenizer
+from gracetune.models.common.vae_encoder import VaeEncoder
+from gracetune.models.source import ModelSource
+from gracetune.models.spec import EncodeOptions, ModelFacts, Placement
+from gracetune.models.wan.load import (
+    MASK_CHANNELS,
+    TEXT_TOKENS,
+    inspect,
+    load_image_encoder,
+    load_image_processor,
+    load_umt5,
+    load_vae,
+)
+
+if TYPE_CHECKING:
+    from gracetune.cache.encoder import Entry
+
+
+@dataclass(frozen=True)
+class Eyes:
+    """What the 2.1 image-to-video weights see the first frame with."""
+
+    model: nn.Module
+    processor: CLIPImageProcessorPil
+
+    def look(self, frames: Tensor, device: torch.device) -> Tensor:
+        """Frames [B, 3, H, W] in [-1, 1]: the states before the last layer, [B, T, D]."""
+        seen = self.processor(images=[_picture(frame) for frame in frames], return_tensors="pt").to(device)
+        states: Tensor = self.model(**seen, output_hidden_states=True).hidden_states[-2]
+        return states
+
+
+class WanLatentEncoder(VaeEncoder):
+    def __init__(
+        self,
+        vae: Any,
+        eyes: Eyes | None,
+        facts: ModelFacts,
+        placement: Placement,
+        options: EncodeOptions,
+        identity: EncoderId,
+    ) -> None:
+        super().__init__(vae, identity, options, [] if eyes is None else [eyes.model])
+        self._eyes = eyes
+        self._facts = facts
+        self._placement = placement
+        shape = (1, -1, 1, 1, 1)
+        self._mean = torch.tensor(vae.config.latents_mean, device=placement.device).view(shape)
+        self._scale = 1.0 / torch.tensor(vae.config.latents_std, device=placement.device).view(shape)
+
+    @torch.no_grad()
+    def encode(self, samples: Sequence[Sample]) -> list[Entry]:
+        if not samples:
+            return []
+        clips = torch.stack([_clip(sample) for sample in samples]).to(self._placement.device)  # [B, 3, F, H, W]
+        latents = self._normalised(drawn(self._vae.encode(clips).latent_dist, samples, self._options.posterior))
+        parts = {"latents": latents, **self._condition(clips, latents)}
+        parts = {name: part.to("cpu", self._placement.dtype) for name, part in parts.items()}
+        entries = [{name: part[index].clone() for name, part in parts.items()} for index in range(len(samples))]
+        for sample, entry in zip(samples, entries, strict=True):
+            entry.update(self._loss_mask(sample, entry))
+        return entries
+
+    def _normalised(self, latents: Tensor) -> Tensor:
+        return (latents - self._mean) * self._scale
+
+    def _condition(self, clips: Tensor, latents: Tensor) -> dict[str, Tensor]:
+        """What the weights are told about the first frame."""
+        if self._facts.details["from_image"]:
+            found = {"condition": self._first_frame_and_mask(clips, latents)}
+            if self._eyes is not None:
+                found["image_embeds"] = self._eyes.look(clips[:, :, 0], self._placement.device)
+            return found
+        if self._options.image_to_video and clips.shape[2] > 1:  # a picture has no frames to go on with
+            return {"condition": self._normalised(self._vae.encode(clips[:, :, :1]).latent_dist.mean)}
+        return {}
+
+    def _first_frame_and_mask(self, clips: Tensor, latents: Tensor) -> Tensor:
+        """[B, 4 + z, f, h, w]: 1 where a frame is given; the latents of the first frame followed by grey ones."""
+        first = torch.zeros_like(clips)
+        first[:, :, 0] = clips[:, :, 0]
+        mask = torch.zeros_like(latents[:, :1]).repeat(1, MASK_CHANNELS, 1, 1, 1)
+        mask[:, :, 0] = 1
+        return torch.cat([mask, self._normalised(self._vae.encode(first).latent_dist.mean)], dim=1)
+
+    def _loss_mask(self, sample: Sample, entry: Entry) -> Entry:
+        """[1, f, h, w], or nothing where everything counts alike.
+
+        A mask is one picture for the whole clip. The 5B's first frame is handed over clean: there is nothing to learn.
+        """
+        skips_first = "condition" in entry and not self._facts.details["from_image"]
+        if not skips_first and sample.mask is None:
+            return {}
+        weights = torch.ones(1, *entry["latents"].shape[1:])
+        if sample.mask is not None:
+            weights *= latent_mask(sample.mask, weights.shape[-2:])[:, None]
+        if skips_first:
+            weights[:, 0] = 0
+        return {"loss_mask": weights}
+
+
+def _clip(sample: Sample) -> Tensor:
+    """[3, F, H, W]; a picture is a clip of one frame."""
+    if sample.pixels is None:
+        raise DataError(f"{sample.ref.path}: Wan is trained on pictures and clips, not on sound")
+    return sample.pixels if sample.pixels.ndim == 4 else sample.pixels[:, None]
+
+
+def _picture(frame: Tensor) -> Image.Image:
+    """[3, H, W] in [-1, 1], back to the very values it was decoded to."""
+    return Image.fromarray(((frame + 1) * 127.5).round().to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy())
+
+
+def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> WanLatentEncoder:
+    facts = inspect(source)
+    _check(facts, options)
+    parts = ["vae"]
+    settings = {
+        "class": "AutoencoderKLWan, (latents - latents_mean) / latents_std",
+        "dtype": "torch.float32",
+        "entries": str(placement.dtype),
+        "posterior": options.posterior,
+        "first frame": _first_frame(facts, options),
+    }
+    eyes = None
+    if facts.details["image_encoder"]:
+        parts.append("image_encoder")
+        settings["image encoder dtype"] = str(placement.dtype)
+        settings["image processor"] = f"Pillow, {files_digest(source.part('image_processor'))}"
+        eyes = Eyes(load_image_encoder(source, placement), load_image_processor(source))
+    identity = encoder_id("latent", source, parts, settings)
+    return WanLatentEncoder(load_vae(source, placement), eyes, facts, placement, options, identity)
+
+
+def _first_frame(facts: ModelFacts, options: EncodeOptions) -> str:
+    if facts.details["from_image"]:
+        return "its latents and mask as further channels"
+    return "clean" if options.image_to_video else "like the others"
+
+
+def _check(facts: ModelFacts, options: EncodeOptions) -> None:
+    if options.image_to_video and not (facts.details["from_image"] or facts.details["expand_timesteps"]):
+        hint = "video.image_to_video: false, or the weights of i2v-14b-2.2 or ti2v-5b-2.2"
+        expected = f"false: {facts.flavour} starts from text alone"
+        raise ConfigError([Problem("video.image_to_video", "true", expected, hint)])
+
+
+_clean: Callable[[str], str] = prompt_clean
+_has_ftfy: Callable[[], bool] = is_ftfy_available
+
+
+class WanTextEncoder:
+    reads_pictures = False
+
+    def __init__(self, model: nn.Module, tokenizer: Any, placement: Placement, identity: EncoderId) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._placement = placement
+        self._id = identity
+
+    @property
+    def id(self) -> EncoderId:
+        return self._id
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
+        if not prompts:
+            return []
+        found = embedded(self._model, self._tokenizer, [prompt.text for prompt in prompts], self._placement.device)
+        return [{"prompt_embeds": embeds.to("cpu", self._placement.dtype, copy=True)} for embeds in found]
+
+    def close(self) -> None:
+        release([self._model])
+
+
+def embedded(model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device) -> list[Tensor]:
+    """[tokens, width] for each caption."""
+    # Always the full length: an embedding's last bits must not depend on the captions it is computed with.
+    tokens = tokenizer(
+        [_clean(caption) for caption in captions],
+        padding="max_length",
+        max_length=TEXT_TOKENS,
+        truncation=True,
+        return_tensors="pt",
+    ).to(device)
+    states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state
+    lengths = tokens.attention_mask.sum(dim=1).tolist()
+    return [caption[:length] for caption, length in zip(states, lengths, strict=True)]
+
+
+def load_text_encoder(source: ModelSource, placement: Placement) -> WanTextEncoder:
+    settings = {
+        "class": "UMT5EncoderModel, last hidden state",
+        "dtype": str(placement.dtype),
+        "max length": str(TEXT_TOKENS),
+        "tokenizer": files_digest(source.part("tokenizer")),
+        # The pipeline mends broken characters only where this package is installed.
+        "cleaned by": f"ftfy {version('ftfy')}" if _has_ftfy() else "html and whitespace",
+    }
+    identity = encoder_id("text", source, ["text_encoder"], settings)
+    return WanTextEncoder(load_umt5(source, placement), load_tokenizer(source), placement, identity)

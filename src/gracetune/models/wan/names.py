@@ -1,0 +1,71 @@
+"""What configuration files call Wan 2.1 and 2.2."""
+
+from __future__ import annotations
+
+from gracetune.config.family_names import (
+    AiToolkitNames,
+    Arch,
+    ClipLength,
+    FamilyNames,
+    Flavour,
+    LoraTargets,
+    SimpleTunerNames,
+)
+
+_SIMPLETUNER = SimpleTunerNames(
+    flavours={
+        "t2v-480p-1.3b-2.1": "t2v-1.3b-2.1",
+        "t2v-480p-14b-2.1": "t2v-14b-2.1",
+        "i2v-14b-2.1": "i2v-14b-480p-2.1",
+        "i2v-14b-2.1-720p": "i2v-14b-720p-2.1",
+    },
+    default_flavour="t2v-480p-1.3b-2.1",
+    untrained_flavours=(
+        "animegen-t2v-high",
+        "animegen-t2v-low",
+        "flf2v-14b-2.1",
+        "flf2v-14b-2.2-high",
+        "flf2v-14b-2.2-low",
+        "vace-1.3b-2.1",
+        "vace-14b-2.1",
+    ),
+    expert_shifts={"i2v-14b-2.2": 5.0},
+    without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour, and so no default for it
+    targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
+    clips=ClipLength(fps=15, seconds=5, step=8),
+    own_options=(
+        "t5_padding",
+        "wan_force_2_1_time_embedding",
+    ),
+)
+
+_AI_TOOLKIT = AiToolkitNames(
+    archs={
+        "wan21": Arch(("t2v-1.3b-2.1", "t2v-14b-2.1"), tags={"1b": "t2v-1.3b-2.1", "14b": "t2v-14b-2.1"}),
+        "wan21_i2v": Arch(
+            ("i2v-14b-480p-2.1", "i2v-14b-720p-2.1"),
+            starts_from_image="always",
+            tags={"14b480p": "i2v-14b-480p-2.1", "14b": "i2v-14b-720p-2.1"},
+        ),
+        "wan22_14b": Arch(("t2v-14b-2.2",)),
+        "wan22_14b_i2v": Arch(("i2v-14b-2.2",), starts_from_image="always"),
+        "wan22_5b": Arch(("ti2v-5b-2.2",), starts_from_image="do_i2v"),
+    },
+    text_encoder_qtype="qtype",  # upstream's Wan quantises both alike
+)
+
+NAMES = FamilyNames(
+    "wan",
+    (
+        Flavour("t2v-14b-2.2", "Wan-AI/Wan2.2-T2V-A14B-Diffusers", "video", dual_expert=True),
+        Flavour("i2v-14b-2.2", "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "video", dual_expert=True, from_picture=True),
+        Flavour("ti2v-5b-2.2", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "video"),
+        Flavour("t2v-1.3b-2.1", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "video"),
+        Flavour("t2v-14b-2.1", "Wan-AI/Wan2.1-T2V-14B-Diffusers", "video"),
+        Flavour("i2v-14b-480p-2.1", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "video", from_picture=True),
+        Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video", from_picture=True),
+    ),
+    objective="flow",
+    simpletuner=_SIMPLETUNER,
+    aitoolkit=_AI_TOOLKIT,
+)

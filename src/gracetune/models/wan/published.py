@@ -1,0 +1,29 @@
+"""The denoiser of published Wan weights without its weights: names and shapes, on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from torch import nn
+
+_FROM_IMAGE_2_1 = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+_DIFFERS: Mapping[str, Mapping[str, Any]] = {
+    "i2v-14b-2.2": {"in_channels": 36},
+    "ti2v-5b-2.2": {
+        "num_attention_heads": 24, "ffn_dim": 14336, "num_layers": 30, "in_channels": 48, "out_channels": 48,
+    },
+    "t2v-1.3b-2.1": {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
+    "i2v-14b-480p-2.1": _FROM_IMAGE_2_1,
+    "i2v-14b-720p-2.1": _FROM_IMAGE_2_1,
+}  # fmt: skip
+"""Flavour -> what differs from diffusers' defaults in the published config file."""
+
+
+def build_published(flavour: str) -> nn.Module:
+    build: Any = WanTransformer3DModel
+    with torch.device("meta"):
+        model: nn.Module = build(**_DIFFERS.get(flavour, {}))
+    return model

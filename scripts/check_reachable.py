@@ -602,11 +602,23 @@ class Reach:
             for inner in ast.walk(node):
                 self._use(reader, module, inner)
 
+    def add_constants(self, module: str) -> None:
+        for name, symbol in self.package.symbols.items():
+            if symbol.module == module and symbol.is_public and isinstance(symbol.node, ast.Assign | ast.AnnAssign):
+                self.add(name)
+
     def _use(self, reader: Reader, module: str, node: ast.AST) -> None:
         if isinstance(node, ast.Name):
             found = reader.resolve(node.id)
             if found is not None:
                 self.add(found)
+        elif isinstance(node, ast.JoinedStr):  # importlib.import_module(f"gracetune.adapters.algorithms.{name}")
+            pattern = "".join(
+                re.escape(str(one.value)) if isinstance(one, ast.Constant) else r"\w+" for one in node.values
+            )
+            for name in self.package.modules if pattern.startswith("gracetune") else ():
+                if re.fullmatch(pattern, name):
+                    self.add_constants(name)
         elif isinstance(node, ast.Call):
             for name in _parts_of_families(node, self.package.symbols):
                 self.add(name)

@@ -4,9 +4,9 @@
 
 A symbol is a function, class, method or constant without a leading underscore. It is reachable if it is used, through
 whatever chain, by a command (`gracetune`, a script at the root or in scripts, an overlay), by a name of
-`gracetune.gh200`, or by an extension point: what docs/extending.md names and what examples/extending imports. Tests and
-benches do not count: what only a bench uses is no part of a run. (What belongs to `gracetune bench` itself may be
-reached from there.)
+`gracetune.gh200` or `gracetune.extension`, or by an extension point: what docs/extending.md names. Tests and benches do
+not count: what only a bench uses is no part of a run. (What belongs to `gracetune bench` itself may be reached from
+there.)
 
 The check reads the source and imports nothing. It follows annotations to learn whose method a call means; where it
 cannot, a method counts as used if its name is (unless the name is one of a standard type, as `write` is of a file).
@@ -619,6 +619,11 @@ class Reach:
             for name in self.package.modules if pattern.startswith("gracetune") else ():
                 if re.fullmatch(pattern, name):
                     self.add_constants(name)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # "gracetune.optim.lion:Lion", by name
+            if re.fullmatch(r"gracetune(\.\w+)+:\w+", node.value) and (
+                found := self.package.qualified(node.value.replace(":", "."))
+            ):
+                self.add(found)
         elif isinstance(node, ast.Call):
             for name in _parts_of_families(node, self.package.symbols):
                 self.add(name)
@@ -682,6 +687,8 @@ def unreachable(root: Path) -> list[str]:
                 found.add(name)
         for name in _exported(modules["gracetune.gh200"]):
             found.add(package.resolve("gracetune.gh200", name) or "gracetune.gh200")
+        if "gracetune.extension._HOMES" in package.symbols:
+            found.add("gracetune.extension._HOMES")  # names every home as "module:Name"
         return found.run()
 
     benches = tuple(name for name in modules if is_bench(name))

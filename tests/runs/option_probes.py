@@ -43,9 +43,10 @@ from gracetune.models.facts import facts_of
 from gracetune.models.registry import footprint_of, geometry_of, spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import Placement, Sampled
-from gracetune.optim.build import ParamGroup, build_optimizer
+from gracetune.optim.build import build_optimizer
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import ramp_of
+from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.planning.estimate import estimate
 from gracetune.planning.plan import plan

@@ -1,4 +1,4 @@
-"""A dataset backend of another package: one file, one entry point, and `gracetune train` reads from it."""
+"""A dataset backend of another package: its options are checked. `test_ten_changes.py` trains from one."""
 
 from __future__ import annotations
 
@@ -115,22 +115,6 @@ def job(tiny_model: TinyModel, root: Path, **dataset: object) -> Path:
     file = root / "job.yaml"
     file.write_text("\n".join([*lines[:first], f"datasets: [{entry}]", *lines[rest:]]) + "\n")
     return file
-
-
-def test_a_run_trains_on_what_an_installed_backend_reads(
-    tiny_model: TinyModel, tmp_path: Path, installed: dict[str, str]
-) -> None:
-    options = {"count": 3, "caption": "one colour"}
-    file = job(tiny_model, tmp_path, type="made_up", made_up=options)
-    own = tmp_path / "out" / "config.yaml"
-    (shown, data), (done, result), (_, again) = gracetune(
-        installed, ("data", "show", str(file)), ("train", str(file)), ("config", "show", str(own))
-    )
-    assert (shown, data["datasets"][0]["samples"]) == (0, 3)
-    assert (done, result["step"], result["outcome"]) == (0, 2, "finished")
-    assert Path(result["files"][0]).is_file()
-    # The run's own copy of its config, from which it can be started again, has the options too.
-    assert again["config"]["datasets"][0]["made_up"] == options
 
 
 def test_the_backends_own_model_checks_its_options_and_a_broken_package_stops_only_its_users(

@@ -8,24 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
-from gracetune.models.common.encoding import encoder_id, files_digest
-from gracetune.models.common.picture_latents import Codec, PictureLatents
-from gracetune.models.common.pipelines import PipelineText
-from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement
+from gracetune.extension import (
+    EncodeOptions,
+    LatentEncoder,
+    ModelSource,
+    PictureCodec,
+    PictureLatents,
+    PipelineText,
+    Placement,
+    Prompt,
+    TextEncoder,
+    encoder_id,
+    files_digest,
+)
 from gracetune_auraflow.footprint import CAPTION_TOKENS
 from gracetune_auraflow.load import TRANSFORMER, around, encoding_dtype, load_vae, text_part
 
 if TYPE_CHECKING:
-    from gracetune.cache.encoder import Entry
+    from gracetune.extension import Entry
 
 
 def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
     dtype = encoding_dtype(source, placement)
     vae: Any = load_vae(source, replace(placement, dtype=dtype))
     channels = vae.config.latent_channels
-    codec = Codec((0.0,) * channels, (vae.config.scaling_factor,) * channels, placement.dtype)
+    codec = PictureCodec((0.0,) * channels, (vae.config.scaling_factor,) * channels, placement.dtype)
     settings = {
         "class": type(vae).__name__,
         "dtype": f"{dtype}, kept as {placement.dtype}",

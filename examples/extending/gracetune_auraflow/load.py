@@ -13,29 +13,33 @@ from diffusers.models.transformers.auraflow_transformer_2d import AuraFlowTransf
 from torch import nn
 from transformers import UMT5EncoderModel
 
-from gracetune.diffusion.schedule import Flow
-from gracetune.models.common.flow_shift import read_shift
-from gracetune.models.common.pipelines import assemble
-from gracetune.models.layout import (
-    CONFIG,
+from gracetune.extension import (
+    CONFIG_FILE,
     SCHEDULER,
     TOKENIZER,
+    Expert,
+    Flow,
+    ModelFacts,
+    ModelSource,
+    Placement,
+    assemble_pipeline,
+    build_component,
+    load_component,
+    load_text_model,
     part_config,
     pipeline_name,
     read_config,
+    read_shift,
     require_parts,
 )
-from gracetune.models.loading import build_component, load_component, load_text_model
-from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ModelFacts, Placement
 from gracetune_auraflow import FAMILY
 
 TRANSFORMER = "transformer"
 _PIPELINES: Mapping[str, Any] = {AuraFlowPipeline.__name__: AuraFlowPipeline}
 _PARTS = {
-    TRANSFORMER: CONFIG,
-    "vae": CONFIG,
-    "text_encoder": CONFIG,
+    TRANSFORMER: CONFIG_FILE,
+    "vae": CONFIG_FILE,
+    "text_encoder": CONFIG_FILE,
     "tokenizer": TOKENIZER,
     "scheduler": SCHEDULER,
 }
@@ -87,4 +91,4 @@ def text_part(source: ModelSource, placement: Placement) -> dict[str, Any]:
 
 def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
     """diffusers' pipeline of these parts; it reads what is not among them (tokenizer, scheduler) itself."""
-    return assemble(AuraFlowPipeline, source, parts, tokenizers=("tokenizer",))
+    return assemble_pipeline(AuraFlowPipeline, source, parts, tokenizers=("tokenizer",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.config.family_names import AiToolkitNames, Arch, FamilyNames, Flavour
+from gracetune.extension import AiToolkitNames, Arch, FamilyNames, Flavour
 from gracetune_auraflow import FAMILY
 
 NAMES = FamilyNames(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from gracetune.models.spec import ModelFacts
+from gracetune.extension import ModelFacts
 
 
 def predict(

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from gracetune.models.common.sampling import checked_size, refuse_references
-from gracetune.models.spec import Sampled, SampleRequest
+from gracetune.extension import Sampled, SampleRequest, checked_size, refuse_references
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gracetune.models.spec import AttentionCalls, ModelSpec
+from gracetune.extension import AttentionCalls, ModelSpec
 from gracetune_auraflow import FAMILY
 from gracetune_auraflow.encode import load_latent_encoder, load_text_encoder
 from gracetune_auraflow.keys import KEYS

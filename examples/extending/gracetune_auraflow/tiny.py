@@ -8,7 +8,7 @@ from typing import Any
 from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, AutoencoderKL, FlowMatchEulerDiscreteScheduler
 from transformers import UMT5Config, UMT5EncoderModel
 
-from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_options, t5_tokenizer
+from gracetune.extension import TINY_WIDTH, TinyWeights, build_part, save_tiny, t5_options, t5_tokenizer
 from gracetune_auraflow.footprint import CAPTION_TOKENS
 
 _FLAVOURS = ("v0.3",)
@@ -18,33 +18,33 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     """Writes the tiny model into `folder`, in diffusers' layout."""
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
-    weights, tokenizer = Weights(seed), t5_tokenizer(CAPTION_TOKENS)
-    pipeline = made(
+    weights, tokenizer = TinyWeights(seed), t5_tokenizer(CAPTION_TOKENS)
+    pipeline = build_part(
         AuraFlowPipeline,
         tokenizer=tokenizer,
         text_encoder=weights.of(UMT5EncoderModel, UMT5Config(**t5_options(len(tokenizer)))),
         vae=_vae(weights),
         transformer=_transformer(weights),
-        scheduler=made(FlowMatchEulerDiscreteScheduler, shift=1.73),
+        scheduler=build_part(FlowMatchEulerDiscreteScheduler, shift=1.73),
     )
-    return save(pipeline, folder)
+    return save_tiny(pipeline, folder)
 
 
-def _transformer(weights: Weights) -> Any:
+def _transformer(weights: TinyWeights) -> Any:
     return weights.of(
         AuraFlowTransformer2DModel,
         sample_size=8,
         num_mmdit_layers=2,
         num_single_dit_layers=2,
         num_attention_heads=2,
-        attention_head_dim=WIDTH // 2,
-        joint_attention_dim=WIDTH,
-        caption_projection_dim=WIDTH,
+        attention_head_dim=TINY_WIDTH // 2,
+        joint_attention_dim=TINY_WIDTH,
+        caption_projection_dim=TINY_WIDTH,
         pos_embed_max_size=256,
     )
 
 
-def _vae(weights: Weights) -> Any:
+def _vae(weights: TinyWeights) -> Any:
     return weights.of(
         AutoencoderKL,
         down_block_types=("DownEncoderBlock2D",) * 4,

@@ -18,19 +18,29 @@ from gracetune_auraflow.spec import SPEC
 from PIL import Image
 from torch import nn
 
-from gracetune.adapters.opening import open_adapter
-from gracetune.adapters.statistics import norms
-from gracetune.cache.encoder import Prompt
-from gracetune.config.environment import Environment
-from gracetune.config.run_config import RunConfig
-from gracetune.data.media.load import Sample, to_pixels
-from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Fit, SampleRef
-from gracetune.errors import ConfigError
-from gracetune.models.source import ModelSource
-from gracetune.models.spec import EncodeOptions, Placement, SampleRequest
-from gracetune.testing.tiny_models import cached
-from gracetune.train.run import RunOptions, train
-from gracetune.train.view import View
+from gracetune.extension import (
+    Augmentation,
+    Bucket,
+    CaptionRef,
+    ConfigError,
+    EncodeOptions,
+    Environment,
+    Fit,
+    ModelSource,
+    Placement,
+    Prompt,
+    RunConfig,
+    RunOptions,
+    Sample,
+    SampleRef,
+    SampleRequest,
+    View,
+    adapter_norms,
+    open_adapter,
+    tiny_model,
+    to_pixels,
+    train,
+)
 
 CPU = Placement(torch.device("cpu"), torch.float32)
 CAPTIONS = ["a red cat", "a blue dog with a longer story"]
@@ -39,7 +49,7 @@ WIDTH, HEIGHT = 48, 32  # not square, so that exchanging them shows
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return cached(FAMILY, "v0.3", tmp_path_factory.mktemp("tiny"))
+    return tiny_model(FAMILY, "v0.3", tmp_path_factory.mktemp("tiny"))
 
 
 def source(folder: Path) -> ModelSource:
@@ -150,7 +160,7 @@ def test_every_layer_has_one_name_that_leads_back() -> None:
 
 def test_a_folder_of_another_family_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="AuraFlowPipeline"):
-        SPEC.inspect(source(cached("sdxl", "base-1.0", tmp_path)))
+        SPEC.inspect(source(tiny_model("sdxl", "base-1.0", tmp_path)))
 
 
 def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -> None:
@@ -173,7 +183,7 @@ def test_a_lora_is_trained_by_the_trainer_itself(folder: Path, tmp_path: Path) -
     result = train(config, environment=Environment({}), options=RunOptions(), view=View())
     assert result.step == 3
     (file,) = result.files
-    assert norms(open_adapter(file).state()).largest > 0, "something was learnt"
+    assert adapter_norms(open_adapter(file).state()).largest > 0, "something was learnt"
     pipeline: Any = AuraFlowPipeline.from_pretrained(folder)
     pipeline.load_lora_weights(str(file.parent), weight_name=file.name)
     drawn = SPEC.sample(pipeline, SampleRequest("a cat", width=WIDTH, height=HEIGHT, steps=2))

@@ -14,12 +14,17 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from gracetune.adapters.state import Stage
-from gracetune.config.spelling import misspelt
-from gracetune.errors import ConfigError, Problem
-from gracetune.optim.automagic import Automagic
-from gracetune.optim.naming import NamedState, StateMismatchError
-from gracetune.optim.rates import Limits, RateGrid
+from gracetune.extension import (
+    Automagic,
+    ConfigError,
+    NamedState,
+    Problem,
+    RateGrid,
+    RateLimits,
+    Stage,
+    StateMismatchError,
+    misspelt,
+)
 
 from .hooks import Around, Function, argument
 from .points import OPTIMIZER, Point
@@ -132,16 +137,16 @@ def grouped(params: Iterable[Any], start: float, trained: Trained, where: str) -
     return groups
 
 
-def limits_of(stage: Stage, options: Mapping[str, Any], where: str) -> Limits:
+def limits_of(stage: Stage, options: Mapping[str, Any], where: str) -> RateLimits:
     """An expert's own limits, else those of all, else Automagic's."""
-    default = Limits()
+    default = RateLimits()
     chosen = {}
     for name, usual in zip(LIMITS, (default.lr_bump, default.min_lr, default.max_lr), strict=True):
         own = options.get(f"{stage}_{name}") if stage else None
         value = own if own is not None else options.get(name)
         chosen[name] = usual if value is None else float(value)
     try:
-        limits = Limits(**chosen)
+        limits = RateLimits(**chosen)
         RateGrid.of(limits)
     except ValueError as error:
         found = ", ".join(f"{name} {value:g}" for name, value in chosen.items())

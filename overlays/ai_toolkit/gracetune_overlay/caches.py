@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
-from gracetune.hardware import probe
-from gracetune.units import GIB
+from gracetune.extension import GIB, probe
 
 from .hooks import Around, Function, argument
 from .options import Caches
@@ -20,7 +19,7 @@ from .points import CACHE_LATENTS, CACHE_TEXT, READ_LATENT, READ_TEXT, Point
 from .resident import Budget, ResidentFiles
 
 if TYPE_CHECKING:
-    from gracetune.memory.managed import ManagedHeap
+    from gracetune.extension import ManagedHeap
 
 TEXT_PATHS: Final = (
     "_text_embedding_path", "_blank_text_embedding_path", "_dop_text_embedding_path",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import ConfigError, Problem
 
 from .hooks import Function, UpstreamChangedError, argument, find_all, wrap, wrapped_by
 from .points import INIT, RUN

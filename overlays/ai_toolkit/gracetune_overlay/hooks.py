@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import FunctionType, TracebackType
 from typing import Any
 
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import ConfigError, Problem
 
 from .points import Point
 

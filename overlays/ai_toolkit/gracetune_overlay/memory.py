@@ -6,25 +6,25 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 from gracetune import gh200
-from gracetune.config.environment import (
+from gracetune.extension import (
     ALLOCATOR_VARIABLES,
+    ConfigError,
     Environment,
+    MemoryOptions,
+    MemoryPressure,
+    Unavailable,
+    UnifiedMemory,
     claim_allocator_options,
     memory_settings,
+    probe,
     torch_accepts_uvm_options,
 )
-from gracetune.config.memory_options import MemoryOptions
-from gracetune.errors import ConfigError
-from gracetune.hardware import probe
-from gracetune.memory.errors import MemoryPressure
-from gracetune.memory.layer import UnifiedMemory
-from gracetune.memory.native import Unavailable
 
 from .hooks import Around, Function
 from .points import END_STEP, Point
 
 if TYPE_CHECKING:
-    from gracetune.memory.managed import ManagedHeap
+    from gracetune.extension import ManagedHeap
 
 Opener = Callable[..., UnifiedMemory | Unavailable]
 _NO_GPU: Final = "not available: this run has no GPU whose memory could overflow"

@@ -18,10 +18,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from gracetune.config.base import Flag, PositiveFloat, Section
-from gracetune.config.memory_options import MemoryOptions
-from gracetune.config.spelling import misspelt
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import ConfigError, Flag, MemoryOptions, PositiveFloat, Problem, Section, misspelt
 
 from .entry import KEY
 

@@ -18,12 +18,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from gracetune.adapters import files
-from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.opening import open_adapter, save
-from gracetune.adapters.state import AdapterState, Stage
-from gracetune.errors import ConfigError, GracetuneError, Problem
-from gracetune.storage.atomic import sync_folder
+from gracetune.extension import (
+    FORMATS,
+    AdapterState,
+    ConfigError,
+    GracetuneError,
+    Problem,
+    Stage,
+    open_adapter,
+    save_adapter,
+    sync_folder,
+    write_adapter_tensors,
+)
 
 from .hooks import Around, Function, argument
 from .points import LOAD_LORA, SAVE_LORA, Point
@@ -72,7 +78,7 @@ def write_pair(
     names = pair_of(file)
     written = []
     for stage, state in states.items():
-        temporary = save(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), state, "comfyui", _dtype(tensors))
+        temporary = save_adapter(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), state, "comfyui", _dtype(tensors))
         written.append(temporary.replace(names[stage]))
     sync_folder(file.parent)
     return written
@@ -80,7 +86,7 @@ def write_pair(
 
 def _write_whole(tensors: Mapping[str, Tensor], file: Path, metadata: Mapping[str, str]) -> Path:
     """Both experts in one file, keys unchanged: ai-toolkit loads that as a combined adapter."""
-    temporary = files.write(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), tensors, metadata)
+    temporary = write_adapter_tensors(file.with_name(f".{uuid.uuid4().hex}{_SUFFIX}"), tensors, metadata)
     whole = temporary.replace(file.with_name(f"{file.stem}_both_experts{_SUFFIX}"))
     sync_folder(file.parent)
     return whole

@@ -17,17 +17,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gracetune import gh200
-from gracetune.cache.residence import CacheRole, Residence, choose_residence
-from gracetune.hardware.allocation import host_reserve
-from gracetune.hardware.machine import Machine
-from gracetune.hostmem.sensors import HostSensor
-from gracetune.hostmem.slab import MemorySlab, Slab
-from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.managed import ManagedHeap
-from gracetune.memory.managed_slab import ManagedSlab
-from gracetune.storage.errors import WeightFileError
-from gracetune.storage.safetensors_headers import open_weights
-from gracetune.units import format_bytes
+from gracetune.extension import (
+    CacheRole,
+    HostSensor,
+    Machine,
+    ManagedHeap,
+    ManagedSlab,
+    MemorySlab,
+    Residence,
+    Slab,
+    UnifiedMemoryError,
+    WeightFileError,
+    choose_residence,
+    format_bytes,
+    host_reserve,
+    open_weights,
+)
 
 ALIGNMENT: Final = 512
 Say = Callable[[str], None]

@@ -13,9 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import gracetune
-from gracetune.config.environment import Environment
-from gracetune.storage.atomic import write_file
+from gracetune.extension import Environment, __version__, write_file
 
 from .automagic import AutomagicFeature
 from .caches import CacheFeature
@@ -95,7 +93,7 @@ class Session:
         features = {name: part.report() for name, part in parts.items()}
         body = {
             "version": REPORT_VERSION,
-            "gracetune": gracetune.__version__,
+            "gracetune": __version__,
             "outcome": outcome,
             "features": features,
         }

@@ -14,8 +14,8 @@ from gracetune.adapters.formats.detect import Detected, detect
 from gracetune.adapters.formats.names import is_of_text_encoder, split
 from gracetune.adapters.formats.reading import Reading
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.formats.writing import FormatName
 from gracetune.adapters.state import AdapterState, Stage
+from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
 
 _ORDER: tuple[Stage, ...] = ("", "high_noise", "low_noise")

@@ -1,4 +1,4 @@
-"""What is trained: which matrices and convolutions, what an adapter adds to each, and what an optimizer keeps. Pure.
+"""What is trained: which matrices and convolutions, and what an adapter adds to each. Pure.
 
 Which layers are chosen is decided by `targets.choose`, the shapes of their tensors by the algorithms' records; tests
 build peft's and lycoris-lora's modules and compare.
@@ -7,7 +7,7 @@ build peft's and lycoris-lora's modules and compare.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.options import FIELDS, kind_of
 from gracetune.adapters.targets import ModuleInfo, choose, options_for
-from gracetune.config.run_config import Adapter, Optimizer
+from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.footprint import Block, Footprint, Linear
 
@@ -137,98 +137,3 @@ def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> t
         rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())
         tensors.append(Tensors((rest,), 1))
     return tuple(tensors)
-
-
-@dataclass(frozen=True)
-class StateSize:
-    """Bytes an optimizer keeps, and the sentence that says of what."""
-
-    bytes: int
-    why: str
-
-
-def optimizer_state(tensors: tuple[Tensors, ...], optimizer: Optimizer) -> StateSize:
-    return _STATES[optimizer.name](tensors, optimizer.options)
-
-
-def _prodigy(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
-    every = _slice(options, 1)
-    total = 8 * _elements(tensors) + 8 * math.ceil(_elements(tensors) / every)
-    return StateSize(total, f"two fp32 moments, start and distance of {_nth(every)}")
-
-
-def _slice(options: Mapping[str, Any], default: int) -> int:
-    value = options.get("slice_p", default)
-    return value if isinstance(value, int) and value > 0 else default
-
-
-def _nth(every: int) -> str:
-    return "each" if every == 1 else f"one in {every}"
-
-
-def _per_element(count: int, what: str) -> Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]:
-    def state(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
-        return StateSize(4 * count * _elements(tensors), what)
-
-    return state
-
-
-def _elements(tensors: tuple[Tensors, ...]) -> int:
-    return sum(tensor.elements for tensor in tensors)
-
-
-def _factored(tensors: tuple[Tensors, ...]) -> int:
-    """Second moments kept as one row and one column of each matrix, in fp32; vectors keep them whole."""
-    total = 0
-    for tensor in tensors:
-        if len(tensor.shape) < 2:
-            total += 4 * tensor.elements
-        else:
-            *batch, rows, columns = tensor.shape
-            total += 4 * math.prod(batch) * (rows + columns) * tensor.count
-    return total
-
-
-_SMALLEST_8BIT = 4096
-_BLOCK_8BIT = 256
-
-
-def _adamw_8bit(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
-    total = 0
-    for tensor in tensors:
-        size = math.prod(tensor.shape)
-        if size < _SMALLEST_8BIT:
-            total += 8 * tensor.elements
-        else:
-            total += 2 * (size + 4 * math.ceil(size / _BLOCK_8BIT)) * tensor.count
-    return StateSize(total, "two moments of a byte, a scale per 256 (small tensors: fp32)")
-
-
-def _adafactor(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
-    momentum = 4 * _elements(tensors) if options.get("beta1") is not None else 0
-    what = "one fp32 row and column per matrix" + (" and an fp32 momentum" if momentum else "")
-    return StateSize(_factored(tensors) + momentum, what)
-
-
-def _automagic(tensors: tuple[Tensors, ...], _options: Mapping[str, Any]) -> StateSize:
-    per_element = 3 * _elements(tensors)
-    what = "16-bit rate and sign per element, second moment factored"
-    return StateSize(_factored(tensors) + per_element, what)
-
-
-def _prodigy_plus(tensors: tuple[Tensors, ...], options: Mapping[str, Any]) -> StateSize:
-    every = _slice(options, 11)
-    second = _factored(tensors) if options.get("factored", True) else 4 * _elements(tensors)
-    total = 4 * _elements(tensors) + second + 8 * math.ceil(_elements(tensors) / every)
-    return StateSize(total, f"z in fp32, second moment, start and distance of {_nth(every)}")
-
-
-_STATES: Mapping[str, Callable[[tuple[Tensors, ...], Mapping[str, Any]], StateSize]] = {
-    "adamw": _per_element(2, "two fp32 moments"),
-    "adamw_8bit": _adamw_8bit,
-    "adafactor": _adafactor,
-    "lion": _per_element(1, "one fp32 momentum"),
-    "prodigy": _prodigy,
-    "prodigy_plus_schedule_free": _prodigy_plus,
-    "automagic": _automagic,
-}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from gracetune.data.media.load import Sample  # brings the decoders
 
-    Entry = dict[str, Tensor]
+Entry = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)

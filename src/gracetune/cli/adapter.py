@@ -12,6 +12,7 @@ import typer
 
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_json, say_error
+from gracetune.config.export_formats import FORMAT_NAMES
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -27,11 +28,10 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
 app = typer.Typer(help="Look into adapter files, check them, convert them.", no_args_is_help=True)
 
 
-class To(StrEnum):
-    COMFYUI = "comfyui"
-    DIFFUSERS = "diffusers"
-    KOHYA = "kohya"
-    LYCORIS = "lycoris"
+if TYPE_CHECKING:
+    To = str
+else:
+    To = StrEnum("To", {name.upper(): name for name in FORMAT_NAMES})
 
 
 class Precision(StrEnum):
@@ -114,7 +114,7 @@ def convert(
         done = _merged(states, merge_into, output)
     else:
         assert to is not None
-        done = _converted(opened, states, to, output, dtype, lora_rank, model)
+        done = _converted(opened, states, str(to), output, dtype, lora_rank, model)
     if as_json:
         print_json(conversions_json(done, opened.left_out))
     else:
@@ -164,7 +164,7 @@ def verify(
 def _converted(
     opened: Opened,
     states: list[AdapterState],
-    to: To,
+    to: str,
     output: Path | None,
     dtype: Precision | None,
     lora_rank: int | None,
@@ -186,8 +186,8 @@ def _converted(
             state, error = _as_lora(state, lora_rank, base)
         elif base is not None and _for_comfyui(state, to):
             state = _measured_by_base(state, base)
-        save(target, state, to.value, precision)
-        done.append(Converted(state, str(target), to.value, error))
+        save(target, state, to, precision)
+        done.append(Converted(state, str(target), to, error))
     return done
 
 
@@ -208,9 +208,9 @@ def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[Adapter
     return conversion.state, conversion.error
 
 
-def _for_comfyui(state: AdapterState, to: To) -> bool:
+def _for_comfyui(state: AdapterState, to: str) -> bool:
     """Whether its magnitudes have to be measured against the base weights before ComfyUI gets them right."""
-    return to is To.COMFYUI and any("dora_scale" in layer.tensors for layer in state.layers.values())
+    return to == "comfyui" and any("dora_scale" in layer.tensors for layer in state.layers.values())
 
 
 def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
@@ -247,11 +247,11 @@ def _base(family: str, model: str) -> Base:
     return Base(family, model)
 
 
-def _target(file: Path, state: AdapterState, to: To, output: Path | None, *, several: bool) -> Path:
+def _target(file: Path, state: AdapterState, to: str, output: Path | None, *, several: bool) -> Path:
     """Beside the file, unless said otherwise; each expert's name ends in its stage."""
     from gracetune.adapters.files import SUFFIX
 
-    chosen = output or file.with_name(f"{_without_stage(file.stem)}_{to.value}{SUFFIX}")
+    chosen = output or file.with_name(f"{_without_stage(file.stem)}_{to}{SUFFIX}")
     if chosen.suffix != SUFFIX:
         raise ConfigError([Problem("--output", str(chosen), f"a name ending in {SUFFIX}", f"{chosen}{SUFFIX}")])
     if not state.stage or (output is not None and not several):
@@ -293,7 +293,7 @@ def _refuse_contradictions(merge_into: str | None, output: Path | None, others: 
     given = [name for name, value in others.items() if value is not None]
     if merge_into is None:
         if "--to" not in given:
-            raise ConfigError([_missing("--to", ", ".join(To), "--to comfyui")])
+            raise ConfigError([_missing("--to", ", ".join(FORMAT_NAMES), "--to comfyui")])
         return
     if given:
         hint = f"remove {', '.join(given)}: merging takes the adapter as it is, and keeps the model's precision"

@@ -10,6 +10,7 @@ from gracetune.config.dataset_backends import INSTALLED
 from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
@@ -103,7 +104,7 @@ def _automagic(config: RunConfig) -> Iterator[Broken]:
     for name, limits in (
         ("limits", optimizer.limits), ("high_noise", optimizer.high_noise), ("low_noise", optimizer.low_noise)
     ):  # fmt: skip
-        if optimizer.name != "automagic" and limits != type(limits)():
+        if not reads_key(optimizer.name, name) and limits != type(limits)():
             yield Broken(("optimizer", name), f"limits for {optimizer.name}", "the automagic optimizer",
                          f"set optimizer.name to automagic or remove optimizer.{name}",
                          (("optimizer", "name"),))  # fmt: skip

@@ -27,8 +27,11 @@ from gracetune.config.base import (
     WholeNumber,
 )
 from gracetune.config.dataset_config import Dataset
+from gracetune.config.export_formats import FormatName
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
+from gracetune.config.optimizers import OptimizerName
+from gracetune.config.trackers import TrackerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
 """LoKr takes a huge one for "as it is": ai-toolkit writes 9999999999. `limits.py` has what others may be."""
@@ -141,9 +144,7 @@ class AutomagicLimits(Section):
 
 
 class Optimizer(Section):
-    name: Literal[
-        "adamw", "adamw_8bit", "adafactor", "lion", "prodigy", "prodigy_plus_schedule_free", "automagic"
-    ] = "adamw"  # fmt: skip
+    name: OptimizerName = "adamw"
     lr: NonNegativeFloat = 1e-4
     weight_decay: NonNegativeFloat | None = None
     """Unset, like all that follow, means the optimizer's own default."""
@@ -237,12 +238,12 @@ class Checkpoints(Section):
     resume: Name = "latest"
     """`latest`, `none`, or a checkpoint folder."""
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    format: Literal["comfyui", "diffusers", "kohya", "lycoris"] = "comfyui"
+    format: FormatName = "comfyui"
 
 
 class Logging(Section):
     every_steps: PositiveInt = 10
-    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ("tensorboard",)
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
     project: Name = "gracetune"
     webhook: Name | None = None
 

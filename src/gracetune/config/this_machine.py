@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
+from gracetune.config.optimizers import reads_key
 from gracetune.config.places import Place, look
 from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
@@ -64,7 +65,7 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
     for path, name in weights.items():
         if name is not None and _is_local(name):
             yield from _unless(("file", "folder"), path, name, "weights on this machine, or a hub id")
-    if config.optimizer.name == "automagic" and config.optimizer.rates_from is not None:
+    if reads_key(config.optimizer.name, "rates_from") and config.optimizer.rates_from is not None:
         expected = "the optimizer.pt of an ai-toolkit run"
         yield from _unless(("file",), ("optimizer", "rates_from"), config.optimizer.rates_from, expected)
     yield from _unless(

@@ -13,6 +13,7 @@ from gracetune.config.adapter_kinds import algorithms
 from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
+from gracetune.config.optimizers import reads_key
 from gracetune.config.rules import known_flavour
 from gracetune.config.run_config import RunConfig
 
@@ -84,7 +85,7 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
 
 def _of_training(config: RunConfig) -> Iterator[Switch]:
     training, objective = config.training, config.objective
-    yield Switch(config.optimizer.name != "automagic", "optimizer", config.optimizer, "rates_from",
+    yield Switch(not reads_key(config.optimizer.name, "rates_from"), "optimizer", config.optimizer, "rates_from",
                  f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
                  "--set optimizer.name=automagic")  # fmt: skip
     yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
@@ -27,6 +27,17 @@ class NamedState:
 
     tensors: Mapping[str, Tensor]
     json: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class KeepsNamedState(Protocol):
+    """An optimizer that saves and loads its state by parameter name itself; `optim.state` does it for all others."""
+
+    def state_tensors(self) -> list[Tensor]: ...
+
+    def named_state(self) -> NamedState: ...
+
+    def load_named_state(self, state: NamedState) -> None: ...
 
 
 def key_of(name: str, entry: str) -> str:

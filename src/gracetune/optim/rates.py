@@ -8,7 +8,9 @@ ends of the range stand for `min_lr` and `max_lr` themselves, also where they ar
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,6 +20,17 @@ _UNITS_32 = 1 << 30
 BIAS_16 = 32768  # torch computes with int16 everywhere, with uint16 hardly anywhere
 _ALMOST = 1e-6
 """Of a unit: 65000.00000001 units are 65000."""
+
+
+@runtime_checkable
+class KeepsRates(Protocol):
+    """An optimizer with learning rates of its own, one per element."""
+
+    def learning_rates(self) -> dict[str, Tensor]:
+        """The mean rate of each param group."""
+        ...
+
+    def load_rates(self, rates: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from gracetune.config.run_config import Schedule
 from gracetune.errors import ConfigError, Problem
+from gracetune.optim.record import optimizer_record
 
 _NO_FALL: Final = ("constant", "constant_with_warmup")
-_FINDS_ITS_OWN: Final = {
-    "automagic": "every element has a learning rate of its own, and `lr` is where it starts",
-    "prodigy_plus_schedule_free": "averaging takes the place of a falling rate",
-}
 
 
 def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float:
@@ -100,8 +97,8 @@ def move_to(scheduler: LambdaLR, steps: int) -> None:
 def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[str, ...]]:
     """The schedule that will be followed, and what of the one asked for is left out."""
     notes = []
-    why = _FINDS_ITS_OWN.get(optimizer_name)
-    if why is not None:
+    why = optimizer_record(optimizer_name).constant_rate
+    if why:
         if schedule != Schedule():
             notes.append(f"schedule {schedule.name}: not followed with {optimizer_name}, whose rate is constant: {why}")
         return Schedule(), tuple(notes)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from gracetune.optim.kinds import constructor_arguments
+from gracetune.optim.arguments import constructor_arguments
 from gracetune.optim.naming import NamedState, StateMismatchError, by_parameter, differences, key_of
 
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"

@@ -1,7 +1,7 @@
 """From a config and a footprint to a `Demand`: every line of memory a run will ask for. Pure; see docs/estimate.md.
 
 Trained tensors are fp32 (autocast computes with copies in the run's precision), so a parameter costs 4 bytes, its
-gradient 4, and the optimizer what `adapters.trainable.optimizer_state` says.
+gradient 4, and the optimizer what `optim.record.optimizer_state` says.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.trainable import (
     Selection,
     Tensors,
-    optimizer_state,
     select,
     trainable,
     unused_conv_options,
@@ -23,6 +22,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import Block, Footprint, Shape
+from gracetune.optim.record import optimizer_state
 from gracetune.planning.activations import Method, activations, casts_tensors
 from gracetune.planning.data_needs import RING_DEPTH, codec_bytes, data_needs, encoder_needs, sample_bytes
 from gracetune.planning.demand import PHASES, CodecPasses, Demand, Denoiser, Need, Phase, Settings, Workload

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
@@ -19,6 +21,25 @@ class Sink(Protocol):
     def write(self, record: Record) -> None: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    project: str
+    """What `logging.project` says."""
+    folder: Path
+    """The run's. Paths in events are relative to it."""
+    logs: Path
+    """Where files of a tracker go, below the run's folder."""
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A sink that a config can ask for by name (`logging.trackers`)."""
+
+    open: Callable[[TrackedRun], Sink]
+    check: Callable[[], object] = lambda: None
+    """Raises `TelemetryError` where it cannot work here: asked before anything is loaded."""
 
 
 class Telemetry:

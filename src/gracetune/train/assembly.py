@@ -36,9 +36,10 @@ from gracetune.memory.transport import TransportChoice, choose_transport, measur
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
-from gracetune.optim.build import ParamGroup, build_optimizer, optimizer_notes
+from gracetune.optim.build import build_optimizer, optimizer_notes
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
+from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.skipping import waiting_note
 from gracetune.train.data import Ready, local_ranks

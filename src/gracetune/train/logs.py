@@ -20,14 +20,15 @@ from torch.optim import Optimizer
 from gracetune import __version__
 from gracetune.cache.batches import BatchSource
 from gracetune.config.run_config import RunConfig
+from gracetune.config.trackers import tracker
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.memory.lookahead import Depth
 from gracetune.memory.sensors import TorchCuda, usable_total
 from gracetune.models.spec import ExpertName
-from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import state_tensors
 from gracetune.optim.ramp import Ramp, Window
+from gracetune.optim.rates import KeepsRates
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
     EffectiveBatchChanged,
@@ -40,11 +41,9 @@ from gracetune.telemetry.events import (
     StepDone,
     Warned,
 )
-from gracetune.telemetry.hub import Sink, Telemetry
+from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.progress import Progress
 from gracetune.telemetry.sinks.jsonl import JsonlSink
-from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
-from gracetune.telemetry.sinks.wandb import WandbSink, import_wandb
 from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
 from gracetune.train.job import Pauses
@@ -79,21 +78,26 @@ SINKS: tuple[SinkEntry, ...] = (
     SinkEntry(lambda config: True, lambda config, folder, view: JsonlSink(folder.logs / EVENTS)),
     SinkEntry(lambda config: True, lambda config, folder, view: _Bar(view)),
     SinkEntry(
-        lambda config: "tensorboard" in config.logging.trackers,
-        lambda config, folder, view: TensorBoardSink(folder.logs / "tensorboard", folder.path),
-    ),
-    SinkEntry(
-        lambda config: "wandb" in config.logging.trackers,
-        lambda config, folder, view: WandbSink(config.logging.project, folder.path),
-        lambda config: import_wandb(),
-    ),
-    SinkEntry(
         lambda config: config.logging.webhook is not None,
         lambda config, folder, view: WebhookSink(config.logging.webhook or ""),
         lambda config: WebhookSink(config.logging.webhook or ""),
     ),
 )
-"""A new sink is an object as `telemetry.hub.Sink` has it, and one line here."""
+"""Those of every run, and the webhook. Trackers are found by name (`config/trackers.py`)."""
+
+
+def sinks_of(config: RunConfig) -> tuple[SinkEntry, ...]:
+    """Those that this run wants."""
+    trackers = (_tracker_entry(tracker(name)) for name in dict.fromkeys(config.logging.trackers))
+    return (*(entry for entry in SINKS if entry.wanted(config)), *trackers)
+
+
+def _tracker_entry(found: Tracker) -> SinkEntry:
+    return SinkEntry(
+        lambda config: True,
+        lambda config, folder, view: found.open(TrackedRun(config.logging.project, folder.path, folder.logs)),
+        lambda config: found.check(),
+    )
 
 
 def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
@@ -101,7 +105,7 @@ def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bo
     if not main:
         return Telemetry()
     try:
-        sinks = [entry.open(config, folder, view) for entry in SINKS if entry.wanted(config)]
+        sinks = [entry.open(config, folder, view) for entry in sinks_of(config)]
     except TelemetryError as error:
         raise GracetuneError(str(error)) from error
     return Telemetry(sinks, report=view.warn)
@@ -279,9 +283,10 @@ class Logging(Callback):
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     """By group; the mean where every element has a rate of its own."""
-    if not isinstance(optimizer, Automagic):
-        return {group.get("name") or "all": float(group["lr"]) for group in optimizer.param_groups}
-    return {name or "all": float(rate) for name, rate in optimizer.learning_rates().items()}
+    kept: Optimizer | KeepsRates = optimizer
+    if isinstance(kept, KeepsRates):
+        return {name or "all": float(rate) for name, rate in kept.learning_rates().items()}
+    return {group.get("name") or "all": float(group["lr"]) for group in optimizer.param_groups}
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,12 +30,12 @@ from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE, measured_by_adap
 from gracetune.adapters.fast.modules import HoldsWeightOtherwise
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.formats.writing import FormatName
 from gracetune.adapters.metadata import About, file_name
 from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.verify import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
+from gracetune.config.export_formats import FormatName
 from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem

@@ -42,7 +42,7 @@ from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
 from gracetune.train.identity import identity_of
-from gracetune.train.logs import SINKS
+from gracetune.train.logs import sinks_of
 from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
@@ -186,9 +186,8 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks) -> None
     checks.run(lambda: refuse_two_halves(config))
     checks.run(lambda: refuse_fp8(config, runtime))
     checks.run(lambda: checked_ramp(config, runtime.world_size))
-    for sink in SINKS if runtime.is_main else ():
-        if sink.wanted(config):
-            checks.run(partial(sink.check, config))
+    for sink in sinks_of(config) if runtime.is_main else ():
+        checks.run(partial(sink.check, config))
 
 
 def _open_model(config: RunConfig, device: torch.device) -> OpenedModel:

@@ -10,14 +10,15 @@ from torch.optim import Optimizer
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import Start, begin, resolve
 from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import Expert, ModelFacts
 from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
-from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import named_state
+from gracetune.optim.rates import KeepsRates
 from gracetune.train.output import RunFolder
 from gracetune.train.pieces import Checkpointed, shared_pieces
 from gracetune.train.runtime import Runtime
@@ -78,7 +79,7 @@ def rates_to_start_with(
 ) -> ImportedRates | None:
     """What `optimizer.rates_from` holds, read before anything is loaded. A run that goes on has its own rates."""
     asked = config.optimizer
-    if asked.rates_from is None or asked.name != "automagic" or start.checkpoint is not None:
+    if asked.rates_from is None or not reads_key(asked.name, "rates_from") or start.checkpoint is not None:
         return None
     one_of_two = len(facts.experts) > 1 and config.model.experts != "both"
     path = Path(asked.rates_from).expanduser()
@@ -87,7 +88,7 @@ def rates_to_start_with(
 
 def _rates_beside(config: RunConfig) -> list[str]:
     """For who starts from an ai-toolkit run's weights and may not know that its learning rates can be had too."""
-    if config.adapter.init_from is None or config.optimizer.name != "automagic":
+    if config.adapter.init_from is None or not reads_key(config.optimizer.name, "rates_from"):
         return []
     beside = Path(config.adapter.init_from).expanduser().parent / "optimizer.pt"
     if config.optimizer.rates_from is not None or not beside.is_file():
@@ -102,8 +103,9 @@ def restore(
     """Returns what the user should know. `steps`: of the whole run. A dry run leaves the folder as it is."""
     optimizer, position = run.state.optimizer, run.state.position
     told: list[str] = []
-    if rates is not None and isinstance(optimizer, Automagic):
-        optimizer.load_rates(rates.rates, rates.signs)
+    kept: Optimizer | KeepsRates = optimizer
+    if rates is not None and isinstance(kept, KeepsRates):
+        kept.load_rates(rates.rates, rates.signs)
         told.append(f"optimizer.rates_from: {rates}")
     elif start.checkpoint is None:
         told += _rates_beside(run.config)

@@ -27,7 +27,8 @@ from gracetune.models.experts import ExpertHost, trained_experts
 from gracetune.models.fp8_loading import fp8_line
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Expert, ExpertName, Fp8, Fp8Layouts, ModelFacts, ModelSpec, Placement
-from gracetune.optim.build import ParamGroup, parameter_names
+from gracetune.optim.build import parameter_names
+from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
 from gracetune.train.runtime import Runtime
 from gracetune.units import format_duration

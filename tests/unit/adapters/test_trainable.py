@@ -24,13 +24,13 @@ from gracetune.adapters.algorithms.matrices import factorization
 from gracetune.adapters.trainable import (
     Target,
     Tensors,
-    optimizer_state,
     select,
     trainable,
 )
 from gracetune.config.run_config import Adapter, Optimizer
 from gracetune.models.footprint import Block, Kept, Linear
 from gracetune.models.registry import FOOTPRINTS
+from gracetune.optim.record import optimizer_state
 
 WAN = FOOTPRINTS["wan"][0]
 

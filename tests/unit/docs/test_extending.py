@@ -13,7 +13,7 @@ import pytest
 
 from unit.docs.targets import ROOT, rows, spans, text_of
 
-TEXT = text_of("extending.md")
+TEXT = text_of("extending.md").partition("\n## Ten changes\n")[0]  # those: tests/runs/test_ten_changes.py
 EXAMPLE = ROOT / "examples" / "extending"
 PACKAGE = EXAMPLE / "gracetune_auraflow"
 BLOCKS = re.findall(r"^`([\w./]+)`\n\n```\w+\n(.*?)^```$", TEXT, re.M | re.S)

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from gracetune.config.run_config import Optimizer as Asked
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import ParamGroup, build_optimizer, load_named_state, named_state, parameter_names
+from gracetune.optim.build import build_optimizer, load_named_state, named_state, parameter_names
+from gracetune.optim.record import ParamGroup
 
 
 class Model(nn.Module):

@@ -7,7 +7,8 @@ import torch
 
 from gracetune.config.run_config import Optimizer as Asked
 from gracetune.optim.automagic import Automagic
-from gracetune.optim.build import ParamGroup, build_optimizer, load_named_state, named_state, parameter_names
+from gracetune.optim.build import build_optimizer, load_named_state, named_state, parameter_names
+from gracetune.optim.record import ParamGroup
 from unit.adapters.denoisers import ADAPTERS, TinyModel, load
 
 ASKED = Asked.model_validate(

@@ -12,7 +12,6 @@ from gracetune.config.run_config import Optimizer as Asked
 from gracetune.errors import ConfigError
 from gracetune.optim.automagic import Automagic
 from gracetune.optim.build import (
-    ParamGroup,
     build_optimizer,
     load_named_state,
     named_state,
@@ -22,6 +21,7 @@ from gracetune.optim.build import (
 )
 from gracetune.optim.lion import Lion
 from gracetune.optim.naming import NamedState, StateMismatchError
+from gracetune.optim.record import ParamGroup
 
 PRODIGIES = {"prodigy": "prodigyopt", "prodigy_plus_schedule_free": "prodigyplus"}
 

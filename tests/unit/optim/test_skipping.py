@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from gracetune.adapters.state import Stage
 from gracetune.config.run_config import Optimizer as Asked
-from gracetune.optim.build import ParamGroup, build_optimizer, named_state, parameter_names
+from gracetune.optim.build import build_optimizer, named_state, parameter_names
 from gracetune.optim.ema import Ema
+from gracetune.optim.record import ParamGroup
 from gracetune.optim.skipping import heeds, move_towards, step_unless, waiting_note
 from gracetune.train.gradients import Clip, FlatGradients
 

@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
+from gracetune.extension import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune_simpletuner import raw_config
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import AfterImport, check_modules

@@ -13,8 +13,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-from gracetune.cache.residence import CacheRole, CacheType, Where
-from gracetune.hardware import probe
+from gracetune.extension import CachePlace, CacheRole, CacheType, probe
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.memory import Layer
@@ -49,7 +48,7 @@ class Caches:
         asked = self.overlay.options.cache
         kinds: dict[CacheRole, CacheType] = {"latent_cache": asked.vae_cache_type, "text_cache": asked.text_cache_type}
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        where = Where(probe(), device, self._layer.heap, self._layer.why_not)
+        where = CachePlace(probe(), device, self._layer.heap, self._layer.why_not)
         launch = self.overlay.launch
         residents = Residents(kinds, where, self.overlay.telemetry.of("caches"), sharers=launch.local_count)
         if residents.wants("latent_cache"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
-from gracetune.errors import GracetuneError, MachineError
+from gracetune.extension import GracetuneError, MachineError
 
 
 class HookError(MachineError):

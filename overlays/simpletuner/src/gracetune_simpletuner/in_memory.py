@@ -18,12 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends.in_memory import InMemoryBackend
-from gracetune.data.backends.open import open_backend
-from gracetune.data.backends.shared import Storage
-from gracetune.errors import ConfigError, Problem
-from gracetune.hostmem.sharing import LocalRanks
+from gracetune.extension import ConfigError, Dataset, InMemoryBackend, LocalRanks, Problem, Storage, open_backend
 from gracetune_simpletuner import telling
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads

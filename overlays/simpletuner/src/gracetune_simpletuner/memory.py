@@ -6,17 +6,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gracetune import gh200
-from gracetune.config.environment import ALLOCATOR_VARIABLES
-from gracetune.hardware import probe
-from gracetune.memory.layer import UnifiedMemory
-from gracetune.memory.native import Unavailable
+from gracetune.extension import ALLOCATOR_VARIABLES, Unavailable, UnifiedMemory, probe
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
 from gracetune_simpletuner.points import hooks_of
 
 if TYPE_CHECKING:
-    from gracetune.memory.managed import ManagedHeap
+    from gracetune.extension import ManagedHeap
 
 
 class Layer:

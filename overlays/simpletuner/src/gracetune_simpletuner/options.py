@@ -9,18 +9,24 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from gracetune.config.alloc_conf import OPTION_NAMES
-from gracetune.config.base import Section
-from gracetune.config.dialects.gh200 import read_guide_options
-from gracetune.config.draft import Draft, Origin
-from gracetune.config.environment import Environment, memory_settings
-from gracetune.config.memory_options import MemoryOptions
-from gracetune.config.run_config import BatchRamp, Cache
-from gracetune.errors import ConfigError, Problem
+from gracetune.extension import (
+    ALLOCATOR_OPTIONS,
+    BatchRamp,
+    Cache,
+    ConfigError,
+    Draft,
+    Environment,
+    MemoryOptions,
+    Origin,
+    Problem,
+    Section,
+    memory_settings,
+    read_guide_options,
+)
 
 BLOCKS = ("cache_config", "gh200_optimizations")
 _RAMP = ("initial_effective_batch_size", "target_effective_batch_size", "batch_rampup_steps")
-OURS = (*BLOCKS, *OPTION_NAMES, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
+OURS = (*BLOCKS, *ALLOCATOR_OPTIONS, "enable_uvm_hints", *_RAMP, "use_gh200_trainer")
 """What the guides write into a config and upstream does not know: at its top level, where upstream refuses it."""
 _S = TypeVar("_S", bound=Section)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gracetune.config.environment import Environment
+from gracetune.extension import Environment
 from gracetune_simpletuner.hooks import Around, Installer
 from gracetune_simpletuner.options import OverlayOptions
 from gracetune_simpletuner.points import Feature, hooks_of

@@ -16,9 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from gracetune.config.run_config import Training
-from gracetune.errors import ConfigError, Problem
-from gracetune.optim.ramp import Ramp, Window, ramp_of
+from gracetune.extension import ConfigError, Problem, Ramp, RampWindow, Training, ramp_of
 from gracetune_simpletuner.errors import stopping
 from gracetune_simpletuner.hooks import Around, check_reads
 from gracetune_simpletuner.overlay import Overlay
@@ -49,7 +47,7 @@ class RampedWindows:
     def __init__(self, overlay: Overlay, ramp: Ramp) -> None:
         self.overlay, self.ramp = overlay, ramp
         self.consumed: int | None = None
-        self.window: Window | None = None
+        self.window: RampWindow | None = None
         self._left = 0
         self._samples = 0
         self._batch = ramp.micro_batch

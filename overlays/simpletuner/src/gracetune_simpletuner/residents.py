@@ -16,13 +16,20 @@ from typing import Any, Final
 
 import torch
 
-from gracetune.cache.residence import CacheRole, CacheType, Residence, Where, choose_residence
-from gracetune.hardware.allocation import host_reserve
-from gracetune.hostmem.sensors import HostSensor
-from gracetune.hostmem.slab import MemorySlab, Slab
-from gracetune.memory.errors import UnifiedMemoryError
-from gracetune.memory.managed_slab import ManagedSlab
-from gracetune.units import format_bytes
+from gracetune.extension import (
+    CachePlace,
+    CacheRole,
+    CacheType,
+    HostSensor,
+    ManagedSlab,
+    MemorySlab,
+    Residence,
+    Slab,
+    UnifiedMemoryError,
+    choose_residence,
+    format_bytes,
+    host_reserve,
+)
 from gracetune_simpletuner.errors import EntryChangedError
 from gracetune_simpletuner.telemetry import Counts
 
@@ -117,7 +124,9 @@ class _Role:
 class Residents:
     """Safe for several threads."""
 
-    def __init__(self, kinds: dict[CacheRole, CacheType], where: Where, counts: Counts, *, sharers: int = 1) -> None:
+    def __init__(
+        self, kinds: dict[CacheRole, CacheType], where: CachePlace, counts: Counts, *, sharers: int = 1
+    ) -> None:
         self._where, self._counts, self._sharers = where, counts, sharers
         self._roles = {role: _Role(kind) for role, kind in kinds.items()}
         self._folders: dict[str, CacheRole] = {}

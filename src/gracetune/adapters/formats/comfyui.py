@@ -18,6 +18,7 @@ from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Spelling,
     Written,
@@ -80,3 +81,6 @@ def _is_lora(layer: Layer) -> bool:
 
 def _alpha(layer: Layer, *, plain: bool) -> float | None:
     return None if _is_lora(layer) and plain else alpha_in("comfyui", layer)
+
+
+FORMAT = Format(write, read)

@@ -14,8 +14,8 @@ from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.file_errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import Located, locate, split
-from gracetune.adapters.formats.writing import FormatName
 from gracetune.adapters.state import Stage
+from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap

@@ -21,6 +21,7 @@ from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.layers import common_alpha, common_rank
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Written,
     cast,
@@ -154,3 +155,6 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, OverflowError):
         return None
+
+
+FORMAT = Format(write, read)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.formats.reading import Reading, read_states
+from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, original_refusal, original_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState
@@ -23,3 +24,6 @@ def write(state: AdapterState, dtype: torch.dtype) -> Written:
 
 def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
     return read_states(tensors, metadata, family, CONVENTION)
+
+
+FORMAT = Format(write, read)

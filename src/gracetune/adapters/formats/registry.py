@@ -1,34 +1,23 @@
-"""The four formats."""
+"""The export formats by name, each imported when it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping
+from typing import Final
 
-import torch
-from torch import Tensor
-
-from gracetune.adapters.formats import comfyui, diffusers, kohya, lycoris
-from gracetune.adapters.formats.reading import Reading
-from gracetune.adapters.formats.writing import FormatName, Written
-from gracetune.adapters.state import AdapterState
+from gracetune.adapters.formats.record import Format
+from gracetune.config.export_formats import EXPORT_FORMATS, FORMAT_NAMES
 
 
-@dataclass(frozen=True)
-class Format:
-    name: FormatName
-    write: Callable[[AdapterState, torch.dtype], Written]
-    """Raises `CannotHoldError` for what the format has no place for."""
-    read: Callable[[Mapping[str, Tensor], Mapping[str, str], str], Reading]
-    """Understands every spelling; differs in what a file means that does not say its scale."""
+class _Formats(Mapping[str, Format]):
+    def __getitem__(self, name: str) -> Format:
+        return EXPORT_FORMATS.load_as(name, Format)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FORMAT_NAMES)
+
+    def __len__(self) -> int:
+        return len(FORMAT_NAMES)
 
 
-FORMATS: MappingProxyType[FormatName, Format] = MappingProxyType(
-    {
-        "comfyui": Format("comfyui", comfyui.write, comfyui.read),
-        "diffusers": Format("diffusers", diffusers.write, diffusers.read),
-        "kohya": Format("kohya", kohya.write, kohya.read),
-        "lycoris": Format("lycoris", lycoris.write, lycoris.read),
-    }
-)
+FORMATS: Final[Mapping[str, Format]] = _Formats()

@@ -19,11 +19,11 @@ from gracetune.adapters.formats import fusing
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
-FormatName = Literal["comfyui", "diffusers", "kohya", "lycoris"]
 Written = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the header's entries the format itself needs."""
 

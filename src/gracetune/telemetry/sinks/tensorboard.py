@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunStarted, ValidationDone, Warned, step_of
+from gracetune.telemetry.hub import Tracker
 from gracetune.telemetry.sinks.scalars import scalars
 
 if TYPE_CHECKING:
@@ -70,3 +71,6 @@ class TensorBoardSink:
                     pixels = np.asarray(picture.convert("RGB"))
                 tag = f"samples/{number:02d} {file.prompt[:80]}"
                 writer.add_image(tag, pixels, event.step, walltime=time_s, dataformats="HWC")
+
+
+TRACKER = Tracker(open=lambda run: TensorBoardSink(run.logs / "tensorboard", run.folder))

@@ -8,6 +8,7 @@ from typing import Any
 
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunEnded, RunStarted, ValidationDone, Warned, step_of
+from gracetune.telemetry.hub import Tracker
 from gracetune.telemetry.schema import to_json
 from gracetune.telemetry.sinks.scalars import scalars
 
@@ -72,3 +73,6 @@ class WandbSink:
         run, self._run = self._run, None
         if run is not None:
             run.finish(exit_code=code)
+
+
+TRACKER = Tracker(open=lambda run: WandbSink(run.project, run.folder), check=import_wandb)

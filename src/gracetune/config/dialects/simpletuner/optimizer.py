@@ -9,7 +9,7 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.table import KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, as_number, from_json, names
-from gracetune.config.run_config import Optimizer
+from gracetune.config.optimizers import OPTIMIZER_NAMES
 from gracetune.config.spelling import misspelt
 
 
@@ -65,7 +65,6 @@ OTHERS = names("""
 """)
 """SimpleTuner's optimizers that none of ours stands in for."""
 
-_OURS = tuple(Optimizer.model_json_schema()["properties"]["name"]["enum"])
 _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "gradient_release")
 """Settings that change speed or rounding, not the rule an optimizer follows."""
 
@@ -95,14 +94,14 @@ def _optimizer(options: PeerBlock, family: str) -> None:
 
 
 def _unmatched(options: PeerBlock, name: Any) -> None:
-    if name in _OURS:
+    if name in OPTIMIZER_NAMES:
         options.put("optimizer", ("optimizer", "name"))
         _settings(options)
         _betas(options)
     elif isinstance(name, str) and name in OTHERS:
         options.refuse("optimizer", f"an optimizer we have: {', '.join(MATCHES)}", 'write "adamw_bf16"')
     else:
-        hint = misspelt(name, [*MATCHES, *_OURS, *OTHERS], 'write "adamw_bf16"')
+        hint = misspelt(name, [*MATCHES, *OPTIMIZER_NAMES, *OTHERS], 'write "adamw_bf16"')
         options.problem("optimizer", f"one of {', '.join(MATCHES)}", hint)
 
 

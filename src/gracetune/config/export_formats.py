@@ -1,0 +1,34 @@
+"""The formats a config can name for adapter files. Each is a record in `adapters/formats/`, found by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from pydantic import AfterValidator
+
+from gracetune.config.registry import Registry
+
+EXPORT_FORMATS: Final[Registry] = Registry.find(
+    "export format",
+    "gracetune.export_formats",
+    {
+        "comfyui": "gracetune.adapters.formats.comfyui:FORMAT",
+        "diffusers": "gracetune.adapters.formats.diffusers:FORMAT",
+        "kohya": "gracetune.adapters.formats.kohya:FORMAT",
+        "lycoris": "gracetune.adapters.formats.lycoris:FORMAT",
+    },
+)
+FORMAT_NAMES: Final[tuple[str, ...]] = EXPORT_FORMATS.names
+
+
+def _importable(name: str) -> str:
+    """`config check` already names a package that is broken. Ours import torch, and are not imported for that."""
+    if name not in EXPORT_FORMATS.ours:
+        EXPORT_FORMATS.load(name)
+    return name
+
+
+if TYPE_CHECKING:
+    FormatName = str  # what is installed is not known to a type checker
+else:
+    FormatName = Annotated[Literal[FORMAT_NAMES], AfterValidator(_importable)]

@@ -1,0 +1,97 @@
+"""Our own Automagic (`optim/automagic.py`): a learning rate per element, with limits that may differ per expert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gracetune.config.run_config import AutomagicLimits
+from gracetune.errors import ConfigError, Problem
+from gracetune.optim.record import (
+    Arguments,
+    OptimizerRecord,
+    ParamGroup,
+    StateSize,
+    TrainedTensors,
+    class_of,
+    elements,
+    factored,
+)
+
+if TYPE_CHECKING:
+    from gracetune.adapters.state import Stage
+    from gracetune.config.run_config import Optimizer as Asked
+    from gracetune.optim.rates import Limits
+
+_LIMITS = ("lr_bump", "min_lr", "max_lr")
+
+
+def _state_size(tensors: Sequence[TrainedTensors], _options: Mapping[str, Any]) -> StateSize:
+    what = "16-bit rate and sign per element, second moment factored"
+    return StateSize(factored(tensors) + 3 * elements(tensors), what)
+
+
+def _group_arguments(asked: Asked, stage: Stage) -> Arguments:
+    return dict(zip(_LIMITS, _values(_limits(asked, stage)), strict=True))
+
+
+def _notes(asked: Asked, groups: Sequence[ParamGroup]) -> list[str]:
+    notes = []
+    stages = {group.stage for group in groups}
+    for stage, limits in (("high_noise", asked.high_noise), ("low_noise", asked.low_noise)):
+        if groups and limits != AutomagicLimits() and stage not in stages:
+            notes.append(f"optimizer.{stage}: not used, that expert is not trained")
+    for group in groups:
+        notes += _start_note(asked, group)
+    return notes
+
+
+def _start_note(asked: Asked, group: ParamGroup) -> list[str]:
+    limits, lr = _limits(asked, group.stage), asked.lr if group.lr is None else group.lr
+    if lr == 0 or limits.min_lr <= lr <= limits.max_lr:
+        return []
+    nearer = limits.min_lr if lr < limits.min_lr else limits.max_lr
+    where = f" of {group.name}" if group.name else ""
+    return [f"optimizer.lr{where}: {lr:g} is outside min_lr and max_lr; rates start at {nearer:g}"]
+
+
+def _values(limits: Limits) -> tuple[float, float, float]:
+    return limits.lr_bump, limits.min_lr, limits.max_lr
+
+
+def _limits(asked: Asked, stage: Stage) -> Limits:
+    """An expert's own limits, else those of all, else Automagic's."""
+    from gracetune.optim.rates import Limits, RateGrid
+
+    own = {"high_noise": asked.high_noise, "low_noise": asked.low_noise}.get(stage, AutomagicLimits())
+    default = Limits()
+    chosen = [
+        first if first is not None else second if second is not None else last
+        for first, second, last in zip(
+            (own.lr_bump, own.min_lr, own.max_lr),
+            (asked.limits.lr_bump, asked.limits.min_lr, asked.limits.max_lr),
+            _values(default),
+            strict=True,
+        )
+    ]
+    key = f"optimizer.{stage or 'limits'}"
+    try:
+        limits = Limits(*chosen)
+        RateGrid.of(limits)
+    except ValueError as error:
+        found = ", ".join(f"{name} {value:g}" for name, value in zip(_LIMITS, chosen, strict=True))
+        expected = "min_lr at most max_lr, and max_lr at most a billion bumps"
+        hint = f"set the others too (unset ones are {', '.join(f'{value:g}' for value in _values(default))})"
+        raise ConfigError([Problem(key, found, expected, hint)]) from error
+    return limits
+
+
+RECORD = OptimizerRecord(
+    load=class_of("gracetune.optim.automagic:Automagic"),
+    state_size=_state_size,
+    own_keys=("limits", "high_noise", "low_noise", "rates_from"),
+    in_section=dict.fromkeys(_LIMITS, "limits"),
+    group_arguments=_group_arguments,
+    constant_rate="every element has a learning rate of its own, and `lr` is where it starts",
+    notes=_notes,
+)

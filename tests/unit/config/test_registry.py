@@ -1,0 +1,81 @@
+"""Records by name: ours and those of other installed packages, imported when asked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from gracetune.config.optimizers import OPTIMIZERS
+from gracetune.config.registry import Registry
+from gracetune.errors import ConfigError
+from gracetune.optim.record import OptimizerRecord, optimizer_record
+
+SRC = Path(__file__).resolve().parents[3] / "src"
+GROUP = "gracetune.things"
+
+
+def registry(*points: tuple[str, str]) -> Registry:
+    ours = {"json": "json:dumps"}
+    return Registry("thing", GROUP, ours, tuple(EntryPoint(name, value, GROUP) for name, value in points))
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "a_things_module.py").write_text("THING = 'whole'\n")
+    (tmp_path / "a_broken_module.py").write_text("{}['gone']\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "a_things_module"
+    sys.modules.pop("a_things_module", None)
+
+
+def test_ours_come_first_and_every_name_once() -> None:
+    assert registry(("b", "x:Y"), ("a", "x:Y"), ("b", "z:Y")).names == ("json", "b", "a")
+
+
+def test_both_kinds_are_loaded_the_same_way(module: str) -> None:
+    things = registry(("mine", f"{module}:THING"))
+    assert things.load("json")({}) == "{}"
+    assert things.load("mine") == "whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("mine", "no_such_module:THING", "no_such_module:THING cannot be imported: ModuleNotFoundError"),
+        ("mine", "a_things_module:OTHER", "a_things_module:OTHER cannot be imported: AttributeError"),
+        ("mine", "a_broken_module:THING", "a_broken_module:THING cannot be imported: KeyError: 'gone'"),
+        ("json", "a_things_module:THING", "several called json: gracetune itself, a_things_module:THING"),
+    ],
+)
+def test_what_cannot_be_used_is_named(module: str, name: str, value: str, found: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        registry((name, value)).load(name)
+    (problem,) = error.value.problems
+    assert problem.key == f"the installed thing {name}"
+    assert problem.found.startswith(found)
+    assert GROUP in problem.hint
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS.names)
+def test_every_optimizer_has_a_record(name: str) -> None:
+    assert isinstance(optimizer_record(name), OptimizerRecord)
+
+
+def test_the_optimizers_records_import_no_torch() -> None:
+    """A config with any of them is checked without it."""
+    code = (
+        "import sys\nfrom gracetune.config.run_config import Optimizer\n"
+        "from gracetune.config.optimizers import OPTIMIZER_NAMES\n"
+        "for name in OPTIMIZER_NAMES:\n    Optimizer(name=name)\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(SRC)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -74,11 +74,12 @@ def select(footprint: Footprint, adapter: Adapter) -> Selection:
         pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
     layers = [(f"{block.name}.{linear.name}", _module(linear)) for block, linear in pairs]
     choice = choose(layers, adapter.targets or ("*",), adapter.exclude)
+    taken = choice.taken
     present = {name for _path, info in layers for name in info.classes}
     targets = tuple(
         Target(*pairs[place], _options(adapter, layers[place][1], pairs[place][1], present))
         for place in range(len(pairs))
-        if place in choice.taken
+        if place in taken
     )
     return Selection(targets, choice.unmatched if adapter.targets else ())
 

@@ -14,12 +14,7 @@ FOLDERS = "|".join(sorted(path.name for path in PACKAGE.iterdir() if (path / "__
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TESTED_ELSEWHERE = ("LOG.md", "seed-map.md", "upstream-status.md")
 """A diary, and pages full of other projects' names."""
-SOURCES = [
-    path
-    for folder in ("src", "overlays", "scripts", "benchmarks")
-    for path in (ROOT / folder).rglob("*.py")
-    if not path.name.startswith("move_modules")  # those name the old places
-]
+SOURCES = [path for folder in ("src", "overlays", "scripts", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
 GROUPS = {f"gracetune.{name}" for name in ("families", "backends", "optimizers", "trackers", "export_formats")}
 NOT_MODULES = {*GROUPS, "gracetune.dora", "memory.high"}
 """Entry point groups, a key of adapter files, a file of cgroups."""

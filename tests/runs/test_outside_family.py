@@ -103,5 +103,5 @@ def test_a_copy_renamed_as_the_page_says_is_a_family_and_half_renamed_says_so(tm
     (package / "__init__.py").write_text('FAMILY = "auraflow"\n')
     refused = run(environment, "data", "show", "--no-sheets", str(config))
     assert refused.returncode == 1
-    assert "family='auraflow' in gracetune_myfamily.footprint.FOOTPRINTS" in refused.stdout + refused.stderr
+    assert "family='auraflow' in gracetune_myfamily.names.NAMES" in refused.stdout + refused.stderr
     assert "Traceback" not in refused.stderr

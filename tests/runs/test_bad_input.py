@@ -17,7 +17,7 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import OtherDataError
-from gracetune.errors import ConfigError, GracetuneError
+from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine
 from gracetune.models.published import build_published
 from gracetune.telemetry.errors import TelemetryError
@@ -26,7 +26,9 @@ from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.assembly import checked_ramp
 from gracetune.train.dry import DryBatchError
 from gracetune.train.guards import _Norm
+from gracetune.train.options import RunOptions
 from gracetune.train.planning import Planned, refuse_misfit
+from gracetune.train.run import train
 from gracetune.train.runtime import Launch
 from gracetune.train.view import Heard
 from runs.launched import write_config
@@ -394,3 +396,51 @@ def test_a_folder_that_another_run_writes_into_is_in_the_list(tiny_model: TinyMo
         keys = [problem.key for problem in refused.value.problems]
         assert keys == ["another process writes checkpoints here", "adapter.targets"]
     assert run(config).step == 1
+
+
+def test_an_objective_that_is_refused_leaves_the_result_before_as_it_is(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("sdxl", tiny_model, tmp_path, **ONE)
+    run(config)
+    there = sorted(path.name for path in (tmp_path / "out").iterdir())
+    longer = changed(changed(config, "training", max_steps=2), "objective", flow_shift=3.0)
+    with pytest.raises(ConfigError, match="flow_shift"):
+        run(longer)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == there
+
+
+def test_refusals_of_a_run_that_names_a_checkpoint_elsewhere_or_an_unknown_flavour(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Nothing is said twice, nothing is lost, and no checkpoint is compared with a run that is not known."""
+    config = config_for("sdxl", tiny_model, tmp_path, **ONE)
+    run(config)
+    elsewhere = config.model_copy(update={"output_dir": str(tmp_path / "fresh")})
+    options = RunOptions(resume=str(tmp_path / "out" / "checkpoints" / "checkpoint-1"), report=False)
+    unreachable = [("logging.webhook", Problem("logging.webhook", "ftp://here", "https", "write https"))]
+    with pytest.raises(ConfigError) as refused:
+        train(elsewhere, environment=Environment({}), options=options, view=Heard(), known=unreachable)
+    assert [problem.key for problem in refused.value.problems] == ["logging.webhook"]
+    missing = Problem("datasets[0].path", "nothing there", "a folder", "make it")
+    unknown = changed(config, "model", path=None, flavour="bse-1.0")
+    with pytest.raises(ConfigError) as refused:
+        train(unknown, environment=Environment({}), options=RunOptions(), view=Heard(), known=[(missing.key, missing)])
+    assert [problem.key for problem in refused.value.problems] == ["datasets[0].path", "model.flavour"]
+
+
+def test_of_several_processes_that_were_not_joined_no_plan_is_made(tiny_model: TinyModel, tmp_path: Path) -> None:
+    class Planning(Heard):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plans: list[Planned] = []
+
+        def planned(self, planned: Planned, machine: Machine) -> None:
+            self.plans.append(planned)
+
+    view = Planning()
+    missing = Problem("datasets[0].path", "nothing there", "a folder", "make it")
+    several = Environment({"WORLD_SIZE": "8", "RANK": "0", "LOCAL_RANK": "0"})
+    config = config_for("sdxl", tiny_model, tmp_path, **ONE)
+    with pytest.raises(ConfigError) as refused:
+        train(config, environment=several, options=RunOptions(), view=view, known=[(missing.key, missing)])
+    assert {problem.key for problem in refused.value.problems} >= {"datasets[0].path"}
+    assert not view.plans, "for one process it would be another plan"

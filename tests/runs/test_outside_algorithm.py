@@ -75,7 +75,7 @@ def test_it_is_checked_planned_trained_written_and_read(tmp_path: Path, tiny_mod
     metadata = tmp_path / "outer-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outer\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[gracetune.adapters]\nouter = outer_adapter\n")
+    (metadata / "entry_points.txt").write_text("[gracetune.adapters]\nouter = outer_adapter:ALGORITHM\n")
     config = config_for("sdxl", tiny_model, tmp_path, training={"max_steps": 2, "mixed_precision": "fp32"})
     values = config.model_dump(mode="json", exclude_defaults=True)
     values |= {"gracetune": 1, "adapter": {"kind": "outer"}, "checkpoints": {"format": "lycoris"}}

@@ -46,14 +46,19 @@ def _is_finite(layer: Layer) -> bool:
 def change_norm(layer: Layer) -> float:
     tensors = {name: tensor.detach().float() for name, tensor in layer.tensors.items()}
     record = algorithm(layer.algorithm)
+    trained = [tensor for name, tensor in tensors.items() if name not in record.constants]
+    of_parameters = math.sqrt(sum(float(tensor.square().sum()) for tensor in trained))
     if needs_weight(layer):
-        trained = (tensor for name, tensor in tensors.items() if name not in record.constants)
-        return math.sqrt(sum(float(tensor.square().sum()) for tensor in trained))
+        return of_parameters
     found = record.norm(tensors, layer.scale)
     if found is not None:
         return found
+    rows, across = outputs(layer), columns(layer)
+    if rows is None or across is None:  # a record need not say how wide its layer is
+        at_first = [tensors[name] for name in record.zero_at_first if name in tensors]
+        return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else of_parameters
     # The norm does not depend on how the columns are folded into a kernel.
-    return float(delta(layer, (outputs(layer) or 0, columns(layer) or 0)).norm())
+    return float(delta(layer, (rows, across)).norm())
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

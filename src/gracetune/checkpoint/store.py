@@ -44,7 +44,7 @@ from gracetune.checkpoint.pieces import (
 from gracetune.checkpoint.ranks import OneProcess, Ranks
 from gracetune.checkpoint.reading import Checkpoint, Damage, other_run, verify
 from gracetune.errors import Problem
-from gracetune.storage.atomic import new_folder, sweep_folders
+from gracetune.storage.atomic import left_bytes, new_folder, sweep_folders
 from gracetune.storage.checksums import Fact, write_checksummed
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.units import MIB
@@ -236,8 +236,11 @@ class CheckpointStore:
         return target
 
     def check_room(self, needed: int, identity: Mapping[str, str] | None = None) -> None:
-        """CheckpointFullError where the disk has not that many bytes left. `identity` as in `claim`, before that."""
+        """CheckpointFullError where the disk has not that many bytes left. `identity` as in `claim`, before that: then
+        what a killed process left counts as free, because `claim` removes it."""
         free = self._free()
+        if free is not None and identity is not None:
+            free += left_bytes(self.folder)
         if free is not None and free < needed:
             last = self._last_whole(identity)
             safe = "there is no earlier checkpoint" if last is None else f"{last} is whole"

@@ -31,7 +31,7 @@ app = typer.Typer(help="Look into adapter files, check them, convert them.", no_
 if TYPE_CHECKING:
     To = str
 else:
-    To = StrEnum("To", {name.upper(): name for name in FORMAT_NAMES})
+    To = StrEnum("To", [(f"FORMAT_{number}", name) for number, name in enumerate(FORMAT_NAMES)])
 
 
 class Precision(StrEnum):

@@ -22,7 +22,7 @@ from gracetune.config.base import (
     Text,
     WholeNumber,
 )
-from gracetune.config.dataset_backends import INSTALLED, BackendName
+from gracetune.config.dataset_backends import BACKENDS, BackendName, is_installed
 
 Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]
 AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
@@ -184,7 +184,10 @@ class Dataset(Section):
 
 
 BACKEND_SECTIONS: tuple[str, ...] = tuple(
-    name for name in INSTALLED.names if name.isidentifier() and name not in Dataset.model_fields
+    name
+    for name in BACKENDS.names
+    if is_installed(name) and name.isidentifier() and not name.startswith("_")
+    if name not in Dataset.model_fields and not hasattr(Dataset, name)
 )
 """Installed backends whose options have a section of a dataset, as `in_memory` is one; without names that are taken."""
 

@@ -23,6 +23,7 @@ FORMAT_NAMES: Final[tuple[str, ...]] = EXPORT_FORMATS.names
 
 def _importable(name: str) -> str:
     """`config check` already names a package that is broken. Ours import torch, and are not imported for that."""
+    EXPORT_FORMATS.check_unique(name)
     if name not in EXPORT_FORMATS.ours:
         EXPORT_FORMATS.load(name)
     return name

@@ -31,7 +31,8 @@ def _ranks(adapter: Adapter) -> Iterator[Broken]:
     for module, options in adapter.by_module.items():
         kind = options.get("algo", adapter.kind)
         ranks += [(("adapter", "by_module", module, name), kind, options.get(name)) for name in ("dim", "linear_dim")]
-    limited = {name for one in algorithms() if one.rank_is_width for name in (one.name, one.lycoris_name)}
+    wide = [one for one in algorithms() if one.rank_is_width]
+    limited = [*(one.name for one in wide), *(one.lycoris_name for one in wide if one.lycoris_name is not None)]
     for path, kind, rank in ranks:
         if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
             yield Broken(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",

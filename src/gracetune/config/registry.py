@@ -47,24 +47,29 @@ class Registry:
         """The record. A name that two packages use (we count) is rejected, and so is one that cannot be imported."""
         if name not in self.names:
             raise KeyError(name)
-        points = [point for point in self.installed if point.name == name]
-        if name in self.ours and not points:
+        self.check_unique(name)
+        if name in self.ours:
             return EntryPoint(name, self.ours[name], self.group).load()
-        if len(points) != 1 or name in self.ours:
-            raise self._two_of(name, points)
+        (point,) = self._points(name)
         try:
-            return points[0].load()
+            return point.load()
         except Exception as error:  # the code of others, run for the first time: any error is theirs to fix
-            found = f"{points[0].value} cannot be imported: {type(error).__name__}: {error}"
+            found = f"{point.value} cannot be imported: {type(error).__name__}: {error}"
             raise self.rejected(name, found, "module:NAME, the record in a module of that package") from error
+
+    def check_unique(self, name: str) -> None:
+        """ConfigError for a name that two packages use. Nothing is imported."""
+        points = self._points(name)
+        if len(points) + (name in self.ours) > 1:
+            by = [f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})" for point in points]
+            where = ", ".join([*(["gracetune itself"] if name in self.ours else []), *by])
+            raise self.rejected(name, f"several called {name}: {where}", "one")
+
+    def _points(self, name: str) -> list[EntryPoint]:
+        return [point for point in self.installed if point.name == name]
 
     def rejected(self, name: str, found: str, expected: str) -> ConfigError:
         hint = f"fix or `pip uninstall` the package whose entry point in {self.group} is called {name}"
         return ConfigError(
             [Problem(f"the installed {self.what} {name}", found, expected, f"{hint} (docs/extending.md)")]
         )
-
-    def _two_of(self, name: str, points: list[EntryPoint]) -> ConfigError:
-        by = [f"{point.value} ({point.dist.name if point.dist else 'unknown distribution'})" for point in points]
-        where = ", ".join([*(["gracetune itself"] if name in self.ours else []), *by])
-        return self.rejected(name, f"several called {name}: {where}", "one")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from gracetune.config.dataset_backends import INSTALLED
+from gracetune.config.dataset_backends import is_installed, validated
 from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
@@ -156,14 +156,14 @@ def _backend(dataset: Dataset, path: Path) -> Iterator[Broken]:
             expected = f"no options of {name} in a dataset of type {dataset.type}"
             hint = f"write type: {name}, or remove them"
             yield Broken((*path, name), describe(given[name]), expected, hint, ((*path, "type"),))
-    if not INSTALLED.has(dataset.type):
+    if not is_installed(dataset.type):
         return
     if dataset.type not in BACKEND_SECTIONS:
         expected = "a backend whose name is no other key of a dataset"
         yield Broken((*path, "type"), dataset.type, expected, "rename the entry point of the package that brings it")
         return
     try:
-        _, invalid = INSTALLED.validated(dataset.type, given[dataset.type])
+        _, invalid = validated(dataset.type, given[dataset.type])
     except ConfigError as error:
         for one in error.problems:
             yield Broken((*path, "type"), f"{dataset.type}: {one.found}", one.expected, one.hint)

@@ -207,10 +207,22 @@ def sweep(folder: Path) -> int:
 
 def sweep_folders(folder: Path) -> int:
     """The same for folders, which have no lock of their own: only while the caller keeps other writers out."""
-    left = [path for path in folder.iterdir() if is_temporary(path.name) and path.is_dir() and not path.is_symlink()]
+    left = _left_folders(folder)
     for path in left:
         shutil.rmtree(path, ignore_errors=True)
     return len(left)
+
+
+def left_bytes(folder: Path) -> int:
+    """What `sweep_folders` would free."""
+    files = [path for left in _left_folders(folder) for path in left.rglob("*") if not path.is_symlink()]
+    return sum(path.stat().st_size for path in files if path.is_file()) if files else 0
+
+
+def _left_folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if is_temporary(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _removed_if_left(path: Path) -> bool:

@@ -167,6 +167,12 @@ def open_host(
     return ExpertHost.open(choice, runtime.device, heap=heap, spare=planned.step_bytes, blocks=blocks)
 
 
+def check_objective(config: RunConfig, facts: ModelFacts, trained: Sequence[ExpertName]) -> None:
+    """Noise levels and loss weights that this model cannot be trained with."""
+    Goal.from_config(config.objective, facts, trained)
+    Weighting.from_config(config.objective, facts.schedule)
+
+
 @dataclass(frozen=True, eq=False)
 class Beginning:
     """A run at step 0: what `resume.restore` takes a checkpoint over into."""
@@ -174,6 +180,7 @@ class Beginning:
     state: TrainingState
     ramp: Ramp
     length: Length
+    goal: Goal
 
 
 def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtime, view: View) -> Beginning:
@@ -198,6 +205,7 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
         optimizer, config.schedule, optimizer_name=config.optimizer.name, total=length.steps
     )  # fmt: skip
     waiting = waiting_note(optimizer, f"optimizer {config.optimizer.name}", runtime.device)
+    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     weighting = Weighting.from_config(config.objective, trainee.facts.schedule)
     about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
     for note in (*about, weighting.warning, waiting):
@@ -209,7 +217,7 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
     scale = LossScale(runtime.device) if training.mixed_precision == "fp16" else NoScale()
     ema = Ema.from_config(trainee.parameters(), training.ema)
     return Beginning(
-        TrainingState(optimizer, scheduled.scheduler, scale, ema, loader, runtime.device), ramp, length
+        TrainingState(optimizer, scheduled.scheduler, scale, ema, loader, runtime.device), ramp, length, goal
     )  # fmt: skip
 
 
@@ -219,10 +227,9 @@ def assemble(
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
 ) -> Job:  # fmt: skip
     training = config.training
-    goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
     step = TrainStep(
-        trainee.spec, trainee.facts, goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
+        trainee.spec, trainee.facts, beginning.goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
         base=trainee.base_for,
         replay=_replay(config, trainee, gradients, ready, live, memory, runtime, view),
     )  # fmt: skip

@@ -40,7 +40,15 @@ from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.models.spec import Expert, ExpertName
-from gracetune.storage.atomic import check_writable, is_temporary, new_folder, sweep_folders, write_file, write_new
+from gracetune.storage.atomic import (
+    check_writable,
+    is_temporary,
+    new_folder,
+    sweep_folders,
+    sync_folder,
+    write_file,
+    write_new,
+)
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
@@ -128,7 +136,7 @@ class RunFolder:
         steps = sorted({int(found[1]) for path in self.path.iterdir() if (found := of_a_step.match(path.name))})
         notes = []
         for path in (path for step in steps if step > after for path in self.results(stages, step)):
-            if path.exists():
+            if _is_result(path):
                 kept = _kept("set-aside", path)
                 notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
@@ -137,7 +145,7 @@ class RunFolder:
         """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
         notes = []
         for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
-            if old.exists():
+            if _is_result(old):
                 kept = _kept("finished", old, new.name)
                 notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
@@ -304,6 +312,7 @@ def _save_model(denoiser: nn.Module, folder: Path, dtype: torch.dtype, *, write:
         return tensor.to("cpu", tensor.dtype if keep else dtype).contiguous()
 
     folder.parent.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder.parent.parent)
     sweep_folders(folder.parent)  # of a process that was killed here; the run's lock keeps others out
     with new_folder(folder) as temporary:
         cast(Any, denoiser).save_config(str(temporary))

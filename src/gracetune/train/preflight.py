@@ -1,7 +1,8 @@
 """Everything that can refuse a run before a model is loaded or data is cached: all of it at once, as one list.
 
-A refused run has changed nothing: no folder is made, no checkpoint moved. Once something is refused, no weights are
-downloaded to look for more: then what depends on the model is checked at the next start, unless it is on the disk.
+A refused run has changed nothing: no checkpoint is moved, no result renamed; at most the digests of the weights are in
+its cache. Once something is refused, no weights are downloaded to look for more: then what depends on the model is
+checked at the next start, unless it is on the disk.
 
 What is found only later, and why:
 - a file that cannot be parsed, or a value of the wrong kind: `config.load`, which lists all of them. Without a valid
@@ -26,7 +27,7 @@ from typing import TypeVar
 
 import torch
 
-from gracetune.checkpoint.resume import Start
+from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
@@ -39,7 +40,7 @@ from gracetune.models.source import ModelSource, is_on_disk
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.asked import check_requests
-from gracetune.train.assembly import check_optimizer, checked_ramp, refuse_two_halves
+from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
 from gracetune.train.identity import identity_of
 from gracetune.train.logs import sinks_of
@@ -117,16 +118,21 @@ def preflight(
     checks = Checks(known)
     runtime = _open_runtime(config, environment, view, checks, stack)
     runtime.seed(config.training.seed)
-    _check_settings(config, runtime, checks)
+    # Of several processes that were never joined, how many there are and how they share the weights is not known here.
+    is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
+    _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
     model = Outcome[OpenedModel]()
-    if not checks.refused or is_on_disk(config.model):
+    on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
+    if on_disk.is_known and on_disk.value:
         model = checks.run(lambda: _open_model(config, runtime.device))
     trained = model.value.trained if model.is_known else ("",)
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
     # What follows is agreed on by all processes, or each checks by itself: one that is refused takes no part any more.
     share = runtime.from_main if not runtime.highest(int(checks.refused)) else _made_here
-    planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
+    planned = Outcome[Planned]()
+    if not is_one_of_several:
+        planned = checks.run(lambda: share(lambda: _plan(config, machine, model.value, runtime, options)))
     checks.run(lambda: view.planned(planned.value, machine))
     checks.run(lambda: refuse_misfit(planned.value, allowed=options.allow_misfit))
 
@@ -145,6 +151,7 @@ def preflight(
         checks.run(lambda: refuse_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
         if not (beginning.is_refused or checks.is_known("output_dir")):
             _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
+        checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
         shapes = checks.run(lambda: _check_adapter(config, model.value, init_from=not checks.is_known(_INIT_FROM)))
@@ -181,11 +188,12 @@ def _open_runtime(
     )  # fmt: skip
 
 
-def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks) -> None:
+def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_one_of_several: bool) -> None:
     """What needs neither the model nor the run's folder."""
     checks.run(lambda: refuse_two_halves(config))
-    checks.run(lambda: refuse_fp8(config, runtime))
-    checks.run(lambda: checked_ramp(config, runtime.world_size))
+    if not is_one_of_several:
+        checks.run(lambda: refuse_fp8(config, runtime))
+        checks.run(lambda: checked_ramp(config, runtime.world_size))
     for sink in sinks_of(config) if runtime.is_main else ():
         checks.run(partial(sink.check, config))
 
@@ -212,10 +220,10 @@ def _find_beginning(
     *, refused: bool,
 ) -> _Beginning:  # fmt: skip
     """A run's identity reads all of its weights, and remembers their digests in its folder. For a run that is refused
-    already this is done only where there are checkpoints to compare it with."""
-    needless = refused and store.latest() is None
-    identity = {} if needless else identity_of(config, model.source, model.facts)
+    already this is done only where there is a checkpoint to compare it with."""
     asked = options.resume or config.checkpoints.resume
+    needless = refused and resolve(asked, store)[0] is None and store.latest() is None
+    identity = {} if needless else identity_of(config, model.source, model.facts)
     start = find_start(asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run)
     view.say(start.reason)
     experts = [expert for expert in model.facts.experts if expert.name in model.trained]

@@ -15,13 +15,14 @@ from torch import nn
 
 from gracetune.adapters import algorithms as package
 from gracetune.adapters.algorithms.record import Algorithm
-from gracetune.adapters.algorithms.registry import NAMES, OURS, algorithm, algorithms
+from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.attach import attach, describe
 from gracetune.adapters.formats.detect import detect
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.targets import ADAPTABLE
 from gracetune.adapters.targets import select as select_modules
 from gracetune.adapters.trainable import select, trainable
+from gracetune.config.adapter_kinds import ALGORITHM_NAMES, ALGORITHMS
 from gracetune.config.run_config import Adapter
 from gracetune.models.footprint import Block, Footprint, Linear
 from gracetune.models.key_maps import KEY_MAPS
@@ -36,8 +37,8 @@ SHARED = {"record", "registry", "assembly", "matrices", "low_rank", "__init__"}
 
 def test_every_file_of_the_folder_is_registered() -> None:
     files = {path.stem for path in Path(package.__path__[0]).glob("*.py")}
-    assert files - SHARED == set(OURS)
-    assert NAMES[: len(OURS)] == OURS
+    assert files - SHARED == set(ALGORITHMS.ours)
+    assert ALGORITHM_NAMES[: len(ALGORITHMS.ours)] == tuple(ALGORITHMS.ours)
 
 
 def test_records_import_no_torch() -> None:
@@ -153,11 +154,13 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 """Names, classes by their older names too, exclusions and options by class."""
 
 
-EACH_ONCE = [(name, SETTINGS[place % len(SETTINGS)]) for place, name in enumerate(NAMES)]
+EACH_ONCE = [(name, SETTINGS[place % len(SETTINGS)]) for place, name in enumerate(ALGORITHM_NAMES)]
 
 
 @pytest.mark.parametrize(
-    "cases", [EACH_ONCE, pytest.param([*product(NAMES, SETTINGS)], marks=pytest.mark.full)], ids=["each once", "all"]
+    "cases",
+    [EACH_ONCE, pytest.param([*product(ALGORITHM_NAMES, SETTINGS)], marks=pytest.mark.full)],
+    ids=["each once", "all"],
 )
 @pytest.mark.parametrize("family", FLAVOURS)
 def test_the_planner_counts_what_is_attached(

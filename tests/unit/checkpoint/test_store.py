@@ -27,6 +27,7 @@ from gracetune.checkpoint.folder import superfluous
 from gracetune.checkpoint.manifest import Metadata
 from gracetune.checkpoint.pieces import Saved, Snapshot, saved_size
 from gracetune.checkpoint.store import CheckpointStore
+from gracetune.storage.atomic import temporary_name
 from gracetune.storage.safetensors_files import TORCH_DTYPES, file_pieces
 from unit.cache.processes import Child
 from unit.checkpoint.states import IDENTITY, METADATA, Counter, Weights, check, filled, names, write
@@ -403,6 +404,22 @@ class TestFolder:
         with pytest.raises(OtherRunError, match="name was 'cats' and is 'dogs'"):
             store.write(4, [Counter()], metadata=Metadata({**IDENTITY, "name": "dogs"}))
         assert names(tmp_path) == before
+
+    def test_what_a_killed_process_left_counts_as_free_before_it_is_removed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = tmp_path / temporary_name()
+        left.mkdir()
+        (left / "half").write_bytes(bytes(1000))
+        with CheckpointStore(tmp_path, 5) as store:
+            monkeypatch.setattr(store, "_free", lambda: 100)
+            store.check_room(1100, IDENTITY)
+            with pytest.raises(CheckpointFullError):
+                store.check_room(1101, IDENTITY)
+            store.claim(IDENTITY)
+            assert not left.exists()
+            with pytest.raises(CheckpointFullError):
+                store.check_room(101)
 
     def test_no_room_is_told_before_anything_is_copied(self, tmp_path: Path) -> None:
         with CheckpointStore(tmp_path, 5) as store:

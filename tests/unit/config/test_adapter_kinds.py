@@ -18,11 +18,11 @@ class Mine(Lora):
 ALGORITHM = Mine()
 """
 BROKEN = {
-    "unimportable": ("import nosuchmod", "unimportable_module cannot be imported: ModuleNotFoundError"),
-    "raising": ("ALGORITHM = {}['a']", "raising_module cannot be imported: KeyError: 'a'"),
-    "nameless": ("", "nameless_module without ALGORITHM"),
-    "word": ("ALGORITHM = 'word'", "word_module without ALGORITHM"),
-    "misnamed": (WHOLE.format(name="other"), "an algorithm called other in misnamed_module"),
+    "unimportable": ("import nosuchmod", "unimportable_module:ALGORITHM cannot be imported: ModuleNotFoundError"),
+    "raising": ("ALGORITHM = {}['a']", "raising_module:ALGORITHM cannot be imported: KeyError: 'a'"),
+    "nameless": ("", "nameless_module:ALGORITHM cannot be imported: AttributeError"),
+    "word": ("ALGORITHM = 'word'", "'word'"),
+    "misnamed": (WHOLE.format(name="other"), "an algorithm called other"),
 }
 
 
@@ -38,7 +38,7 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
     metadata = tmp_path / "outside-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
-    points = "".join(f"{kind} = {kind}_module\n" for kind in sources)
+    points = "".join(f"{kind} = {kind}_module:ALGORITHM\n" for kind in sources)
     (metadata / "entry_points.txt").write_text(f"[gracetune.adapters]\n{points}")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(SRC), str(tmp_path)))}
     files = [str(tmp_path / f"{kind}.yaml") for kind in (*sources, "lora")]

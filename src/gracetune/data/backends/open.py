@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
-from gracetune.config.dataset_backends import INSTALLED
+from gracetune.config.dataset_backends import is_installed
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.handle import BackendHandle, SourceHandle, StagedHandle
@@ -48,7 +48,7 @@ def open_backend(
 
 def open_unstaged(dataset: Dataset) -> Storage:
     """The same files, read from where they lie: of a dataset that would be staged, its source."""
-    return open_with(Opening(dataset)) if INSTALLED.has(dataset.type) else plain_backend(dataset.path)
+    return open_with(Opening(dataset)) if is_installed(dataset.type) else plain_backend(dataset.path)
 
 
 def attach_backend(handle: BackendHandle) -> Storage:

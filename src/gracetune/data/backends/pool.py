@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from gracetune.config.dataset_backends import INSTALLED
+from gracetune.config.dataset_backends import is_installed
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.open import open_backend
 from gracetune.data.backends.registry import options_of
@@ -140,7 +140,7 @@ def _place(dataset: Dataset) -> tuple[str, str]:
 def _can_share(one: Dataset, other: Dataset) -> bool:
     if _place(one) != _place(other):
         return False
-    if INSTALLED.has(one.type):
+    if is_installed(one.type):
         return options_of(one) == options_of(other)
     return one.type != "in_memory" or one.in_memory.compression == other.in_memory.compression
 

@@ -1,35 +1,21 @@
-"""All dataset backends: ours, one line each, and those of installed packages."""
+"""Opens a dataset with the backend of its type: ours, or one of an installed package."""
 
 from __future__ import annotations
 
-from typing import Final
-
 from gracetune.config.base import Options
-from gracetune.config.dataset_backends import INSTALLED, InstalledBackends, refused
+from gracetune.config.dataset_backends import BACKENDS, is_installed, validated
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.backends import local, url
 from gracetune.data.backends.record import DatasetBackend, Opening
 from gracetune.data.backends.shared import Storage
-from gracetune.data.staging import opening as staged
 from gracetune.errors import ConfigError, Problem
 
-_RECORDS: Final = (
-    local.BACKEND,
-    url.BACKEND,
-    staged.BACKEND,
-)
-OURS: Final = {record.name: record for record in _RECORDS}
 
-
-def open_with(opening: Opening, installed: InstalledBackends = INSTALLED) -> Storage:
-    """Open a dataset with the backend of its type."""
+def open_with(opening: Opening) -> Storage:
     dataset = opening.dataset
-    if dataset.type in OURS:
-        return OURS[dataset.type].open(opening)
-    record = installed.load(dataset.type)
-    if not isinstance(record, DatasetBackend):
-        raise refused(dataset.type, f"{record!r}", "a DatasetBackend")
-    options, invalid = installed.validated(dataset.type, options_of(dataset))
+    record = BACKENDS.load_as(dataset.type, DatasetBackend)
+    if not is_installed(dataset.type):
+        return record.open(opening)
+    options, invalid = validated(dataset.type, options_of(dataset))
     if invalid:
         raise ConfigError([
             Problem(f"dataset {dataset.id}: {'.'.join(map(str, (dataset.type, *one.path)))}", f"{one.found!r}",
@@ -38,7 +24,7 @@ def open_with(opening: Opening, installed: InstalledBackends = INSTALLED) -> Sto
         ])  # fmt: skip
     found = record.open(Opening(dataset, options, opening.machine, opening.ranks))
     if not isinstance(found, Storage):
-        raise refused(dataset.type, f"`open` gave a {type(found).__name__}", "a Storage")
+        raise BACKENDS.rejected(dataset.type, f"`open` gave a {type(found).__name__}", "a Storage")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gracetune.config.adapter_kinds import algorithms
+from gracetune.config.adapter_kinds import ALGORITHMS, algorithms
 from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
@@ -72,10 +72,13 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                  f"model.experts is {model.experts}, and a single expert takes no turns",
                  "--set model.experts=both")  # fmt: skip
     kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
+    chosen = [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
+    read = {key for one in chosen for key in one.own_options}
     for one in algorithms():
-        if one.own_options:
-            yield Switch(one.name not in kinds and one.lycoris_name not in kinds, "adapter", adapter,
-                         " ".join(one.own_options), f"adapter.kind is {adapter.kind}, and only {one.name} has them",
+        keys = one.own_options if one in chosen else [key for key in one.own_options if key not in read]
+        if keys and one.name in ALGORITHMS.ours:
+            yield Switch(one not in chosen, "adapter", adapter, " ".join(keys),
+                         f"adapter.kind is {adapter.kind}, and only {one.name} has them",
                          f"--set adapter.kind={one.name}")  # fmt: skip
     yield Switch(adapter.kind == "full_finetune", "adapter", adapter,
                  "rank alpha dropout conv_rank conv_alpha by_module strength",

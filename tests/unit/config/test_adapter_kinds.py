@@ -13,8 +13,8 @@ WHOLE = """
 from gracetune.adapters.algorithms.lora import Lora
 class Mine(Lora):
     name = {name!r}
-    lycoris_name = None
-    own_options = ("decompose_both",)
+    lycoris_name = "lokr"
+    own_options = ("decompose_both", "rank")
 ALGORITHM = Mine()
 """
 BROKEN = {
@@ -32,7 +32,7 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
         (tmp_path / f"{kind}_module.py").write_text(code)
     for kind in (*sources, "lora"):
         (tmp_path / f"{kind}.yaml").write_text(
-            f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: wan}}\nadapter: {{kind: {kind}}}\n"
+            f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: wan}}\nadapter: {{kind: {kind}, rank: 4}}\n"
             f"datasets: [{{id: a, path: {tmp_path}}}]\ntraining: {{max_steps: 10}}\n"
         )
     metadata = tmp_path / "outside-1.0.dist-info"
@@ -48,6 +48,7 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
     assert "Traceback" not in done.stderr
     *refused, whole, ours = json.loads(done.stdout)["files"]
     assert whole["problems"] == ours["problems"] == []
+    assert not [note for note in ours["notes"] if "rank" in note], "what another algorithm claims is no note for LoRA"
     for (kind, (_, found)), file in zip(BROKEN.items(), refused, strict=True):
         (problem,) = file["problems"]
         assert found in problem["found"], kind

@@ -15,6 +15,7 @@ from gracetune.adapters.file_errors import UnclearFamilyError
 from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.names import Located, locate, split
 from gracetune.adapters.state import Stage
+from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
 from gracetune.models.key_maps import KEY_MAPS
@@ -190,7 +191,8 @@ def _algorithms(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> t
 
 
 def _kind(names: set[str]) -> str | None:
-    for record in reversed(algorithms()):
+    ours = [record for record in algorithms() if record.name in ALGORITHMS.ours]
+    for record in (*reversed(ours), *algorithms()):  # what one of ours has is ours, whatever another package claims
         if any(name.startswith(record.marks) for name in names):
             return record.name
     return None

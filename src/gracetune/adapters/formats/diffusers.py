@@ -46,7 +46,7 @@ def write(state: AdapterState, dtype: torch.dtype) -> Written:
     for path, layer in state.layers.items():
         stem = f"{keys.component}.{path}"
         for name, tensor in _spelled(layer).items():
-            tensors[f"{stem}.{name}"] = cast(tensor, dtype, f"{stem}.{name}")
+            tensors[f"{stem}.{name}"] = cast(tensor, dtype, f"{stem}.{name}", layer)
     config = {f"{keys.component}.{name}": value for name, value in _config(state).items()}
     return tensors, identity(state, "diffusers") | {HEADER_ENTRY: json.dumps(config, sort_keys=True)}
 

@@ -19,6 +19,7 @@ from gracetune.adapters.formats import fusing
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.shapes import outputs
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
 from gracetune.errors import Problem
 from gracetune.models.key_maps import KEY_MAPS
@@ -28,7 +29,8 @@ Written = tuple[dict[str, Tensor], dict[str, str]]
 """Tensors by key, and the header's entries the format itself needs."""
 
 _FILE_NAMES = {"down": LYCORIS_NAMES, "A": PEFT_NAMES}
-_ALWAYS_FP32 = tuple(name for record in records() for name in record.always_fp32)
+_ALWAYS_FP32 = tuple(name for record in records() if record.name in ALGORITHMS.ours for name in record.always_fp32)
+"""On layers of any algorithm: files of LyCORIS put DoRA's magnitudes on all of them."""
 DORA_ENTRY, BY_BASE = "gracetune.dora", "base"
 """The header's word that a file's dora_scale by rows is ComfyUI's."""
 
@@ -66,7 +68,7 @@ def write(state: AdapterState, dtype: torch.dtype, spelling: Spelling, stems: St
     faults: list[Fault] = []
     for stem in stems(state, keys, faults):
         for name, tensor in _spelled(stem.layer, spelling.lora).items():
-            tensors[f"{stem.name}.{name}"] = cast(tensor, dtype, f"{stem.name}.{name}")
+            tensors[f"{stem.name}.{name}"] = cast(tensor, dtype, f"{stem.name}.{name}", stem.layer)
         alpha = spelling.alpha(stem.layer)
         if alpha is not None:
             # A scalar costs nothing, and in half precision alpha could become inf.
@@ -170,9 +172,9 @@ def identity(state: AdapterState, format: FormatName) -> dict[str, str]:
     return found | ({"gracetune.stage": state.stage} if state.stage else {})
 
 
-def cast(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:
     """Floating-point tensors in the precision of the file; what does not fit into it is refused, not made inf."""
-    if name.endswith(_ALWAYS_FP32):
+    if name.endswith((*_ALWAYS_FP32, *algorithm(layer.algorithm).always_fp32)):
         dtype = torch.float32
     if not tensor.is_floating_point():
         return tensor.detach().cpu().contiguous()

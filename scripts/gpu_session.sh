@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One step of a session on a lent GPU machine, each under ten minutes: what is proven and measured there.
-#   scripts/gpu_session.sh STEP OUT        as COMMIT=$(git describe --always --dirty) where the checkout has no .git
+#   scripts/gpu_session.sh STEP OUT        as COMMIT=$(git describe --always --dirty) on a copy of the checkout
 # STEP, in the order of worth, with what each is expected to take on an H200:
 #   tests     `make test-gpu`: one process, a random order (ORDER=--order-seed=N repeats one)    6-9 min
 #   forms     `make test-gpu-long`: every adapter's form as a compiled graph computes it         6-8 min
@@ -37,6 +37,8 @@ ln -sfn "$out" build/session
 python=${PYTHON:-python3}
 
 export PYTHONPATH=$PWD/src PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+# Where COMMIT is given, the copy's own .git (if there is one) is of another commit. It stays: the machine may need it.
+[ -z "${COMMIT:-}" ] || export GIT_DIR=/nonexistent
 if ! "$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("diffusers") is None)'; then
     if [ ! -d build/bundle ]; then # whole or not at all; scripts/offline_bundle.sh makes it
         mkdir -p build/unpacking

@@ -630,14 +630,16 @@ def commands(work: Work) -> Group:
 
 
 def benches(work: Work) -> Group:
-    """Results of measurements: which figures there are. Their values are this machine's."""
+    """Results of measurements: which figures there are. Their values, and the variables of the environment, are this
+    machine's."""
     config = config_of(work, "sdxl", "measured")
     measured = {
         "bench sdxl --smoke": work.run("bench", "sdxl", "--smoke", "--steps", "2", "--json"),
         "baseline capture": work.run("baseline", "capture", config, "--steps", "8", "--json"),
     }
+    figures = {name: sorted({_first(path) for path in leaves(done["json"])}) for name, done in measured.items()}
     return {
-        name: {"exit": done["exit"], "figures": sorted({_first(path) for path in leaves(done["json"])})}
+        name: {"exit": done["exit"], "figures": [one for one in figures[name] if not one.startswith("/environment/")]}
         for name, done in measured.items()
     }
 

@@ -53,7 +53,7 @@ def without_room(file: Path, small: int) -> None:
         print(json.dumps({"skip": str(reason)}))
         return
     first = _command(file)
-    there = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    there = sorted(path.name for path in (folder / "checkpoints").glob("*"))
     left = sorted(path.name for path in folder.iterdir() if path.name.startswith("."))
     resize_tmpfs(folder, 64 * MIB)
     second = _command(file)

@@ -32,7 +32,8 @@ def test_a_broken_package_stops_the_check_of_its_own_configs_only(tmp_path: Path
         (tmp_path / f"{kind}_module.py").write_text(code)
     for kind in (*sources, "lora"):
         (tmp_path / f"{kind}.yaml").write_text(
-            f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: wan}}\nadapter: {{kind: {kind}, rank: 4}}\n"
+            f"gracetune: 1\nname: x\noutput_dir: {tmp_path}/out\nmodel: {{family: wan}}\n"
+            f"adapter: {{kind: {kind}, rank: 4}}\n"
             f"datasets: [{{id: a, path: {tmp_path}}}]\ntraining: {{max_steps: 10}}\n"
         )
     metadata = tmp_path / "outside-1.0.dist-info"

@@ -8,7 +8,7 @@ What is normalised, and why, is all in this place:
 
 - `Work.normalised`: the folder of the snapshot is written `<work>` and the repository `<repo>`; both differ each time.
 - `VARYING`: values that differ from run to run or between machines. Their type is kept, their value is not.
-- `adapter_file`: the date and the version of gracetune in an adapter's header.
+- `adapter_file`, `Work.normalised`: the date and the version of gracetune in an adapter's header.
 - `OF_THIS_CPU`: values that hold for one kind of CPU only, as digests of trained weights do. They are compared where
   `cpu_probe` gives what it gave on the machine of the snapshot; elsewhere numbers are compared within `TOLERANCE`.
 """
@@ -102,6 +102,8 @@ class Work:
     def normalised(self, value: Any, path: str = "") -> Any:
         if any(re.search(pattern, path) for pattern in VARYING) and not isinstance(value, dict | list):
             return f"<{type(value).__name__}>"
+        if path.endswith("/modelspec.date"):
+            return "<date>"
         if isinstance(value, dict):
             return {self._text(key): self.normalised(inner, f"{path}/{key}") for key, inner in value.items()}
         if isinstance(value, list):

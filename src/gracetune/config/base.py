@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StrictBool, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    Strict,
+    StrictBool,
+    StringConstraints,
+)
 
 
 class Section(BaseModel):
@@ -33,6 +42,8 @@ LONGEST_SIDE = 8192
 FrameRate = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
+Secret = Annotated[Annotated[SecretStr, Field(min_length=1)] | None, Field(exclude=True)]
+"""A credential, or None: shown as stars, and left out wherever a config is written."""
 LONGEST_FILE_NAME = 200
 """In bytes: file systems take 255, and steps and endings are put behind it."""
 

@@ -48,6 +48,15 @@ class Environment:
             return Path(named) / "gracetune"
         return Path(home) / ".cache" / "gracetune" if home else None
 
+    @property
+    def hub_offline(self) -> str | None:
+        """The variable that forbids asking the Hugging Face hub, as it is set; None where nothing does."""
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second counts where the first is unset or empty
+            value = self.get(name)
+            if value:
+                return f"{name}={value}" if value.upper() in ("1", "ON", "YES", "TRUE") else None
+        return None
+
     def without_memory_options(self) -> Environment:
         """The same environment as seen from a machine where nobody set a memory option."""
         ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE)

@@ -57,7 +57,14 @@ def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
     found = draft.get(path) if error["type"] == "missing" else error["input"]
     origin = draft.origin(path)
     by_flag = origin is not None and origin.kind == "flag"
+    if _is_secret(path):
+        return Problem(key, "a value of another kind, which is not shown", expected, "put it in quotes", file)
     return Problem(key, describe(found), expected, suggestion(path, found, key, by_flag=by_flag), file)
+
+
+def _is_secret(path: Path) -> bool:
+    node = schema_at(path)
+    return node is not None and any(option.get("writeOnly") for option in _options(node))
 
 
 def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:

@@ -25,14 +25,16 @@ def hide_credentials(text: str) -> str:
     return _TOKEN.sub(HIDDEN, text)
 
 
-def without_url_secrets(dataset: Mapping[str, Any]) -> dict[str, Any]:
+def without_url_secrets(dataset: Any) -> Any:
     """A dataset's values with the credentials of its address moved to `storage`, where they are kept as secrets."""
+    if not isinstance(dataset, Mapping):
+        return dataset
     path, storage = dataset.get("path"), dataset.get("storage")
     if not isinstance(path, str) or not (storage is None or isinstance(storage, Mapping)):
-        return dict(dataset)
+        return dataset
     address, found = split_address(path)
     if not found:
-        return dict(dataset)
+        return dataset
     return {**dataset, "path": address, "storage": {**found, **(storage or {})}}
 
 

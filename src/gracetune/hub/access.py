@@ -78,12 +78,6 @@ def is_server_error(error: Exception) -> bool:
     return _status(error) >= _SERVER_ERRORS
 
 
-def is_refusal(error: Exception) -> bool:
-    """Whether asking again would get the same answer."""
-    status = _status(error)
-    return 400 <= status < _SERVER_ERRORS and status not in (408, 429)
-
-
 def why(error: Exception) -> str:
     """The first line of what a library says, without credentials."""
     text = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,9 +41,13 @@ class DatasetFacts:
     assumed: str | None = None
 
 
-def survey(config: RunConfig, samples: int | None = None) -> tuple[DatasetFacts, ...]:
-    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here."""
-    return tuple(_facts(dataset, samples) for dataset in config.datasets if not dataset.disabled)
+def survey(
+    config: RunConfig, samples: int | None = None, known: Mapping[str, DatasetFacts] | None = None
+) -> tuple[DatasetFacts, ...]:
+    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here, `known`
+    what was found out about some of them by their ids."""
+    enabled = [dataset for dataset in config.datasets if not dataset.disabled]
+    return tuple((known or {}).get(dataset.id) or _facts(dataset, samples) for dataset in enabled)
 
 
 def _facts(dataset: Dataset, samples: int | None) -> DatasetFacts:

@@ -1,0 +1,26 @@
+"""What goes wrong while a copy is planned or made. Each message says what was found, expected, and what to type."""
+
+from __future__ import annotations
+
+from gracetune.data.errors import DataError
+from gracetune.errors import Problem
+
+
+class CopyError(DataError):
+    """A copy cannot be made as it was asked for. What is on the disk already stays for the next start."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    @classmethod
+    def of(cls, dataset: str, *, found: str, expected: str, hint: str) -> CopyError:
+        return cls(Problem(f"dataset {dataset}", found, expected, hint))
+
+
+class DamagedPartError(Exception):
+    """A table or an archive cannot be read to its end. Whoever unpacks it says of which dataset it is."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        self.part, self.reason = part, reason
+        super().__init__(f"{part}: {reason}")

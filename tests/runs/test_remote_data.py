@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from copy import deepcopy
@@ -18,6 +19,7 @@ import pytest
 import yaml
 from safetensors.torch import load, load_file
 
+from runs.launched import command_line, start
 from runs.made import TinyModel
 from runs.test_commands import gracetune
 from servers.hub import TOKEN, HubServer
@@ -196,6 +198,32 @@ print(fetch("model.path", "owner/large", None, None))
     folder = Path(done.stdout.splitlines()[-1])
     assert (folder / "unet" / "more.safetensors").read_bytes() == noise
     assert not [*(cache / "blobs").glob("*gracetune*")]
+
+
+@pytest.mark.full
+def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One of them downloads, the other waits; both train."""
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    data = {"data/train-00000-of-00001.parquet": parquet(rows(4))}
+    hub.dataset(PETS, data)
+    hub.faults.delay = 0.01
+    config = native(tmp_path, checkpoints={"every_steps": None})
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    processes = [
+        start(command_line("train", str(config)), RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    repo = hub.repos["model", "owner/tiny-sdxl"]
+    once = sum(len(file) for path, file in repo.files.items() if path.endswith(".safetensors"))
+    tables = sum(map(len, data.values()))
+    large = [request.sent for request in hub.requests if request.sent > 20_000 and "signature" in request.path]
+    assert sum(large) <= once + 3 * tables  # tables: their columns at preflight and before the copy, then their rows
+    assert load_file(tmp_path / "out" / "tiny.safetensors")
 
 
 EXAMPLES = {

@@ -30,6 +30,9 @@ from gracetune.train.run import Result
 from gracetune.train.view import View
 from gracetune.units import MIB, format_bytes, format_duration
 
+_LINE_EVERY = 30.0
+"""Seconds between lines about a download, where no bar is drawn."""
+
 
 class QuietView(View):
     """For --json and for ranks above 0: warnings go to stderr, of the first rank only."""
@@ -103,6 +106,7 @@ class TerminalView(View):
     def on_download(self, name: str) -> OnFetched:
         began = time.monotonic()
         first: list[int] = []
+        told = [began]
 
         def show(done: int, total: int) -> None:
             first[:1] = first[:1] or [done]
@@ -110,6 +114,9 @@ class TerminalView(View):
             left = format_duration((total - done) / pace) if pace > 0 else "unknown"
             more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
             self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
+            if self._progress.disable and time.monotonic() - told[0] > _LINE_EVERY:
+                told[0] = time.monotonic()
+                self.say(f"downloading {name}: {more}")
 
         return show
 

@@ -135,8 +135,9 @@ class HubFetcher:
         tree = api.list_repo_tree(name, recursive=True, revision=commit)
         files = {one.path: one for one in tree if isinstance(one, RepoFile)}
         wanted = [file] if file is not None else needed_files(files, variant)
-        missing = [path for path in wanted if path in files and not _is_cached(repo, commit, path)]
-        return DownloadPlan(repo, commit, tuple(wanted), {path: _remote(files[path]) for path in missing})
+        missing = {path: _remote(files[path]) for path in wanted if path in files}
+        missing = {path: one for path, one in missing.items() if not _is_cached(repo, commit, path, one)}
+        return DownloadPlan(repo, commit, tuple(wanted), missing)
 
     def _download(self, key: str, repo: Repo, variant: str | None, file: str | None) -> Path:
         from huggingface_hub import snapshot_download
@@ -218,8 +219,7 @@ class DownloadPlan:
 
     def blob(self, path: str) -> Path:
         """Where the hub's cache keeps a file with this content."""
-        digest = (self.missing[path].digest or "").partition(":")[2]
-        return self.repo.cache_folder / "blobs" / (digest or path.replace("/", "--"))
+        return _blob(self.repo, self.missing[path])
 
     def part(self, path: str) -> Path:
         blob = self.blob(path)
@@ -266,10 +266,15 @@ def _remote(file: Any) -> RemoteFile:
     return RemoteFile(file.size, digest, file.blob_id)
 
 
-def _is_cached(repo: Repo, commit: str, path: str) -> bool:
+def _blob(repo: Repo, remote: RemoteFile) -> Path:
+    return repo.cache_folder / "blobs" / (remote.digest or "").partition(":")[2]
+
+
+def _is_cached(repo: Repo, commit: str, path: str, remote: RemoteFile) -> bool:
+    """Under its name, or only its content: the name is huggingface_hub's business."""
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(repo.name, path, revision=commit), str)
+    return isinstance(try_to_load_from_cache(repo.name, path, revision=commit), str) or _blob(repo, remote).is_file()
 
 
 @contextmanager

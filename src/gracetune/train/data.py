@@ -58,7 +58,7 @@ def fetch(copies: Copies, runtime: Runtime, view: View) -> RunConfig:
         with view.phase("copies of remote data"):
             if not runtime.is_main:  # on other machines, and to see that everything is there
                 runtime.barrier()
-            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download)
+            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download, announced=True)
             if runtime.is_main:
                 runtime.barrier()
     return copies.localized()

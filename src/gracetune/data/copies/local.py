@@ -68,11 +68,14 @@ class Copies:
         warn: Say = lambda text: None,
         on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None,
         patience: Patience = Patience(),  # noqa: B008 - frozen
+        announced: bool = False,
     ) -> None:
-        """Everything that is missing. Of several processes one makes a copy, the others wait for it."""
+        """Everything that is missing. Of several processes one makes a copy, the others wait for it. `announced`: what
+        it takes has been said already."""
         for dataset, options, folder in self.wanted():
             if self._plan_if_needed(dataset, folder):
-                self._make(dataset, options, folder, say, warn, on_fetched(dataset.id), patience)
+                announce: Say = _nothing if announced else say
+                self._make(dataset, options, folder, say, warn, on_fetched(dataset.id), patience, announce)
             else:
                 manifest = folder.manifest()
                 if manifest is not None:
@@ -111,7 +114,7 @@ class Copies:
 
     def _make(
         self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, say: Say, warn: Say, on_fetched: OnFetched,
-        patience: Patience,
+        patience: Patience, announce: Say,
     ) -> None:  # fmt: skip
         with folder.locked(say):
             plan = self._plan(dataset, options, folder)  # anew: another process may have made it meanwhile
@@ -119,7 +122,7 @@ class Copies:
                 return
             plan.check()
             for line in plan.lines():
-                say(line)
+                announce(line)
             began = time.monotonic()
             made: MadeCopy = make_copy(plan, on_fetched=on_fetched, patience=patience)
         took = time.monotonic() - began
@@ -127,6 +130,10 @@ class Copies:
         say(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
         for note in made.notes:
             warn(note)
+
+
+def _nothing(text: str) -> None:
+    """Nobody hears it."""
 
 
 def _device(folder: Path) -> int:

@@ -24,7 +24,7 @@ from gracetune.data.copies.folder import CopyFolder, FinishedPart, Manifest
 from gracetune.data.copies.layout import Part, kind_for, media_column
 from gracetune.data.copies.parquet import unpack_parquet
 from gracetune.data.copies.plan import UNPACKED_AT_ONCE, CopyPlan, part_file, wanted_columns
-from gracetune.data.copies.rows import FILTERED, METADATA, ROWS, PartWriter, cut_tile, passes, stem_of
+from gracetune.data.copies.rows import FILE_NAME, FILTERED, METADATA, ROWS, PartWriter, cut_tile, passes, stem_of
 from gracetune.data.copies.sources import open_file
 from gracetune.data.copies.tables import METADATA_TABLES, FolderRows, check_table_columns, folder_rows, is_metadata
 from gracetune.data.media import kind_of
@@ -303,7 +303,10 @@ class _Making:
         """`metadata.jsonl`: every row has every column."""
         self._folder.data.mkdir(parents=True, exist_ok=True)
         if rows is not None:
-            lines: Iterator[Mapping[str, Any]] = iter(rows.rows.values())
+            names = {part.part: part.at for part in parts}  # a picture that was cut has another extension
+            lines: Iterator[Mapping[str, Any]] = (
+                {**row, FILE_NAME: names[path]} for path, row in rows.rows.items() if path in names
+            )
             columns: Iterable[str] = (name for row in rows.rows.values() for name in row)
         else:
             lines = (row for part in parts for row in self._rows_of(part))

@@ -14,8 +14,10 @@ from gracetune.config.spelling import nearest
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.rows import FILTERED, PartWriter, media_bytes, passes
 from gracetune.errors import Problem
+from gracetune.units import MIB
 
-_ROWS_AT_ONCE = 32
+_ROWS_AT_ONCE = 256
+_BYTES_AT_ONCE = 64 * MIB
 """Of one batch: a row may hold a video."""
 
 
@@ -77,13 +79,17 @@ def unpack_parquet(
             raise DamagedPartError(name, f"no column `{media}`, which others have; it has {', '.join(schema.names)}")
         kept = [field.name for field in schema if field.name == media or not _holds_files(field.type, arrow)]
         number = 0
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=kept):
+        for batch in file.iter_batches(batch_size=_at_once(path.stat().st_size, file.metadata.num_rows), columns=kept):
             for row in batch.to_pylist():
                 if rows is None or number in rows:
                     _unpack_row(row, number, writer, media, filters)
                 number += 1
             if rows is not None and number >= rows.stop:
                 return
+
+
+def _at_once(size: int, rows: int) -> int:
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * max(1, rows) // max(1, size)))
 
 
 def _unpack_row(row: dict[str, Any], number: int, writer: PartWriter, media: str, filters: Sequence[RowFilter]) -> None:

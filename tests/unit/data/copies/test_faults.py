@@ -196,6 +196,7 @@ def _process(script: str, tmp_path: Path, hub: HubServer) -> subprocess.Complete
     return subprocess.run(command, env=_environment(hub, tmp_path), capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.full
 def test_a_killed_process_leaves_no_half_file_and_is_gone_on_with(hub: HubServer, tmp_path: Path) -> None:
     noise = os.urandom(2 * MIB)
     data = tar({"a.png": picture(1), "noise.bin": noise})
@@ -251,6 +252,7 @@ def test_a_copy_that_somebody_changed_is_repaired(hub: HubServer, tmp_path: Path
     assert json.loads((folder.root / "copy.json").read_text())["complete"] is True
 
 
+@pytest.mark.full
 def test_a_slow_server_is_waited_for_and_shown(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"0.tar": tar({"a.png": picture(1), "noise.bin": os.urandom(MIB)})})
     hub.faults.delay = 0.02

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.destinations import torch_dtype
 from gracetune.storage.atomic import new_folder, write_new
+from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import tensor_bytes
 from gracetune.storage.safetensors_headers import (
     TensorEntry,
@@ -81,7 +83,7 @@ def merge_into(
         raise ConfigError(shortened(unfit))
     with _new_folder(out) as folder:
         if (source / _CONFIG).is_file():
-            write_new(folder / _CONFIG, [(source / _CONFIG).read_bytes()])
+            write_new(folder / _CONFIG, [read_small_file(source / _CONFIG)])
         files = _write_shards(weights, changes, folder, shard_bytes)
     return MergeReport(out, files, tuple(name for name in weights.entries if name in changes), len(weights.entries))
 
@@ -247,7 +249,7 @@ def _tensor_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
 def _read(entry: TensorEntry) -> bytearray:
     data = bytearray(entry.size)
     try:
-        with entry.path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(entry.path), "rb", buffering=0) as file:
             got = read_fully(file.fileno(), memoryview(data), entry.start)
     except OSError as error:
         raise GracetuneError(f"{entry.path} cannot be read: {error.strerror or error}") from error

@@ -185,6 +185,9 @@ class Algorithm(ABC):
     def least_dimensions(self, tensor: str) -> int:
         return 0
 
+    def most_dimensions(self, tensor: str) -> int:
+        return 5  # of a three-dimensional convolution's weight
+
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
         """A layer of a file from its tensors. Raises `LayerError`."""
         return Layer(self.name, dict(tensors), 1.0, None)

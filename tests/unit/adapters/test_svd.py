@@ -80,8 +80,8 @@ class TestNearest:
         shape = (18, 20, 3, 3)
         core = drawn(2, 2, 3, 3, seed=9)
         layers = [
-            Layer("locon", {"lora_down.weight": drawn(2, 20, 1, 1, seed=1), "lora_up.weight": drawn(18, 2, 1, 1, seed=2),
-                            "lora_mid.weight": core}, 3.0, 2),
+            Layer("locon", {"lora_down.weight": drawn(2, 20, 1, 1, seed=1), "lora_mid.weight": core,
+                            "lora_up.weight": drawn(18, 2, 1, 1, seed=2)}, 3.0, 2),
             Layer("loha", {"hada_w1_a": drawn(2, 18, seed=3), "hada_w1_b": drawn(2, 20, seed=4), "hada_t1": core,
                            "hada_w2_a": drawn(2, 18, seed=5), "hada_w2_b": drawn(2, 20, seed=6),
                            "hada_t2": core * 2}, 3.0, 2),

@@ -48,11 +48,11 @@ def test_nor_as_an_index_or_a_file_that_has_a_checksum(tmp_path: Path) -> None:
 def test_links_are_followed_and_descriptors_closed(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(list(Path("/proc/self/fd").iterdir()))
     assert read_small_file(tmp_path / "link") == b"content"
     with pytest.raises(FileNotFoundError):
         open_regular(tmp_path / "nothing")
     with pytest.raises(OSError, match="a file of more than 6 B") as caught:
         read_small_file(tmp_path / "file", most=6)
     assert caught.value.errno == errno.EFBIG
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -72,7 +72,7 @@ def read(path: Path) -> AdapterFile:
         raise UnreadableAdapterError(error.problems) from None
     except SafetensorError as error:  # what our own look at the header let pass
         raise _unreadable(path, short(str(error)), "a safetensors file", "save it again where it was made") from None
-    except (OSError, MemoryError) as error:
+    except (OSError, MemoryError, ValueError) as error:  # the last: a null character in the name
         found = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise _unreadable(path, found, "a readable file", "check the path and its permissions") from None
     matches = _hash_matches(header, tensors)

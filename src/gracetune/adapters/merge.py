@@ -139,13 +139,17 @@ def _fits(layer: Layer, shape: tuple[int, ...], is_bias: bool) -> bool:
 
 def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
     merged = tensor.detach().float()
-    for layer, strength, is_bias in change:
-        bias = bias_delta(layer)
-        merged = (
-            merged + strength * bias.to(merged.device)
-            if is_bias and bias is not None
-            else apply(layer, merged, strength=strength)
-        )
+    try:
+        for layer, strength, is_bias in change:
+            bias = bias_delta(layer)
+            merged = (
+                merged + strength * bias.to(merged.device)
+                if is_bias and bias is not None
+                else apply(layer, merged, strength=strength)
+            )
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a rotation so large that nothing of it is left
+        hint = "take an earlier checkpoint: the training run has diverged"
+        raise ConfigError([Problem(name, "a change beyond the range of numbers", "finite numbers", hint)]) from None
     result = merged.to(tensor.dtype)
     if not result.isfinite().all() and tensor.isfinite().all():
         found = f"infinite or no number as {tensor.dtype} once the adapter is in it"

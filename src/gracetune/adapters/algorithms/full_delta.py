@@ -88,5 +88,8 @@ class FullDelta(Algorithm):
     def alpha_in(self, format: str, alpha: float) -> float | None:
         return None
 
+    def refusal(self, format: str, tensors: Tensors) -> str | None:
+        return None if format == "comfyui" else super().refusal(format, tensors)
+
 
 ALGORITHM = FullDelta()

@@ -61,8 +61,10 @@ class Ia3(Algorithm):
         return 1 if tensor == "weight" else 0
 
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
-        if tensors[FLAG].numel() != 1 or float(tensors[FLAG]) not in (0.0, 1.0):
+        if tensors[FLAG].numel() != 1:
             raise LayerError(f"{FLAG} is {sides(tensors[FLAG])}: it is one number, 0 or 1")
+        if float(tensors[FLAG]) not in (0.0, 1.0):
+            raise LayerError(f"{FLAG} is {float(tensors[FLAG]):g}: it is 0 or 1")
         check_vector("weight", tensors["weight"])
         return super().assemble(tensors, alpha, convention)
 

@@ -220,5 +220,8 @@ class Algorithm(ABC):
         return alpha
 
     def refusal(self, format: str, tensors: Tensors) -> str | None:
-        """Why a format cannot hold such a layer."""
-        return "diffusers loads LoRA and DoRA for this family, nothing else" if format == "diffusers" else None
+        """Why a format cannot hold such a layer. An algorithm that ComfyUI has code for says so here."""
+        return {
+            "diffusers": "diffusers loads LoRA and DoRA for this family, nothing else",
+            "comfyui": f"ComfyUI does not know {self.name}",
+        }.get(format)

@@ -56,8 +56,7 @@ def check_every_command(path: Path, family: str, target: Attached, chance: rando
         again.unlink()
     took = [inspected(path)]
     format = chance.choice(list(FORMATS))
-    for rank in (None, 2):
-        took.append(converted(path, path.with_name(f"out{rank}.safetensors"), format, rank))
+    took += [converted(path, path.with_name(f"out{rank}.safetensors"), format, rank) for rank in (None, 2)]
     try:
         opened = open_adapter(path, family)
         print_verified(opened, "x", verify(opened.reading, {"": SHAPES[family]}), Console(file=io.StringIO()))
@@ -152,8 +151,9 @@ def test_spoiled_files_end_with_an_error_or_a_right_answer(valid: tuple[Valid, .
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)
 def test_many_more_of_them(valid: tuple[Valid, ...], tmp_path: Path) -> None:
-    took, all_of_them = fuzz(valid, tmp_path, range(1_000, 13_000))
+    took, all_of_them = fuzz(valid, tmp_path, range(1_000, 5_000))
     assert 0 < took < all_of_them
 
 

@@ -27,9 +27,6 @@ git archive HEAD | tar -x -C "$work/tree" # what is built by hand or left over i
 version=$(cd "$work/tree/src" && "$python" -c 'import gracetune; print(gracetune.__version__)')
 [ ! -e "$output/gracetune-$version.tar.gz" ] || die "$output holds a release $version already: another folder, or another version"
 
-# Times of files are the commit's, so that the same commit gives the same archives.
-SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
-export SOURCE_DATE_EPOCH
 (cd "$work/tree" && "$python" -c 'import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])' "$work/release") \
     >"$work/log" 2>&1 || { cat "$work/log" >&2; die "the source distribution cannot be built"; }
 sdist=$work/release/gracetune-$version.tar.gz

@@ -19,6 +19,7 @@ import sys
 import uuid
 import zipfile
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from email.message import Message
 from email.parser import HeaderParser
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -56,33 +57,42 @@ def metadata_of(wheel: Path) -> Message:
         return HeaderParser().parsestr(archive.read(name).decode())
 
 
-def required(lines: Iterable[str]) -> dict[str, Distribution]:
+@dataclass
+class Package:
+    distribution: Distribution
+    extras: set[str]
+
+    def needs(self) -> list[Requirement]:
+        return list(needed(self.distribution.requires or [], self.extras))
+
+
+def required(lines: Iterable[str]) -> dict[str, Package]:
     """By normalized name: what these requirements need on this machine, and what that needs in turn."""
-    found: dict[str, Distribution] = {}
-    asked: set[tuple[str, frozenset[str]]] = set()
-    waiting = list(needed(lines, frozenset()))
+    found: dict[str, Package] = {}
+    waiting = list(needed(lines, ()))
     while waiting:
         one = waiting.pop()
-        name, extras = canonicalize_name(one.name), frozenset(one.extras)
-        if (name, extras) in asked:
+        name = canonicalize_name(one.name)
+        known = found.get(name)
+        if known is not None and one.extras <= known.extras:
             continue
-        asked.add((name, extras))
-        found[name] = found.get(name) or distribution(one.name)
-        waiting += needed(found[name].requires or [], extras)
+        extras = one.extras | (known.extras if known is not None else set())
+        found[name] = Package(distribution(one.name), extras)
+        waiting += found[name].needs()
     return dict(sorted(found.items()))
 
 
-def needed(lines: Iterable[str], extras: frozenset[str]) -> Iterator[Requirement]:
+def needed(lines: Iterable[str], extras: Iterable[str]) -> Iterator[Requirement]:
     """Requirements that hold for this machine and these extras."""
     for line in lines:
         one = Requirement(line)
-        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in (extras or {""})):
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
             yield one
 
 
-def document(root: Message, installed: dict[str, Distribution], files: list[Path]) -> dict[str, Any]:
+def document(root: Message, installed: dict[str, Package], files: list[Path]) -> dict[str, Any]:
     own = component("application", root["Name"], root["Version"], licences(root))
-    refs = {name: reference(name, found.version) for name, found in installed.items()}
+    refs = {name: reference(name, one.distribution.version) for name, one in installed.items()}
     content = {
         "metadata": {
             "component": own,
@@ -92,12 +102,15 @@ def document(root: Message, installed: dict[str, Distribution], files: list[Path
             ],
         },
         "components": [
-            *(component("library", name, one.version, licences(one.metadata)) for name, one in installed.items()),
+            *(
+                component("library", name, one.distribution.version, licences(one.distribution.metadata))
+                for name, one in installed.items()
+            ),
             *(file_component(path) for path in sorted(files)),
         ],
         "dependencies": [
-            {"ref": own["bom-ref"], "dependsOn": direct(root.get_all("Requires-Dist") or [], refs)},
-            *({"ref": refs[name], "dependsOn": direct(one.requires or [], refs)} for name, one in installed.items()),
+            {"ref": own["bom-ref"], "dependsOn": direct(needed(root.get_all("Requires-Dist") or [], ()), refs)},
+            *({"ref": refs[name], "dependsOn": direct(one.needs(), refs)} for name, one in installed.items()),
         ],
     }
     # Named after its content, so that the same release gives the same document.
@@ -112,9 +125,8 @@ def document(root: Message, installed: dict[str, Distribution], files: list[Path
     }
 
 
-def direct(lines: Iterable[str], refs: dict[str, str]) -> list[str]:
-    names = {canonicalize_name(one.name) for one in needed(lines, frozenset())}
-    return sorted(refs[name] for name in names if name in refs)
+def direct(needs: Iterable[Requirement], refs: dict[str, str]) -> list[str]:
+    return sorted({refs[canonicalize_name(one.name)] for one in needs})
 
 
 def component(kind: str, name: str, version: str, found: list[dict[str, Any]]) -> dict[str, Any]:

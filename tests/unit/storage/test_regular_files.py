@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.checkpoint.manifest import MANIFEST, read_manifest
+from gracetune.errors import ConfigError
+from gracetune.models.source import read_json
 from gracetune.storage.checksums import Fact, difference
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.regular_files import check_regular, open_regular, read_small_file
@@ -43,6 +46,15 @@ def test_nor_as_an_index_or_a_file_that_has_a_checksum(tmp_path: Path) -> None:
         open_weights(tmp_path / "model.safetensors.index.json")
     with pytest.raises(OSError, match="a named pipe"):
         difference(tmp_path / "model.safetensors.index.json", Fact(0, ""))
+
+
+def test_nor_as_a_models_configuration_or_a_checkpoints_manifest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="a named pipe, not a regular file"):
+        read_json(tmp_path / "config.json")
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(OSError, match="a named pipe, not a regular file"):
+        read_manifest(tmp_path)
 
 
 def test_links_are_followed_and_descriptors_closed(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_small_file_of_a_large_weight(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rank", [1, 8, 20, 40])
 def test_the_norm_of_a_large_loha_is_right(rank: int, tmp_path: Path) -> None:
     """All numbers are 0.5, so every element is (rank / 4)^2 times the scale of 1 / rank."""
-    n = 1 << 13
+    n = 1 << 12
     (state,) = open_adapter(file_of(products(n, rank)["loha"], tmp_path)).states()
     with bounded():
         assert norms(state).largest == pytest.approx(n * (rank / 4) ** 2 / rank, rel=1e-5)

@@ -17,8 +17,24 @@ class Problem:
     file: str | None = None
 
     def __str__(self) -> str:
-        where = f"{self.file}: {self.key}" if self.file else self.key
-        return f"{where}\n  found     {self.found}\n  expected  {self.expected}\n  try       {self.hint}"
+        where = f"{visible(self.file)}: {short(self.key)}" if self.file else short(self.key)
+        found, expected, hint = map(visible, (self.found, self.expected, self.hint))
+        return f"{where}\n  found     {found}\n  expected  {expected}\n  try       {hint}"
+
+
+def visible(text: str) -> str:
+    """The text on one line, with an escape for whatever a terminal or a comment would act on."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+
+
+def short(text: str, most: int = 160) -> str:
+    """A name out of a file that anyone may have made, for a message: visible, its middle left out where it is long."""
+    shown = visible(text[: 2 * most]) if len(text) > 2 * most else visible(text)
+    if len(text) <= most and len(shown) <= most:
+        return shown
+    return f"{shown[: most // 2]}... ({len(text):,} characters) ...{visible(text[-most // 4 :])}"
 
 
 class GracetuneError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from dataclasses import replace
@@ -104,6 +105,18 @@ def test_a_file_to_begin_with_that_does_not_fit_is_refused_before_the_data_is_lo
     with pytest.raises(ConfigError) as refused:
         run(config)
     assert "train with the rank, factor and targets the file was made with" in refused.value.problems[0].hint
+    changed_file, pipe = tmp_path / "changed.safetensors", tmp_path / "pipe.safetensors"
+    content = bytearray(Path(file).read_bytes())
+    content[-1] ^= 1
+    changed_file.write_bytes(content)
+    os.mkfifo(pipe)
+    for name, said in (
+        (str(changed_file), "the tensors are not those that gracetune wrote"),
+        (str(pipe), "a named pipe, not a regular file"),
+        ("a\0b.safetensors", "null"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(changed(config, "adapter", rank=4, init_from=name))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from typing import Any
 import xxhash
 
 from gracetune.storage.checksums import Fact
+from gracetune.storage.regular_files import read_small_file
 
 FORMAT = "gracetune-checkpoint"
 VERSION = 1
@@ -96,10 +97,10 @@ def file_stem(piece: str, rank: int | None) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """BadManifestError where it is not one of ours; OSError where it cannot be read."""
     try:
-        value = json.loads((folder / MANIFEST).read_bytes())
+        value = json.loads(read_small_file(folder / MANIFEST))
     except FileNotFoundError:
         raise BadManifestError("it is missing") from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise BadManifestError(f"it is no JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BadManifestError(f"its format is not {FORMAT!r}")

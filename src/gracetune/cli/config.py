@@ -11,11 +11,10 @@ from rich.console import Console
 
 from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
-from gracetune.config.draft import visible
 from gracetune.config.explain import schema as config_schema
 from gracetune.config.places import look
 from gracetune.config.this_machine import limits_memory, path_problems, size_warnings
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
 
 app = typer.Typer(help="Check, resolve and describe configuration files.", no_args_is_help=True)

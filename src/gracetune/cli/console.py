@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gracetune.config.draft import visible
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
-from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
 from gracetune.telemetry.errors import TelemetryError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -72,11 +71,18 @@ def out() -> Console:
 
 def print_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # JSON's own escapes can be read back; a terminal's could not
+    # JSON's own escapes can be read back, unlike a terminal's; and what steers a terminal must not reach it.
+    if not (text.isascii() or _can_be_shown(text)):
         text = json.dumps(value, indent=2)
     print(text)
+
+
+def _can_be_shown(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return text.replace("\n", "").isprintable()
 
 
 def mark(console: Console, *, ok: bool) -> str:
@@ -90,7 +96,8 @@ def say_error(error: GracetuneError) -> None:
     if isinstance(error, ConfigError):
         print_problems(console, error.problems)
     else:
-        console.print(f"[bold red]error[/] {escape(str(error))}")
+        lines = "\n".join(visible(line) for line in str(error).split("\n"))
+        console.print(f"[bold red]error[/] {escape(lines)}")
     sys.stderr.flush()
 
 
@@ -103,7 +110,7 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
     """`file` is the one already named above the list."""
     for problem in problems:
         where = f"{problem.file}: " if problem.file and problem.file != file else ""
-        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{shown(problem.key)}[/]")
+        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{escape(short(problem.key))}[/]")
         console.print(f"    found     {shown(problem.found)}")
         console.print(f"    expected  {shown(problem.expected)}")
         console.print(f"    try       {shown(problem.hint)}")

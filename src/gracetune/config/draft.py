@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from gracetune.errors import Problem
+from gracetune.errors import Problem, visible
 
 Path = tuple[str | int, ...]
 Kind = Literal["file", "flag", "environment", "default"]
@@ -198,10 +198,3 @@ def describe(value: Any) -> str:
         return f"a list of {len(value)}" if value else "an empty list"
     text = f'"{visible(value)}"' if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def visible(text: str) -> str:
-    """The text on one line, with an escape for whatever a terminal or a comment would act on."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

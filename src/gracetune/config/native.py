@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted, visible
+from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.config.syntax import Document, one_line_yaml
+from gracetune.errors import visible
 
 VERSION_KEY = "gracetune"
 VERSION = 1

@@ -17,6 +17,7 @@ from gracetune.config import Resolved, load
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
+from gracetune.train.control import Control, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     import torch
@@ -83,7 +84,7 @@ def build(
     from gracetune.cli.cache_view import BuiltView, bars
 
     ignore_lost_stdout()
-    with libraries_quiet(), bars(quiet=json_output) as progress:
+    with listening(Control()), libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         with Caches(job.places, writable=True) as caches:
             if not take_over:

@@ -19,6 +19,7 @@ from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved, load
 from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
+from gracetune.train.control import Control, InterruptedBySignal, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     from gracetune.train.run import Result
@@ -108,6 +109,16 @@ def steps_override(max_steps: int | None) -> list[str]:
 
 def run_training(request: TrainRequest, started: Session) -> int:
     """The exit code; errors of ours are raised."""
+    try:
+        with listening(Control()) as control:
+            return _trained(request, started, control)
+    except KeyboardInterrupt as interrupt:
+        what = f"interrupted by {interrupt}" if isinstance(interrupt, InterruptedBySignal) else "interrupted"
+        print(f"{what}; what is staged is lost, what is cached and saved stays", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _trained(request: TrainRequest, started: Session, control: Control) -> int:
     _check_resume(request.resume)
     environment = started.environment
     resolved = load(
@@ -137,15 +148,11 @@ def run_training(request: TrainRequest, started: Session) -> int:
         started.streams.serve_a_run(view.record)
         for note in resolved.notes:
             view.warn(note)
-        try:
-            with view, libraries_quiet(view.warn):
-                result = run(
-                    resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach,
-                    known=_missing_paths(resolved),
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            print("interrupted; what is staged is lost, what is cached and saved stays", file=sys.stderr)
-            return INTERRUPTED
+        with view, libraries_quiet(view.warn):
+            result = run(
+                resolved.config, environment=environment, options=options, view=view, control=control,
+                on_memory=gh200.attach, known=_missing_paths(resolved),
+            )  # fmt: skip
     if first:
         _show(result, request, resolved, started)
     return _exit_code(result)

@@ -47,7 +47,8 @@ class Telemetry:
     """`emit` may be called from any thread and never raises what a sink raised.
 
     `warn` may be called from anywhere, also inside a sink's own write or in a signal handler: it takes no lock. Its
-    event is written with the next one, or by `close`. A process logs a warning of the same words once.
+    event is written with the next one, or by `close`. Whoever knows the step emits a `Warned` itself, in place of
+    one of the same words that waits.
     """
 
     def __init__(
@@ -62,27 +63,26 @@ class Telemetry:
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
         self._waiting: deque[str] = deque()
-        self._warned: set[str] = set()
+        self._about_sinks: set[str] = set()
         self._step: int | None = None
 
     def emit(self, event: Event) -> None:
         with self._lock:
+            if isinstance(event, Warned) and event.message in self._waiting:
+                self._waiting.remove(event.message)
             self._write_warnings()
             self._write(event)
             self._write_warnings()
 
     def warn(self, text: str) -> None:
-        self._waiting.append(text)
+        if text not in self._about_sinks:  # our own, on its way back from `report`
+            self._waiting.append(text)
 
     def _write_warnings(self) -> None:
-        while self._waiting:
-            text = self._waiting.popleft()
-            if text not in self._warned:
-                self._write(Warned(message=text, step=self._step))
+        for _ in range(len(self._waiting)):  # a sink that warns of every event gets no chance to go on for ever
+            self._write(Warned(message=self._waiting.popleft(), step=self._step))
 
     def _write(self, event: Event) -> None:
-        if isinstance(event, Warned):
-            self._warned.add(event.message)
         found = step_of(event)
         self._step = self._step if found is None else found
         record = Record(self._clock(), event)
@@ -103,9 +103,9 @@ class Telemetry:
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._sinks.remove(sink)
             text = f"{sink.name} failed and is left out from here on: {_why(error)}"
+            self._about_sinks.add(text)
             self._report(text)
-            self.warn(text)
-            self._write_warnings()
+            self._write(Warned(message=text, step=self._step))
 
     def __enter__(self) -> Telemetry:
         return self

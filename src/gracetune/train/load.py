@@ -20,7 +20,7 @@ from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal, nothing_to_renew, renew
-from gracetune.train.resume import refuse_other_data, restore, saved_epoch
+from gracetune.train.resume import batch_change, refuse_other_data, restore, saved_epoch
 from gracetune.train.trainee import load_trainee
 from gracetune.train.view import View
 
@@ -82,6 +82,9 @@ def load(
     notes = restore(
         saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
     )  # fmt: skip
+    changed = batch_change(start, config.training, runtime.world_size)
+    if changed is not None:
+        view.warn(changed)
     renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
     watchdog = watch(machine, memory, view)
     job = assemble(

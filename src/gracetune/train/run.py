@@ -74,7 +74,8 @@ def train(
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
             control.phase = "training"
-            with failure_told(job, ready.folder, telemetry, began=began), memory_explained(job, ready.planned):
+            told = failure_told(ready, job, telemetry, view, began=began)
+            with told, memory_explained(job, ready.planned):
                 stop = fit(job, callbacks.every)
             control.phase = "finishing"
             files = finish(

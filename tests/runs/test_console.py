@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pty
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from gracetune.cli.main import main
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import RunEnded, Warned
 from gracetune.telemetry.sinks.jsonl import read_log
 from runs.launched import ROOT, write_config
 from runs.made import TinyModel, config_for, run
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
+from unit.cli.consoles import Connect, both_to, gracetune
 
 STEPS = 6
-Connect = Callable[[], None]
 
 
 @pytest.fixture(scope="module")
@@ -42,38 +39,7 @@ def disturbed(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def trained(config: RunConfig, folder: Path, connect: Connect, *options: str) -> Child:
-    """`gracetune train` in a process whose descriptors 1 and 2 `connect` has set up; it says its exit code."""
-    file = write_config(config, folder / "c.yaml")
-
-    def work(say: Callable[[str], None]) -> None:
-        connect()
-        sys.stdout, sys.stderr = (_stream(number) for number in (1, 2))  # as Python opens them at its start
-        code = None
-        try:
-            main(["train", str(file), *options])
-        except SystemExit as ended:
-            code = ended.code
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()  # as Python does at its end, where a failure makes the exit code 120
-        say(str(code))
-
-    return Child(work)
-
-
-def _stream(number: int) -> io.TextIOWrapper:
-    try:
-        return io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", line_buffering=True)
-    except OSError:
-        return None  # type: ignore[return-value]  # what Python has in `sys` for a closed descriptor
-
-
-def both_to(descriptor: int) -> Connect:
-    def connect() -> None:
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-
-    return connect
+    return gracetune(connect, "train", str(write_config(config, folder / "c.yaml")), *options)
 
 
 def assert_undisturbed(config: RunConfig, undisturbed: RunConfig, *reasons: str) -> None:

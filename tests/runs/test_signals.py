@@ -59,7 +59,7 @@ def ended(config: RunConfig) -> RunEnded:
 @pytest.mark.parametrize(
     ("number", "variables"),
     [
-        pytest.param(signal.SIGHUP, {}, id="SIGHUP"),
+        pytest.param(signal.SIGHUP, {}, id="SIGHUP", marks=pytest.mark.full),
         pytest.param(signal.SIGXCPU, {}, id="SIGXCPU", marks=pytest.mark.full),
         pytest.param(signal.SIGUSR2, {}, id="SIGUSR2", marks=pytest.mark.full),
         pytest.param(signal.SIGUSR1, {"GRACETUNE_SIGUSR1": "stop"}, id="SIGUSR1"),

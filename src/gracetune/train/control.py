@@ -52,15 +52,15 @@ class Control:
         if number == signal.SIGUSR1 and not self.stops_on_sigusr1:
             self.validate = True
             return
-        name = signal.Signals(number).name
-        if self.phase == "preparing":
-            raise InterruptedBySignal(name)
         if self._has_been_signalled:
             if number == signal.SIGINT:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 raise KeyboardInterrupt
-            return
+            return  # what the first one asked for is under way
         self._has_been_signalled = True
+        name = signal.Signals(number).name
+        if self.phase == "preparing":
+            raise InterruptedBySignal(name)
         if self.phase == "training":
             self.ask_to_stop("interrupted", name)
             self.say(f"{name}: the step is completed and saved first; Ctrl-C again stops at once")

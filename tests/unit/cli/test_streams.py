@@ -6,45 +6,67 @@ import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gracetune.cli.streams import CLOSED_PIPE, GuardedOutput, OutputLostError
+from unit.cli.consoles import both_to, gracetune
 
 ROOT = Path(__file__).parents[3]
+SCHEMA = ("config", "schema")
+Run = Callable[..., tuple[str, str]]
 
 
-def shell(line: str) -> subprocess.CompletedProcess[str]:
-    """The exit code is that of the first program of the line."""
-    script = f"{line}; exit ${{PIPESTATUS[0]}}"
-    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+def to(place: str) -> int:
+    return os.open(place, os.O_WRONLY)
 
 
-SCHEMA = f"{sys.executable} -m gracetune config schema"
-HELP = f"{sys.executable} train.py --help"
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """The exit code and stderr of a command whose stdout is `stdout`; closed, if that is None."""
+
+    def work(stdout: int | None, *arguments: str) -> tuple[str, str]:
+        file = tmp_path / "stderr"
+
+        def connect() -> None:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            os.close(1) if stdout is None else os.dup2(stdout, 1)
+
+        (code,) = gracetune(connect, *(arguments or SCHEMA)).join()
+        return code, file.read_text()
+
+    return work
 
 
 class TestResultsOnStdout:
-    @pytest.mark.parametrize("command", [SCHEMA, HELP], ids=["schema", "help"])
-    def test_a_full_disk_is_an_error(self, command: str) -> None:
-        full = shell(f"{command} > /dev/full")
-        assert full.returncode == 1
-        assert full.stderr == "error the output is incomplete: stdout cannot be written: No space left on device\n"
+    def test_a_full_disk_is_an_error(self, run: Run) -> None:
+        lost = "error the output is incomplete: stdout cannot be written: No space left on device\n"
+        assert run(to("/dev/full")) == ("1", lost)
+        assert run(to("/dev/full"), "train", "--help") == ("1", lost)
+        assert run(to(os.devnull)) == ("0", "")
 
-    def test_a_closed_pipe_ends_the_command_without_a_word(self) -> None:
-        closed = shell(f"{SCHEMA} | head -c 1")
-        assert (closed.returncode, closed.stderr) == (CLOSED_PIPE, "")
+    def test_a_closed_pipe_ends_the_command_without_a_word(self, run: Run) -> None:
+        reading, writing = os.pipe()
+        os.close(reading)
+        assert run(writing) == (str(CLOSED_PIPE), "")
 
-    def test_a_closed_descriptor_is_an_error(self) -> None:
-        closed = shell(f"{SCHEMA} >&-")
-        assert closed.returncode == 1
-        assert "it was closed when the command began" in closed.stderr
+    def test_a_closed_descriptor_is_an_error(self, run: Run) -> None:
+        code, said = run(None)
+        assert code == "1"
+        assert "it was closed when the command began" in said
 
-    def test_errors_are_errors_whatever_happens_to_stderr(self) -> None:
-        """Python's own exit code for a stream that cannot be flushed would be 120."""
-        for end in ("2>&-", "> /dev/full 2>&1"):
-            assert shell(f"{sys.executable} -m gracetune config show nothing.yaml --json {end}").returncode == 1, end
+    def test_errors_are_errors_whatever_happens_to_the_console(self) -> None:
+        for place in ("/dev/full", os.devnull):
+            child = gracetune(both_to(to(place)), "config", "show", "nothing.yaml", "--json")
+            assert child.join() == ["1"]
+
+    def test_scripts_at_the_root_begin_alike(self) -> None:
+        """As it is typed. Python's own exit code for a stream that cannot be flushed would be 120."""
+        line = f"{sys.executable} train.py --help > /dev/full"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT, timeout=60)
+        assert (done.returncode, done.stderr.startswith("error the output is incomplete")) == (1, True)
 
 
 class TestWrites:

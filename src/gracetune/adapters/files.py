@@ -172,8 +172,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
         return path
     except OSError as error:
         hint = "check the path, its permissions and the space left on its disk"
-        problem = Problem("--output", error.strerror or str(error), "a place that can be written to", hint, str(path))
-        raise ConfigError([problem]) from error
+        found = error.strerror or str(error)
+        raise ConfigError([Problem("output file", found, "a place that can be written to", hint, str(path))]) from error
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------
@@ -209,6 +209,5 @@ def _unreadable(path: Path, found: str, expected: str, hint: str) -> UnreadableA
 
 
 def _exists(path: Path) -> ConfigError:
-    return ConfigError(
-        [Problem("--output", "a file of this name", "a name that is free", "another --output", str(path))]
-    )
+    hint = "move it away, or choose another name (gracetune adapter convert FILE --output NAME)"
+    return ConfigError([Problem("output file", "a file of this name", "a name that is free", hint, str(path))])

@@ -94,7 +94,7 @@ def demand_of(
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples)
+    facts = survey(config, samples, option="--samples")
     return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
 
 

@@ -114,6 +114,7 @@ def _recognise(document: Document) -> Dialect:
 
 
 def _read_environment(draft: Draft, environment: Environment) -> None:
+    draft.problems += environment.sigusr1_problems()
     found = memory_settings(environment)
     draft.problems += found.problems
     for name, setting in found.settings.items():

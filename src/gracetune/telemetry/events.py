@@ -217,7 +217,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The process ended on its own; a killed one leaves no such event."""
+    """The run ended. A killed run leaves no such event; one that lost its first process has that of another one."""
 
     step: Annotated[int, "optimizer steps done"]
     outcome: Annotated[Literal["finished", "interrupted", "failed"], "how"]

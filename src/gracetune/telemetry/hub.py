@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Protocol
 
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Event, Record, Warned
+from gracetune.telemetry.events import Event, Record, Warned, step_of
 
 
 class Sink(Protocol):
@@ -43,7 +44,12 @@ class Tracker:
 
 
 class Telemetry:
-    """`emit` may be called from any thread and never raises what a sink raised."""
+    """`emit` may be called from any thread and never raises what a sink raised.
+
+    `warn` may be called from anywhere, also inside a sink's own write or in a signal handler: it takes no lock. Its
+    event is written with the next one, or by `close`. Whoever knows the step emits a `Warned` itself, in place of
+    one of the same words that waits.
+    """
 
     def __init__(
         self,
@@ -56,16 +62,37 @@ class Telemetry:
         self._sinks = [*sinks]
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
+        self._waiting: deque[str] = deque()
+        self._about_sinks: set[str] = set()
+        self._step: int | None = None
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            record = Record(self._clock(), event)
-            for sink in [*self._sinks]:
-                if sink in self._sinks:  # not dropped meanwhile
-                    self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
+            if isinstance(event, Warned) and event.message in self._waiting:
+                self._waiting.remove(event.message)
+            self._write_warnings()
+            self._write(event)
+            self._write_warnings()
+
+    def warn(self, text: str) -> None:
+        if text not in self._about_sinks:  # our own, on its way back from `report`
+            self._waiting.append(text)
+
+    def _write_warnings(self) -> None:
+        for _ in range(len(self._waiting)):  # a sink that warns of every event gets no chance to go on for ever
+            self._write(Warned(message=self._waiting.popleft(), step=self._step))
+
+    def _write(self, event: Event) -> None:
+        found = step_of(event)
+        self._step = self._step if found is None else found
+        record = Record(self._clock(), event)
+        for sink in [*self._sinks]:
+            if sink in self._sinks:  # not dropped meanwhile
+                self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
 
     def close(self) -> None:
         with self._lock:
+            self._write_warnings()
             for sink in [*self._sinks]:
                 self._try(sink, sink.close)
             self._sinks = []
@@ -76,8 +103,9 @@ class Telemetry:
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._sinks.remove(sink)
             text = f"{sink.name} failed and is left out from here on: {_why(error)}"
+            self._about_sinks.add(text)
             self._report(text)
-            self.emit(Warned(message=text))
+            self._write(Warned(message=text, step=self._step))
 
     def __enter__(self) -> Telemetry:
         return self

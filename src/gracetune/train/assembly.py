@@ -42,6 +42,7 @@ from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.skipping import waiting_note
+from gracetune.train.control import Control
 from gracetune.train.data import Ready, local_ranks
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
@@ -223,7 +224,7 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
 
 def assemble(
     config: RunConfig, trainee: Trainee, ready: Ready, live: Live, beginning: Beginning, source: BatchSource,
-    runtime: Runtime, memory: UnifiedMemory | None, view: View, *,
+    runtime: Runtime, memory: UnifiedMemory | None, control: Control, view: View, *,
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
 ) -> Job:  # fmt: skip
     training = config.training
@@ -249,6 +250,7 @@ def assemble(
         warn=view.warn,
         on_epoch_end=on_epoch_end,
         memory_alarm=memory_alarm,
+        control=control,
     )
 
 

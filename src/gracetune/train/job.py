@@ -79,7 +79,7 @@ class Job:
     """Called between two batches (`renewal`)."""
     memory_alarm: Callable[[], str | None]
     """Asked before every micro-batch: why the run has to be saved now."""
-    control: Control = field(default_factory=Control)
+    control: Control
     pauses: Pauses = field(default_factory=Pauses)
 
     @property
@@ -116,11 +116,11 @@ class Job:
             if not self.runtime.highest(int(own is not None and own.kind == "failed")):
                 return Stop("finished", f"{self.position.step} steps")
             return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
-        code = self.runtime.highest(0 if own is None else _CODES[own.kind])
-        if code == 0 or own is not None:
-            return own
-        kind = next(name for name, number in _CODES.items() if number == code)
-        return Stop(kind, "another rank was asked to stop")  # type: ignore[arg-type]
+        told = self.runtime.all_of(None if own is None else (_CODES[own.kind], self.runtime.rank, own))
+        if not told:
+            return None
+        _, rank, stop = max(told, key=lambda one: (one[0], -one[1]))
+        return stop if self.runtime.world_size == 1 else Stop(stop.kind, f"rank {rank}: {stop.reason}")
 
     def cannot_go_on(self) -> Stop | None:
         """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late."""

@@ -10,6 +10,7 @@ from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
+from gracetune.train.control import Control
 from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, stage
 from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
 from gracetune.train.guards import memory_alarm, watch
@@ -19,7 +20,7 @@ from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal, nothing_to_renew, renew
-from gracetune.train.resume import refuse_other_data, restore, saved_epoch
+from gracetune.train.resume import batch_change, refuse_other_data, restore, saved_epoch
 from gracetune.train.trainee import load_trainee
 from gracetune.train.view import View
 
@@ -47,7 +48,7 @@ class LoadedRun:
 
 
 def load(
-    ready: Preflight, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
+    ready: Preflight, control: Control, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
 ) -> LoadedRun:  # fmt: skip
     """What stays open is put on `stack`. One straight line, longer than our functions are, as `preflight` is."""
     config, options, runtime, machine = ready.config, ready.options, ready.runtime, ready.machine
@@ -81,10 +82,13 @@ def load(
     notes = restore(
         saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
     )  # fmt: skip
+    changed = batch_change(start, config.training, runtime.world_size)
+    if changed is not None:
+        view.warn(changed)
     renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
     watchdog = watch(machine, memory, view)
     job = assemble(
-        config, trainee, cached, live, beginning, source, runtime, memory, view,
+        config, trainee, cached, live, beginning, source, runtime, memory, control, view,
         on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog),
     )  # fmt: skip
     for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):

@@ -49,7 +49,13 @@ from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.refusals import Checks, Outcome
-from gracetune.train.resume import find_start, nothing_left, rates_to_start_with, refuse_other_optimizer
+from gracetune.train.resume import (
+    find_start,
+    how_to_go_on,
+    nothing_left,
+    rates_to_start_with,
+    refuse_other_optimizer,
+)
 from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
 from gracetune.train.trainee import check_adapter
 from gracetune.train.view import View
@@ -140,6 +146,9 @@ def preflight(
     store = stack.enter_context(
         CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
     )
+    if runtime.peers is not None:
+        asked = options.resume or keep.resume
+        runtime.peers.advice = partial(how_to_go_on, store, environment, asked=asked, processes=runtime.world_size)
     beginning = Outcome[_Beginning]()
     if not checks.is_known("output_dir"):
         refused = checks.refused

@@ -16,7 +16,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.train.callbacks import callbacks_of
-from gracetune.train.control import Stop, listening
+from gracetune.train.control import Control, Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
 from gracetune.train.finish import failure_told, finish
 from gracetune.train.load import load
@@ -52,16 +52,19 @@ class Result:
 
 
 def train(
-    config: RunConfig, *, environment: Environment, options: RunOptions, view: View,
+    config: RunConfig, *, environment: Environment, options: RunOptions, view: View, control: Control | None = None,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None, known: Sequence[tuple[str, Problem]] = (),
 ) -> Result:  # fmt: skip
-    """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`."""
+    """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`. `control` is one that
+    listens to signals already; without it the run listens itself."""
     with ExitStack() as stack:
+        control = control or stack.enter_context(listening(Control()))
+        control.say, control.stops_on_sigusr1 = view.say, environment.stops_on_sigusr1
         ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)
-        loaded = load(ready, view, stack, on_memory=on_memory)
+        loaded = load(ready, control, view, stack, on_memory=on_memory)
         job, dry = loaded.job, loaded.dry
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
@@ -70,9 +73,11 @@ def train(
             callbacks = callbacks_of(ready, loaded, telemetry, view)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
-            told = failure_told(job, ready.folder, telemetry, began=began)
-            with told, listening(job.control, view.say), memory_explained(job, ready.planned):
+            control.phase = "training"
+            told = failure_told(ready, job, telemetry, view, began=began)
+            with told, memory_explained(job, ready.planned):
                 stop = fit(job, callbacks.every)
+            control.phase = "finishing"
             files = finish(
                 ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
             )  # fmt: skip

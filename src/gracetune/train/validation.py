@@ -95,6 +95,9 @@ class Sampling(Callback):
         phase = self._view.phase(f"samples at step {step}")
         with self._going_on(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
             for number, asked in enumerate(self._asked):
+                if self._has_to_stop():
+                    self._view.say(f"samples at step {step}: {len(self._asked) - number} left out, the run is stopping")
+                    break
                 with self._going_on(step, f"validation.prompts[{asked.prompt}]"):
                     sampled = self._sampled(pipeline, asked)
                     if runtime.is_main:
@@ -106,6 +109,11 @@ class Sampling(Callback):
         took = time.monotonic() - began
         event = ValidationDone(step=step, files=tuple(files), sheet=sheet, duration_s=took, requested=requested)
         self._telemetry.emit(event)
+
+    def _has_to_stop(self) -> bool:
+        """A scheduler that asks a run to stop gives it a minute or two. A sharded model is sampled by all together."""
+        asked, runtime = self._control.stop is not None, self._model.runtime
+        return bool(runtime.highest(int(asked))) if runtime.is_sharded else asked
 
     def _sheet(self, step: int, pictures: list[Image.Image]) -> str | None:
         if len(pictures) < 2:

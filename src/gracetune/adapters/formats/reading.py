@@ -104,7 +104,7 @@ class Reading:
 
     def _unknown_problem(self, file: str | None) -> Problem:
         text = any(map(is_of_text_encoder, self.unknown))
-        hint = "if it is of another family, name that one with --family; gracetune adapter inspect shows what fits"
+        hint = "it may be of another family: gracetune adapter inspect FILE --family NAME shows whether it fits"
         if text:
             leave_out = "gracetune adapter convert FILE --to comfyui --without-text-encoders"
             hint = f"layers of text encoders are not supported; {leave_out} writes a file without them"

@@ -23,7 +23,7 @@ from gracetune.hardware import Machine
 from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, begin, open_host
-from gracetune.train.control import Stop
+from gracetune.train.control import Control, Stop
 from gracetune.train.data import Ready, open_source
 from gracetune.train.job import Job
 from gracetune.train.loop import run_window
@@ -117,6 +117,6 @@ def assemble_unresumed(
     beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
     source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
     return assemble(
-        config, trainee, ready, live, beginning, source, runtime, None, view,
+        config, trainee, ready, live, beginning, source, runtime, None, Control(), view,
         on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
     )  # fmt: skip

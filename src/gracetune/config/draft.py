@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from gracetune.errors import Problem
+from gracetune.config.limits import MOST_PROBLEMS
+from gracetune.errors import ConfigError, Problem
 
 Path = tuple[str | int, ...]
 Kind = Literal["file", "flag", "environment", "default"]
@@ -29,6 +30,11 @@ class Origin:
 
 
 OUR_DEFAULT = Origin("default")
+
+
+def too_many_problems(file: str | None) -> Problem:
+    hint = "check that this is the right file, mend what is listed, and check it again"
+    return Problem("(file)", f"more than {MOST_PROBLEMS} problems", "a configuration of one dialect", hint, file)
 
 
 class Said(str):
@@ -140,11 +146,18 @@ class Draft:
     def problem(self, key: str, found: Any, expected: str, hint: str, file: str | None = None) -> None:
         # A file may well have a key without a name; a problem must name it all the same.
         self.problems.append(Problem(key or '""', describe(found), expected, hint, file or self.file))
+        self._stop_at_too_many()
 
     def refuse(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
         """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""
         hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
         self.unsupported.append(Problem(key, describe(found), why, hint, file or self.file))
+        self._stop_at_too_many()
+
+    def _stop_at_too_many(self) -> None:
+        """Each may have taken a search for what was meant."""
+        if len(self.problems) + len(self.unsupported) > MOST_PROBLEMS:
+            raise ConfigError([*self.unsupported, too_many_problems(self.file)])
 
     def note(self, text: str) -> None:
         if text not in self.notes:

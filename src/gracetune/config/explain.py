@@ -13,6 +13,7 @@ from pydantic_core import ErrorDetails
 
 from gracetune.config.base import LONGEST_FILE_NAME, file_name
 from gracetune.config.draft import Draft, Path, describe, dotted
+from gracetune.config.limits import MOST_PROBLEMS
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt, nearest
 from gracetune.errors import Problem
@@ -28,6 +29,8 @@ def problems_of(errors: Iterable[ErrorDetails], draft: Draft) -> list[Problem]:
     """One problem a place, however many members of a union complained about it."""
     by_path: dict[Path, ErrorDetails] = {}
     for error in errors:
+        if len(by_path) > MOST_PROBLEMS:
+            break
         path = known_path(error["loc"], error["type"])
         if not (error["type"] == "missing" and path in draft.reported_missing):
             by_path.setdefault(path, error)

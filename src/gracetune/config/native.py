@@ -12,7 +12,8 @@ from typing import Any
 from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted, visible
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
-from gracetune.config.syntax import Document, one_line_yaml
+from gracetune.config.syntax import Document
+from gracetune.config.yaml_syntax import one_line_yaml
 
 VERSION_KEY = "gracetune"
 VERSION = 1

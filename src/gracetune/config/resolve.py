@@ -13,16 +13,17 @@ from pydantic import ValidationError
 
 from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
-from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
+from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path, too_many_problems
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
 from gracetune.config.families import FAMILIES
-from gracetune.config.limits import beyond_limits
-from gracetune.config.plain import DEEPEST, NotPlainError, plain
+from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
+from gracetune.config.plain import plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
-from gracetune.config.syntax import Document, open_document, parse_scalar
+from gracetune.config.syntax import Document, open_document
 from gracetune.config.without_effect import without_effect
+from gracetune.config.yaml_syntax import parse_scalar
 from gracetune.errors import ConfigError, Problem
 
 
@@ -60,9 +61,12 @@ def load(
     _read_environment(draft, environment)
     try:
         dialect.read(document, draft, environment)
+        _read_overrides(draft, overrides)
     except ConfigError as error:  # a file too broken to read on
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
-    _read_overrides(draft, overrides)
+    except NotPlainError as error:  # a text that grew too long when it was filled in
+        problem = Problem("(file)", error.found, error.expected, error.hint, draft.file)
+        raise UnresolvedError(_once([*draft.problems, problem]), dialect.name, draft.notes) from None
     _overrule_hints_variable(draft)
     for settle in dialect.settle:
         settle(draft)
@@ -127,7 +131,10 @@ def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             path = parse_path(key.strip())
         except ValueError:
             path = ()
-        if not equals or not path:
+        if len(text) > LONGEST_TEXT:
+            found = Said(f"a text of {len(text):,} characters")
+            draft.problem("--set", found, f"at most {LONGEST_TEXT:,}", "write long values into the file")
+        elif not equals or not path:
             draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
         elif len(path) > DEEPEST:
             draft.problem("--set", Said(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it")
@@ -185,7 +192,9 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
     config, unknown, schema_problems = _validate(draft)
     unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
     problems += schema_problems
-    for broken in (*broken_rules(config), *beyond_limits(config)) if config is not None else ():
+    for broken in broken_rules(config) if config is not None else ():
+        if len(problems) > MOST_PROBLEMS:
+            break
         if not _rests_on(broken, unknown):
             key, where = draft.place(broken.path)
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
@@ -212,6 +221,8 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
             continue
         gone.add(place)
         kept.append(problem)
+        if len(kept) == MOST_PROBLEMS:
+            return [*kept, too_many_problems(problem.file)]
     return kept
 
 

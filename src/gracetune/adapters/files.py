@@ -16,6 +16,7 @@ from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
 from gracetune.errors import ConfigError, Problem
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.storage.safetensors_files import file_pieces, in_file_order, read_tensors, tensor_bytes, write_tensors
 from gracetune.storage.safetensors_headers import open_weights
 
@@ -106,9 +107,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             raise _exists(path) from None
         return path
     except OSError as error:
-        hint = "check the path, its permissions and the space left on its disk"
-        problem = Problem("--output", error.strerror or str(error), "a place that can be written to", hint, str(path))
-        raise ConfigError([problem]) from error
+        raise FileError(problem_of(error, "file not written", path, elsewhere="write it to another disk")) from error
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------

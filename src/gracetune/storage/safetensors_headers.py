@@ -18,6 +18,7 @@ from typing import Any
 
 from gracetune.errors import Problem
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.os_errors import problem_of
 from gracetune.units import format_bytes
 
 MAX_HEADER = 100_000_000
@@ -128,7 +129,7 @@ def _open_file(path: Path) -> Weights:
 
 
 def unreadable(path: Path, error: OSError) -> Problem:
-    return _problem(path, "path", error.strerror or str(error), "a readable file", "check the path and its permissions")
+    return problem_of(error, "path", path, access="read", then="")
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:

@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,12 +49,14 @@ from gracetune.storage.atomic import (
     write_file,
     write_new,
 )
+from gracetune.storage.os_errors import explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"
+_ELSEWHERE = "--set output_dir=FOLDER"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 """Of a component in diffusers' layout."""
 
@@ -90,27 +92,29 @@ class RunFolder:
 
         Leaves no trace: a run that is refused has made no folder.
         """
-        with self._explained(), temporary_folder(self.path):
+        with self._refusing(), temporary_folder(self.path):
             check_writable(self.path)
 
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""
-        with self._explained():
+        with self._refusing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _refusing(self) -> Iterator[None]:
+        """Before the run has trained anything, what cannot be written is a matter of its settings."""
         try:
             yield
         except OSError as error:
-            hint = "--set output_dir=FOLDER"
-            problem = Problem(
-                "output_dir", error.strerror or str(error), "a folder we may write to", hint, str(self.path)
-            )
-            raise ConfigError([problem]) from error
+            raise ConfigError([problem_of(error, "output_dir", self.path, elsewhere=_ELSEWHERE, then="")]) from error
+
+    def explained(self, what: str) -> AbstractContextManager[None]:
+        """An OSError inside becomes a FileError. `what` could not be written, renamed or removed."""
+        then = "then run the same command again: it goes on from the last checkpoint"
+        return explained(what, self.path, elsewhere=_ELSEWHERE, then=then)
 
     def adapter(self, stage: str, step: int | None = None) -> Path:
         return self.path / file_name(self.name, cast(Stage, stage), step)
@@ -137,7 +141,8 @@ class RunFolder:
         notes = []
         for path in (path for step in steps if step > after for path in self.results(stages, step)):
             if _is_result(path):
-                kept = _kept("set-aside", path)
+                with self.explained(f"{path.name} not renamed"):
+                    kept = _kept("set-aside", path)
                 notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
 
@@ -146,7 +151,8 @@ class RunFolder:
         notes = []
         for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
             if _is_result(old):
-                kept = _kept("finished", old, new.name)
+                with self.explained(f"{old.name} not renamed"):
+                    kept = _kept("finished", old, new.name)
                 notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
 
@@ -189,12 +195,14 @@ def save_weights(
     for expert in trainee.trained:
         if config.adapter.kind == "full_finetune":
             path = folder.model(named) / _component(trainee, expert)
-            _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
+            with folder.explained(f"{path.relative_to(folder.path)} not written"):
+                _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
         else:
             path = folder.adapter(expert, named)
             state = for_format(trainee, expert, config.checkpoints.format)
             if write and not path.exists():
-                _save_adapter(path, state, config, step)
+                with folder.explained(f"{path.name} not written"):
+                    _save_adapter(path, state, config, step)
         paths.append(path)
     return paths
 

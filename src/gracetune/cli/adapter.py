@@ -12,6 +12,7 @@ import typer
 
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_json, say_error
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.export_formats import FORMAT_NAMES
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.spelling import nearest
@@ -105,6 +106,7 @@ def convert(
     from gracetune.adapters.opening import open_adapter
     from gracetune.cli.adapter_view import conversions_json, print_conversions
 
+    ignore_lost_stdout()
     others = {"--to": to, "--lora-rank": lora_rank, "--model": model, "--dtype": dtype, "--split": split or None}
     _refuse_contradictions(merge_into, output, others)
     opened = open_adapter(file, _family(family), without_text_encoders=without_text_encoders)

@@ -12,6 +12,7 @@ import typer
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved, load
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
@@ -81,6 +82,7 @@ def build(
     from gracetune.cache.session import build as build_caches
     from gracetune.cli.cache_view import BuiltView, bars
 
+    ignore_lost_stdout()
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         with Caches(job.places, writable=True) as caches:
@@ -145,6 +147,7 @@ def clear(
     """Remove the entries this configuration wants, and files of the cache that are damaged. All others stay."""
     from gracetune.cli.cache_view import ClearedView, bars
 
+    ignore_lost_stdout()
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         cleared = _without_damaged(job) if only_damaged else _cleared(job)

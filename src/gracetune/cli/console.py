@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
 from gracetune.config.draft import visible
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -24,26 +25,43 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Session:
-    """What `start` saw before any command ran: the environment as the user set it."""
+    """What `start` saw before any command ran: the environment as the user set it, and where output goes."""
 
     environment: Environment
+    streams: StandardStreams = field(default_factory=StandardStreams)
 
 
 def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1.
 
-    With `as_json` an object about it is on stdout, where a script looks for the result.
+    With `as_json` an object about it is on stdout, where a script looks for the result. Output that cannot be written
+    raises nothing. If the result of a command is lost with it, the exit code says so (`StandardStreams`).
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character gets its escape, not a traceback.
-            stream.reconfigure(errors="backslashreplace")
+    streams = open_streams()
+    gone = False
+    try:
+        code = _run(run, streams, as_json=as_json)
+    except SystemExit as ended:
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise
+        code, gone = ended.code or 0, isinstance(ended, OutputLostError)
+    finally:
+        lost = streams.close()
+    if lost is None:
+        return code
+    if lost.errno == errno.EPIPE:  # the reader has all it wants
+        return CLOSED_PIPE if gone else code or CLOSED_PIPE
+    say_error(GracetuneError(f"the output is incomplete: stdout cannot be written: {lost.strerror}"))
+    return 1
+
+
+def _run(run: Callable[[Session], int], streams: StandardStreams, *, as_json: bool) -> int:
     try:
         environment = Environment.capture()
         # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
         for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
             print(line, file=sys.stderr)
-        return run(Session(environment))
+        return run(Session(environment, streams))
     except GracetuneError as error:
         ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
@@ -56,7 +74,8 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     say_error(ours)
     if as_json:
         problems = ours.problems if isinstance(ours, ConfigError) else ()
-        print_json({"ok": False, "error": str(ours), "problems": [problem_json(one) for one in problems]})
+        with suppress(OutputLostError):
+            print_json({"ok": False, "error": str(ours), "problems": [problem_json(one) for one in problems]})
     return 1
 
 

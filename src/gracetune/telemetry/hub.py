@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Protocol
 
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Event, Record, Warned
+from gracetune.telemetry.events import Event, Record, Warned, step_of
 
 
 class Sink(Protocol):
@@ -43,7 +44,11 @@ class Tracker:
 
 
 class Telemetry:
-    """`emit` may be called from any thread and never raises what a sink raised."""
+    """`emit` may be called from any thread and never raises what a sink raised.
+
+    `warn` may be called from anywhere, also inside a sink's own write or in a signal handler: it takes no lock. Its
+    event is written with the next one, or by `close`. A process logs a warning of the same words once.
+    """
 
     def __init__(
         self,
@@ -56,16 +61,38 @@ class Telemetry:
         self._sinks = [*sinks]
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
+        self._waiting: deque[str] = deque()
+        self._warned: set[str] = set()
+        self._step: int | None = None
 
     def emit(self, event: Event) -> None:
         with self._lock:
-            record = Record(self._clock(), event)
-            for sink in [*self._sinks]:
-                if sink in self._sinks:  # not dropped meanwhile
-                    self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
+            self._write_warnings()
+            self._write(event)
+            self._write_warnings()
+
+    def warn(self, text: str) -> None:
+        self._waiting.append(text)
+
+    def _write_warnings(self) -> None:
+        while self._waiting:
+            text = self._waiting.popleft()
+            if text not in self._warned:
+                self._write(Warned(message=text, step=self._step))
+
+    def _write(self, event: Event) -> None:
+        if isinstance(event, Warned):
+            self._warned.add(event.message)
+        found = step_of(event)
+        self._step = self._step if found is None else found
+        record = Record(self._clock(), event)
+        for sink in [*self._sinks]:
+            if sink in self._sinks:  # not dropped meanwhile
+                self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
 
     def close(self) -> None:
         with self._lock:
+            self._write_warnings()
             for sink in [*self._sinks]:
                 self._try(sink, sink.close)
             self._sinks = []
@@ -77,7 +104,8 @@ class Telemetry:
             self._sinks.remove(sink)
             text = f"{sink.name} failed and is left out from here on: {_why(error)}"
             self._report(text)
-            self.emit(Warned(message=text))
+            self.warn(text)
+            self._write_warnings()
 
     def __enter__(self) -> Telemetry:
         return self

@@ -39,7 +39,6 @@ from gracetune.telemetry.events import (
     RunStarted,
     StageSwitched,
     StepDone,
-    Warned,
 )
 from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.progress import Progress
@@ -190,8 +189,7 @@ class Logging(Callback):
                 config=shareable(self.config),
             )
         )
-        for text in self.view.warnings:
-            self.telemetry.emit(Warned(message=text))
+        self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
         self._begin()
 

@@ -248,8 +248,41 @@ class TestHub:
         text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
         assert told == [text]
         assert bad.got == [step(1), step(2)]
-        assert good.got == [step(1), step(2), Warned(message=text), step(3), step(4), step(5)]
+        assert good.got == [step(1), step(2), Warned(message=text, step=3), step(3), step(4), step(5)]
         assert (good.closed, bad.closed) == (True, False)
+
+    def test_a_warning_from_anywhere_is_logged_once_before_the_next_event(self) -> None:
+        sink = Failing("good", -1, OSError())
+        with Telemetry([sink]) as telemetry:
+            telemetry.emit(start())
+            telemetry.warn("early")
+            telemetry.emit(step(1))
+            telemetry.warn("odd")
+            telemetry.warn("odd")
+            telemetry.warn("early")
+            telemetry.emit(Warned(message="said with its step", step=1))
+            telemetry.warn("said with its step")
+            telemetry.emit(step(2))
+            telemetry.warn("late")
+        said = [event.message if isinstance(event, Warned) else type(event).__name__ for event in sink.got]
+        assert said == ["RunStarted", "early", "StepDone", "odd", "said with its step", "StepDone", "late"]
+        assert [event.step for event in sink.got if isinstance(event, Warned)] == [None, 1, 1, 2]
+
+    def test_warning_inside_the_write_of_a_sink_takes_no_lock(self) -> None:
+        """As a console does that cannot be written: another thread holds the hub's lock meanwhile."""
+
+        class Warner(Failing):
+            def write(self, record: Record) -> None:
+                super().write(record)
+                other = threading.Thread(target=telemetry.warn, args=("from another thread",))
+                other.start()
+                other.join(10)
+                assert not other.is_alive()
+
+        sink = Warner("warning", -1, OSError())
+        telemetry = Telemetry([sink])
+        telemetry.emit(step(1))
+        assert sink.got == [step(1), Warned(message="from another thread", step=1)]
 
     def test_all_sinks_failing_at_once_stops_nothing(self) -> None:
         told: list[str] = []

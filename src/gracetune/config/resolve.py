@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -25,6 +25,7 @@ from gracetune.config.syntax import Document, open_document
 from gracetune.config.without_effect import without_effect
 from gracetune.config.yaml_syntax import parse_scalar
 from gracetune.errors import ConfigError, Problem
+from gracetune.redaction import Redactor
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Resolved:
     file: FilePath
     origins: Mapping[Path, Origin]
     notes: tuple[str, ...]
+    redactor: Redactor = field(default_factory=Redactor, compare=False)
+    """Knows the secrets of the config, of its files and of the environment."""
 
 
 class UnresolvedError(ConfigError):
@@ -54,10 +57,33 @@ def load(
     overrides: Sequence[str] = (),
     allow_unsupported: bool = False,
 ) -> Resolved:
-    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults."""
-    document = _read(path)
+    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults.
+
+    What is said about the file holds none of its secrets; the config itself has them.
+    """
+    redactor = Redactor(environment.variables, dict(text.partition("=")[::2] for text in overrides))
+    try:
+        resolved = _load(path, environment, overrides, allow_unsupported, redactor)
+    except UnresolvedError as error:
+        notes = map(redactor.redact, error.notes)
+        raise UnresolvedError(_without_secrets(error.problems, redactor), error.dialect, [*notes]) from None
+    except ConfigError as error:
+        raise ConfigError(_without_secrets(error.problems, redactor)) from None
+    redactor.learn(resolved.config.model_dump(mode="json"))
+    return replace(resolved, notes=tuple(map(redactor.redact, resolved.notes)), redactor=redactor)
+
+
+def _without_secrets(problems: Iterable[Problem], redactor: Redactor) -> list[Problem]:
+    return [Problem(**redactor.redact_values(vars(problem))) for problem in problems]
+
+
+def _load(
+    path: FilePath, environment: Environment, overrides: Sequence[str], allow_unsupported: bool, redactor: Redactor
+) -> Resolved:
+    document = _read(path, redactor)
+    redactor.learn(document.data)
     dialect = _recognise(document)
-    draft = Draft(document.name, problems=list(document.problems))
+    draft = Draft(document.name, problems=list(document.problems), redactor=redactor)
     _read_environment(draft, environment)
     try:
         dialect.read(document, draft, environment)
@@ -76,9 +102,10 @@ def load(
 _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
-def _read(path: FilePath) -> Document:
+def _read(path: FilePath, redactor: Redactor) -> Document:
     """Where a dialect fills `${NAME}` in before it parses, a file need not be well-formed until then."""
     document = open_document(path)
+    redactor.learn(document.text)
     try:
         return document.reparsed()
     except ConfigError:
@@ -193,8 +220,6 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
     unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
     problems += schema_problems
     for broken in broken_rules(config) if config is not None else ():
-        if len(problems) > MOST_PROBLEMS:
-            break
         if not _rests_on(broken, unknown):
             key, where = draft.place(broken.path)
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))

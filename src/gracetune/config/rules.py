@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from gracetune.config.adapter_kinds import algorithms
@@ -12,11 +12,12 @@ from gracetune.config.dataset_backends import is_installed, validated
 from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
-from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS
+from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
 from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
+from gracetune.redaction import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class Broken:
 _MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model", "path"))
 
 
-def broken_rules(config: RunConfig) -> Iterator[Broken]:
-    return chain.from_iterable(rule(config) for rule in RULES)
+def broken_rules(config: RunConfig) -> list[Broken]:
+    """No more than a list of problems shows: each may have taken a search for what was meant."""
+    return list(islice(chain.from_iterable(rule(config) for rule in RULES), MOST_PROBLEMS + 1))
 
 
 def _length(config: RunConfig) -> Iterator[Broken]:
@@ -275,6 +277,25 @@ def _megapixels(dataset: Dataset, path: Path) -> Iterator[Broken]:
                          "for as many megapixels", ((*path, "resolution_type"),))  # fmt: skip
 
 
+def _hidden(config: RunConfig) -> Iterator[Broken]:
+    """What `config show` and a checkpoint hide cannot be used."""
+    for path, text in _texts(config.model_dump(mode="json"), ()):
+        if text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2]):
+            yield Broken(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",
+                         "write the whole value; the config.yaml in a run's folder has it")  # fmt: skip
+
+
+def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, (*path, index))
+
+
 RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _length,
     _ramp,
@@ -289,4 +310,5 @@ RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _datasets,
     _edit_sources,
     _ranks,
+    _hidden,
 )

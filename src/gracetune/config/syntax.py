@@ -18,6 +18,7 @@ from gracetune.config.draft import dotted
 from gracetune.config.limits import (
     DEEPEST,
     LARGEST_FILE,
+    LONGEST_NAME,
     LONGEST_TEXT,
     MOST_VALUES,
     NotPlainError,
@@ -200,7 +201,8 @@ def _json_line(text: str) -> int:
 
 
 def _twice(file: str, key: str, line: int) -> Problem:
-    return Problem(key, f"the key twice, again at line {line}", "each key once", f"keep one of the two `{key}`", file)
+    name = key[:LONGEST_NAME] or '""'
+    return Problem(name, f"the key twice, again at line {line}", "each key once", f"keep one of the two `{name}`", file)
 
 
 def _parse_yaml(text: str, file: str) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import xxhash
 
 from gracetune.checkpoint.manifest import Metadata
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.hardware import Machine
@@ -16,6 +17,7 @@ from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import part_tensors
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts
+from gracetune.redaction import redact_values
 
 _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
 """Settings that may change between two parts of a run: the saved tensors mean the same."""
@@ -24,7 +26,7 @@ _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
 def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> dict[str, str]:
     trained = trained_experts(config.model.experts, facts)
     parts = {expert.component for expert in facts.experts if expert.name in trained}
-    adapter = config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True)
+    adapter = redact_values(config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True))
     return {
         "name": config.name,
         "model": f"{facts.family} {facts.flavour}, weights {_weights(source, sorted(parts))}",
@@ -38,7 +40,7 @@ def _weights(source: ModelSource, components: Iterable[str]) -> str:
 
 
 def metadata_of(config: RunConfig, identity: Mapping[str, str], index: DataIndex, machine: Machine) -> Metadata:
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    text = json.dumps(shareable(config), sort_keys=True)  # not of a password: a digest can be tried against a list
     versions = {name: version for name, version in machine.software.libraries.items() if version is not None}
     versions |= {"torch": machine.software.torch or "unknown", "python": machine.software.python or "unknown"}
     return Metadata(identity, xxhash.xxh3_128_hexdigest(text.encode()), index.fingerprint.as_json(), versions)

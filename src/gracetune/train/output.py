@@ -36,6 +36,7 @@ from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.verify import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
 from gracetune.config.export_formats import FormatName
+from gracetune.config.native import has_secrets
 from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -49,6 +50,7 @@ from gracetune.storage.atomic import (
     write_file,
     write_new,
 )
+from gracetune.storage.folders import make_private_folder
 from gracetune.storage.os_errors import explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
@@ -95,12 +97,17 @@ class RunFolder:
         with self._refusing(), temporary_folder(self.path):
             check_writable(self.path)
 
+    def make_private(self) -> None:
+        """A new folder, or one that was made a moment ago (`storage/folders.py`)."""
+        with self._refusing():
+            make_private_folder(self.path)
+
     def make(self, config: RunConfig) -> None:
-        """The folder and the resolved configuration in it."""
+        """The folder and the resolved configuration in it, secrets included: a run can be started from it."""
         with self._refusing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
+            mode = 0o600 if has_secrets(config) else 0o644
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager

@@ -27,6 +27,7 @@ from typing import TypeVar
 
 import torch
 
+from gracetune.cache.places import places_of
 from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
@@ -122,6 +123,8 @@ def preflight(
     is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
+    folder, keep = RunFolder.of(config), config.checkpoints
+    is_new = not folder.path.exists()
     model = Outcome[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
     if on_disk.is_known and on_disk.value:
@@ -136,7 +139,6 @@ def preflight(
     checks.run(lambda: view.planned(planned.value, machine))
     checks.run(lambda: refuse_misfit(planned.value, allowed=options.allow_misfit))
 
-    folder, keep = RunFolder.of(config), config.checkpoints
     store = stack.enter_context(
         CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
     )
@@ -161,11 +163,18 @@ def preflight(
         rates = checks.run(lambda: rates_to_start_with(config, beginning.value.start, model.value.facts, shapes.value))
     checks.raise_all(runtime)
     found = beginning.value
+    if runtime.highest(int(is_new)) and (not options.dry_run or _has_caches_inside(config)):
+        folder.make_private()
     return Preflight(
         config=config, options=options, environment=environment, runtime=runtime, machine=machine, model=model.value,
         planned=planned.value, folder=folder, store=store, identity=found.identity,
         start=found.start if options.dry_run else _take_folder(store, found), rates=rates.value, files=found.files,
     )  # fmt: skip
+
+
+def _has_caches_inside(config: RunConfig) -> bool:
+    """Whether filling the caches makes the run's folder."""
+    return places_of(config).base.is_relative_to(RunFolder.of(config).path)
 
 
 def _open_runtime(

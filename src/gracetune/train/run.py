@@ -66,7 +66,9 @@ def train(
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
         if not options.dry_run:
-            telemetry = stack.enter_context(open_telemetry(config, ready.folder, view, main=ready.runtime.is_main))
+            telemetry = stack.enter_context(
+                open_telemetry(config, ready.folder, view, environment, main=ready.runtime.is_main)
+            )
             callbacks = callbacks_of(ready, loaded, telemetry, view)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()

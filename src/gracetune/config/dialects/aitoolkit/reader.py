@@ -63,6 +63,7 @@ def _substituted(document: Document, draft: Draft, environment: Environment) -> 
     if text == document.text:
         return document.data
     substituted = document.reparsed(text)
+    draft.redactor.learn(substituted.data)
     draft.problems += substituted.problems
     return substituted.data
 

@@ -73,6 +73,7 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
     except ConfigError as error:
         options.draft.problems += error.problems
         return None
+    options.draft.redactor.learn(document.data)
     options.draft.problems += document.problems
     return document
 

@@ -3,7 +3,7 @@
 checkpoint-<step>/           whole checkpoints (see `manifest`)
 set-aside-checkpoint-<step>/ later than the step a run was resumed from; never read, never deleted
 .gracetune-<32 hex>.tmp/     being written, or being deleted; removed by the next run if a process left it
-.gracetune.lock              held by the process that writes
+.gracetune.lock              held by the process that writes; its first line is the journal (see `journal`)
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
+from gracetune.checkpoint.journal import Journal
 from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
 from gracetune.errors import Problem
 from gracetune.storage.atomic import sync_folder, temporary_name
 from gracetune.storage.locks import lock, open_lock_file
+from gracetune.storage.os_errors import explain
 
 LOCK_FILE = ".gracetune.lock"
 _ASIDE = "set-aside-"
@@ -122,9 +124,13 @@ class Removal:
 
 
 def remove_superfluous(
-    folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int]
-) -> Removal:
-    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note."""
+    folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int],
+    journal: Journal,
+) -> Removal:  # fmt: skip
+    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note.
+
+    Those that are deleted stay in the journal as `retiring`, until their weights are deleted too.
+    """
     ours: dict[int, tuple[Path, Manifest]] = {}
     for one in checkpoints(folder):
         manifest = manifest_if_ours(one.path, identity)
@@ -140,10 +146,13 @@ def remove_superfluous(
             if strangers:
                 notes.append(f"{path} is not deleted: it holds files that are not ours: {listed(sorted(strangers))}")
                 continue
+            journal.begin("retiring", step)
             _delete(folder, path)
         except OSError as error:
-            notes.append(f"{path} could not be deleted: {error.strerror or error}")
-            continue
+            notes.append(f"{path} could not be deleted: {explain(error, path).found}")
+            if path.exists():
+                journal.end("retiring", step)
+                continue
         removed.append(path.name)
     return Removal(tuple(removed), tuple(notes))
 

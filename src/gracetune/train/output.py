@@ -35,6 +35,7 @@ from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.verify import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
+from gracetune.config.adapter_kinds import AdapterKind
 from gracetune.config.export_formats import FormatName
 from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
@@ -49,7 +50,7 @@ from gracetune.storage.atomic import (
     write_file,
     write_new,
 )
-from gracetune.storage.os_errors import explained, problem_of
+from gracetune.storage.os_errors import explain, explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
@@ -59,6 +60,7 @@ CONFIG = "config.yaml"
 _ELSEWHERE = "--set output_dir=FOLDER"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 """Of a component in diffusers' layout."""
+_MODEL_FILES = {"config.json", MODEL_FILE}
 
 
 class WrongFileError(GracetuneError):
@@ -126,6 +128,11 @@ class RunFolder:
         """All names under which a finished run leaves its weights."""
         return [*(self.adapter(stage, step) for stage in stages), self.model(step)]
 
+    def final_files(self, experts: Iterable[Expert], kind: AdapterKind) -> list[Path]:
+        """Of a run that comes to its end."""
+        whole = kind == "full_finetune"
+        return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
+
     def refuse_finished(self, stages: Iterable[str]) -> None:
         """A run that begins anew must not find the result of another one in its way after hours."""
         there = [path for path in self.results(stages) if _is_result(path)]
@@ -156,10 +163,24 @@ class RunFolder:
                 notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
 
-    def remove_step(self, stages: Iterable[str], step: int) -> None:
-        """What belongs to a checkpoint that is not kept any more."""
-        for path in self.results(stages, step):
-            _remove(path)
+    def remove_step(self, experts: Iterable[Expert], step: int | None) -> list[str]:
+        """The weights of a step, or the final ones, and nothing else. What could not be removed stays, with a note."""
+        experts, notes = [*experts], []
+        try:
+            for path in (self.adapter(one.name, step) for one in experts):
+                if path.is_file() and not path.is_symlink():
+                    path.unlink()
+            _remove_model(self.model(step), [one.component for one in experts])
+        except OSError as error:
+            which = "final weights" if step is None else f"weights of step {step}"
+            notes.append(f"{which} could not be removed: {explain(error, self.path).found}")
+        return notes
+
+    def model_folders(self) -> list[Path]:
+        """Those that this run makes or has renamed, of any step."""
+        ours = re.compile(rf"((set-aside|finished)-(\d+-)?)?{re.escape(self.name)}(_\d{{9,}})?")
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        return [path for path in inside if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _is_result(path: Path) -> bool:
@@ -179,11 +200,16 @@ def _kept(why: str, path: Path, name: str | None = None) -> Path:
     return path.rename(target)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove_model(folder: Path, components: Iterable[str]) -> None:
+    """The components; the folder with them, unless something else is in it."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for component in components:
+        part = folder / component
+        if part.is_dir() and not part.is_symlink() and {path.name for path in part.iterdir()} <= _MODEL_FILES:
+            shutil.rmtree(part)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def save_weights(

@@ -37,12 +37,13 @@ from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.source import ModelSource, is_on_disk
-from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
 from gracetune.train.identity import identity_of
+from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
 from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
@@ -65,6 +66,11 @@ class OpenedModel:
     encoders: FamilyEncoders
     facts: ModelFacts
     trained: tuple[ExpertName, ...]
+
+    @property
+    def experts(self) -> list[Expert]:
+        """Those that are trained."""
+        return [expert for expert in self.facts.experts if expert.name in self.trained]
 
     @property
     def spec(self) -> ModelSpec:
@@ -164,7 +170,8 @@ def preflight(
     return Preflight(
         config=config, options=options, environment=environment, runtime=runtime, machine=machine, model=model.value,
         planned=planned.value, folder=folder, store=store, identity=found.identity,
-        start=found.start if options.dry_run else _take_folder(store, found), rates=rates.value, files=found.files,
+        start=found.start if options.dry_run else _take_folder(config, folder, store, model.value, found),
+        rates=rates.value, files=found.files,
     )  # fmt: skip
 
 
@@ -224,10 +231,15 @@ def _find_beginning(
     asked = options.resume or config.checkpoints.resume
     needless = refused and resolve(asked, store)[0] is None and store.latest() is None
     identity = {} if needless else identity_of(config, model.source, model.facts)
-    start = find_start(asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run)
+    finals = folder.final_files(model.experts, config.adapter.kind)
+    finishing = bool(store.unfinished("finishing"))
+    start = find_start(
+        asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
+        is_half_finished=finishing and not all(path.exists() for path in finals),
+    )  # fmt: skip
     view.say(start.reason)
-    experts = [expert for expert in model.facts.experts if expert.name in model.trained]
-    return _Beginning(identity, start, nothing_left(start, config, folder, experts))
+    ended = () if finishing else nothing_left(start, config, finals)
+    return _Beginning(identity, start, ended)
 
 
 def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
@@ -237,10 +249,13 @@ def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, 
         checks.run(folder.check)
 
 
-def _take_folder(store: CheckpointStore, found: _Beginning) -> Start:
-    """Lock it; checkpoints after the step that the run begins at are set aside."""
+def _take_folder(
+    config: RunConfig, folder: RunFolder, store: CheckpointStore, model: OpenedModel, found: _Beginning
+) -> Start:
+    """Lock it. What a killed process left goes; checkpoints after the step that the run begins at are set aside."""
     notes = store.begin(found.identity, found.start.checkpoint)
-    return replace(found.start, notes=(*found.start.notes, *notes))
+    left = remove_leftovers(config, folder, store, model.experts) if store.is_writer else []
+    return replace(found.start, notes=(*found.start.notes, *notes, *left))
 
 
 def _check_attention(config: RunConfig, model: OpenedModel, planned: Planned, device: torch.device) -> None:

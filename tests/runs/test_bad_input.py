@@ -32,15 +32,11 @@ from gracetune.train.run import train
 from gracetune.train.runtime import Launch
 from gracetune.train.view import Heard
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made import TinyModel, changed, config_for, pictures, run
 from runs.test_commands import gracetune
 from runs.test_resume import states
 
 ONE = {"training": {"max_steps": 1}}
-
-
-def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 @pytest.fixture

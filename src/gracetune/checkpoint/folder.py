@@ -17,7 +17,14 @@ from pathlib import Path
 
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
 from gracetune.checkpoint.journal import Journal
-from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
+from gracetune.checkpoint.manifest import (
+    MANIFEST,
+    BadManifestError,
+    Manifest,
+    identity_differences,
+    read_manifest,
+    step_of,
+)
 from gracetune.errors import Problem
 from gracetune.storage.atomic import sync_folder, temporary_name
 from gracetune.storage.locks import lock, open_lock_file
@@ -53,8 +60,8 @@ def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None
         manifest = read_manifest(path)
     except (BadManifestError, OSError):
         return None
-    same = dict(manifest.metadata.identity) == dict(identity) and manifest.step == step_of(path.name)
-    return manifest if same else None
+    different = identity_differences(manifest.metadata.identity, identity)
+    return manifest if not different and manifest.step == step_of(path.name) else None
 
 
 def take_lock(folder: Path) -> tuple[int, bool]:

@@ -186,8 +186,13 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, 
     model = tmp_path / "model"
     shutil.copytree(tiny_model("flux", "dev"), model)
     change_a_setting(model / "scheduler/scheduler_config.json", shift=3.0)
-    config = config_for("flux", tiny_model, tmp_path, model={"path": str(model)}, training={"max_steps": 1})
-    run(config)
+    config = config_for(
+        "flux", tiny_model, tmp_path, model={"path": str(model)}, training={"max_steps": 1},
+        cache={"cache_dir": str(tmp_path / "cache")},
+    )  # fmt: skip
+    view = Heard()
+    run(config, view)
+    assert {"4 latents encoded: 4 new images", "4 text embeddings encoded: 4 new captions"} <= {*view.said}
     longer = changed(config, "training", max_steps=2)
     for words, (name, change) in PARTS.items():
         before = (model / name).read_bytes()
@@ -197,12 +202,15 @@ def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, 
         assert words in refused.value.problem.found
         assert "--allow-other-run" in refused.value.problem.hint
         (model / name).write_bytes(before)
-    change_a_setting(model / "scheduler/scheduler_config.json", shift=5.0)
+    change_a_byte(model / "vae/diffusion_pytorch_model.safetensors")
     elsewhere = longer.model_copy(update={"output_dir": str(tmp_path / "elsewhere")})
     view = Heard()
     checkpoint = Path(config.output_dir) / "checkpoints" / "checkpoint-1"
     assert run(elsewhere, view, resume=str(checkpoint), allow_other_run=True).step == 2
-    assert "checkpoint-1 is of another run: part scheduler: shift was 3.0 and is 5.0" in view.said
+    assert "checkpoint-1 is of another run: part vae was" in "\n".join(view.said)
+    assert [line for line in view.said if " encoded" in line] == [
+        "4 latents encoded again: the VAE changed since they were cached"
+    ]
 
 
 def test_a_checkpoint_of_the_earlier_form_is_resumed_with_one_note(tiny_model: TinyModel, tmp_path: Path) -> None:

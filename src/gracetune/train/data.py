@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from gracetune.cache.batches import BatchSource, Entries, Keys, Live
 from gracetune.cache.errors import MissingEntryError
 from gracetune.cache.keys import Key
+from gracetune.cache.missing import why_missing
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
 from gracetune.cache.residence import CacheRole, CacheType, Where
@@ -20,6 +21,7 @@ from gracetune.cache.session import Built, Caches, Encoders, build, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.cache.wanted import LatentItem, TextItem
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -119,10 +121,18 @@ def fill_caches(
     """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
     caches = stack.enter_context(Caches(places_of(config), writable=True))
     how = How(share=Share(runtime.rank, runtime.world_size))
+
+    def explain(missing: Sequence[LatentItem] | Sequence[TextItem]) -> None:
+        if runtime.is_main:
+            for line in why_missing(caches.store, missing):
+                view.say(line)
+        runtime.barrier()  # before the others encode some of it
+
     with view.phase("caches"):
         built = build(
-            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents
-        )
+            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents,
+            on_missing=explain,
+        )  # fmt: skip
         runtime.barrier()
     for note in built.notes:
         view.warn(note)

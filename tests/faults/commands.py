@@ -23,9 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import pytest
+
 from faults.injection import Fault, environment_of
 
 _TESTS = Path(__file__).parents[1]
+_NOT_PERMITTED = 77
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,16 @@ class Commands:
     def run(
         self, arguments: Sequence[str], *, faults: Sequence[Fault] = (), log: Path | None = None,
         kill_after: float | None = None, timeout: float = 240, environment: dict[str, str] | None = None,
+        instead: dict[Path, Path] | None = None,
     ) -> Ended:  # fmt: skip
-        """`kill_after`: SIGKILL so many seconds after it began. `timeout`: SIGABRT, so that it says where it hangs."""
+        """`kill_after`: SIGKILL so many seconds after it began. `timeout`: SIGABRT, so that it says where it hangs.
+        `instead`: files or folders that the command sees as others are, such as one for /proc/meminfo."""
         out, errors = (Path(self._folder.name) / name for name in ("out", "errors"))
         job = {
             "arguments": list(arguments), "faults": "\n".join(map(str, faults)), "log": str(log or ""),
             "out": str(out), "errors": str(errors), "kill_after": kill_after, "timeout": timeout,
             "environment": environment or {},
+            "instead": [(str(seen), str(real)) for seen, real in (instead or {}).items()],
         }  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -64,6 +70,8 @@ class Commands:
         line = self._process.stdout.readline()
         assert line, "the process that starts commands has ended"
         found = json.loads(line)
+        if found["code"] == _NOT_PERMITTED:
+            pytest.skip(errors.read_text())
         return Ended(found["code"], out.read_text(), errors.read_text(), found["seconds"])
 
     def close(self) -> None:
@@ -126,6 +134,21 @@ def _wait(child: int, kill_after: float | None, timeout: float) -> int:
         time.sleep(0.002)
 
 
+def _replace(instead: object) -> None:
+    from unit.cache.processes import NotPermitted, own_mounts, show_instead
+
+    assert isinstance(instead, list)
+    if not instead:
+        return
+    try:
+        own_mounts()
+        for seen, real in instead:
+            show_instead(Path(seen), Path(real))
+    except NotPermitted as reason:
+        print(reason, file=sys.stderr, flush=True)
+        os._exit(_NOT_PERMITTED)
+
+
 def _carry_out(job: dict[str, object]) -> None:
     import faulthandler
 
@@ -136,6 +159,7 @@ def _carry_out(job: dict[str, object]) -> None:
         os.dup2(descriptor, number)
         os.close(descriptor)
     faulthandler.enable()
+    _replace(job["instead"])
     environment = job["environment"]
     assert isinstance(environment, dict)
     os.environ.update(environment)

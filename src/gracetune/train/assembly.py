@@ -249,6 +249,7 @@ def assemble(
         warn=view.warn,
         on_epoch_end=on_epoch_end,
         memory_alarm=memory_alarm,
+        first_step=beginning.state.position.step,
     )
 
 

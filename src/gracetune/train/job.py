@@ -17,7 +17,7 @@ from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
-from gracetune.train.control import Control, Stop
+from gracetune.train.control import Control, Kind, Stop
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
@@ -79,6 +79,8 @@ class Job:
     """Called between two batches (`renewal`)."""
     memory_alarm: Callable[[], str | None]
     """Asked before every micro-batch: why the run has to be saved now."""
+    first_step: int
+    """Where this process began."""
     control: Control = field(default_factory=Control)
     pauses: Pauses = field(default_factory=Pauses)
 
@@ -123,13 +125,18 @@ class Job:
         return Stop(kind, "another rank was asked to stop")  # type: ignore[arg-type]
 
     def cannot_go_on(self) -> Stop | None:
-        """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late."""
+        """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late.
+
+        A process that has done no step has failed: one that was started again because it was interrupted would do none
+        either.
+        """
         reason = self.memory_alarm()
+        kind: Kind = "interrupted" if self.position.step > self.first_step else "failed"
         if reason is not None:
-            self.control.ask_to_stop("interrupted", reason)
+            self.control.ask_to_stop(kind, reason)
         if not self.runtime.highest(int(reason is not None)):
             return None
-        return self.control.stop or Stop("interrupted", "memory is running out on another rank")
+        return self.control.stop or Stop(kind, "memory is running out on another rank")
 
     def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted:
         """A file that turns out to be damaged when it is decoded is left out, up to its dataset's limit.

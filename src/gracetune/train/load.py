@@ -12,7 +12,7 @@ from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
 from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, stage
 from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
-from gracetune.train.guards import memory_alarm, watch
+from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import Job
 from gracetune.train.output import check_format, checkpoint_bytes
 from gracetune.train.pieces import Checkpointed
@@ -94,5 +94,7 @@ def load(
         dry, example = dry_batch(job, config.training.batch_size, planned)
     if trainee.compiling is not None:
         view.say(trainee.compiling)
+    # The least of all ranks', so that they go on together or not at all.
+    check_memory(machine, -runtime.highest(-memory_left(machine, memory)))
     hours = hours_left(job, dry, config.training.batch_size)
     return LoadedRun(job, saved, memory, cached, renewal, watchdog, dry, example, hours, notes)

@@ -42,6 +42,7 @@ from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
+from gracetune.train.guards import check_memory
 from gracetune.train.identity import identity_of
 from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
@@ -128,6 +129,7 @@ def preflight(
     is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
+    checks.run(lambda: check_memory(machine, machine.host.headroom))
     model = Outcome[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
     if on_disk.is_known and on_disk.value:

@@ -103,6 +103,7 @@ class DiskStore:
         """Descriptor of the lock that says the cache is in use; None where the folder cannot be locked."""
         self._damaged: dict[str, DamagedShard] = {}
         self._created: set[Key] = set()
+        self._suspects: set[str] = set()
         self._files = OpenFiles(self.shards_folder)
         self._unindexed = 0
 
@@ -320,6 +321,13 @@ class DiskStore:
             damaged = damaged or (self.shards_folder / copies[0].shard).exists()
             with self.mutex:
                 self.catalogue.drop_copy(copies[0])
+                self._suspects.add(copies[0].shard)
+
+    def take_suspects(self) -> frozenset[str]:
+        """Files in which an entry was not as it was written; each is told once."""
+        with self.mutex:
+            found, self._suspects = frozenset(self._suspects), set()
+        return found
 
     def read_copy(self, place: Place) -> NDArray[np.uint8] | None:
         """The bytes of one copy; None where they are not what was written."""

@@ -46,7 +46,7 @@ def callbacks_of(ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view
     self_check = SelfProof(
         config, folder, model, loaded.example, control, pauses, telemetry, view, steps=job.length.steps
     )  # fmt: skip
-    held_out = HeldOut(config, cached, model, pauses, telemetry, view)
+    held_out = HeldOut(config, cached, model, pauses, telemetry, view, repair=job.repair)
     samples = Sampling(
         config, folder, model, ready.store, control, pauses, telemetry, view, room=host_room(machine, memory),
         prompts=prompts,

@@ -57,6 +57,7 @@ from gracetune.train.trainee import Trainee
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"
+ADAPTER = ".safetensors"
 _ELSEWHERE = "--set output_dir=FOLDER"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 """Of a component in diffusers' layout."""
@@ -128,6 +129,12 @@ class RunFolder:
         """All names under which a finished run leaves its weights."""
         return [*(self.adapter(stage, step) for stage in stages), self.model(step)]
 
+    def steps(self) -> list[int]:
+        """Of which there is something in the folder."""
+        of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted({int(found[1]) for path in inside if (found := of_a_step.match(path.name))})
+
     def final_files(self, experts: Iterable[Expert], kind: AdapterKind) -> list[Path]:
         """Of a run that comes to its end."""
         whole = kind == "full_finetune"
@@ -143,10 +150,8 @@ class RunFolder:
 
     def set_aside(self, stages: Iterable[str], after: int) -> list[str]:
         """Weights of later steps than the run begins at: it will write its own under these names."""
-        of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
-        steps = sorted({int(found[1]) for path in self.path.iterdir() if (found := of_a_step.match(path.name))})
         notes = []
-        for path in (path for step in steps if step > after for path in self.results(stages, step)):
+        for path in (path for step in self.steps() if step > after for path in self.results(stages, step)):
             if _is_result(path):
                 with self.explained(f"{path.name} not renamed"):
                     kept = _kept("set-aside", path)
@@ -184,10 +189,10 @@ class RunFolder:
 
 
 def _is_result(path: Path) -> bool:
-    """A folder that only holds what a killed process left is none."""
+    """A folder that only holds what a killed process left is none, nor one with the name of a file."""
     if path.is_dir():
-        return any(not is_temporary(inside.name) for inside in path.iterdir())
-    return path.exists()
+        return path.suffix != ADAPTER and any(not is_temporary(inside.name) for inside in path.iterdir())
+    return path.is_file()
 
 
 def _kept(why: str, path: Path, name: str | None = None) -> Path:

@@ -48,6 +48,7 @@ from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
 from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
+from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.refusals import Checks, Outcome
@@ -159,6 +160,8 @@ def preflight(
         checks.run(lambda: refuse_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
         if not (beginning.is_refused or checks.is_known("output_dir")):
             _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
+            if runtime.is_main:
+                checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
         checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))

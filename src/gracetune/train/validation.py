@@ -20,6 +20,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
 from gracetune.models.spec import Placement, Sampled
+from gracetune.storage.os_errors import explain
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.asked import Asked, requests_of
@@ -42,6 +43,7 @@ class Sampling(Callback):
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._store, self._control, self._pauses = model, store, control, pauses
         self._room, self._prompts = room, prompts
+        self._warned_of_request = False
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
         self._asked = requests_of(config)
@@ -82,16 +84,29 @@ class Sampling(Callback):
 
     def _requested(self) -> bool:
         """On any rank, and then on all of them: a sharded model is sampled by all together."""
-        file = self._folder.path / VALIDATE_NOW
         runtime = self._model.runtime
-        here = self._control.validate or (runtime.is_main and file.exists())
+        here = self._control.validate or (runtime.is_main and self._take_request())
         self._control.validate = False
         if not runtime.highest(int(here)):
             return False
-        if runtime.is_main:
-            file.unlink(missing_ok=True)
         if not self._asked:
             self._view.warn("a validation was asked for, but the config has no validation.prompts")
+        return True
+
+    def _take_request(self) -> bool:
+        """Whether a file asks. One that cannot be removed is no request: it would be one at every step."""
+        file = self._folder.path / VALIDATE_NOW
+        if not file.exists():
+            return False
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            if not self._warned_of_request:
+                self._view.warn(
+                    f"{VALIDATE_NOW} is ignored, because it cannot be removed: {explain(error, file).found}"
+                )
+            self._warned_of_request = True
+            return False
         return True
 
     def _draw(self, step: int, *, requested: bool) -> None:

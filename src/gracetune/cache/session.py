@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from gracetune.cache.checking import OnChecked, forget_damaged
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.imports import ImportReport
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, OnProgress, Outcome, encode_latents, encode_texts, nothing_to_do, with_notes
@@ -140,8 +140,12 @@ def open_store(folder: Path) -> DiskStore:
             if FileNotFoundError not in (type(error), type(error.__cause__)) and folder.exists():
                 raise
             continue
-        if store.users is None or is_at(store.users, store.folder / "users.lock"):
-            return store
+        try:
+            if store.users is None or is_at(store.users, store.folder / "users.lock"):
+                return store
+        except OSError as error:
+            store.close()
+            raise unreadable(error, folder) from error
         store.close()
     return DiskStore.open(folder, writable=True)
 
@@ -310,6 +314,8 @@ def is_cache(folder: Path) -> bool:
         return any(not is_temporary(path.name) for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise unreadable(error, folder) from error
 
 
 def _lacks(caches: Caches, items: Sequence[CacheItem]) -> bool:

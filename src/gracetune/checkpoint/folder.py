@@ -45,12 +45,11 @@ class Found:
 def checkpoints(folder: Path) -> list[Found]:
     """The oldest first; empty where there is no such folder."""
     try:
-        inside = [*folder.iterdir()]
+        found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise unreadable(error, folder) from error
-    found = [(step_of(path.name), path) for path in inside if path.is_dir() and not path.is_symlink()]
     return sorted((Found(step, path) for step, path in found if step is not None), key=lambda one: one.step)
 
 
@@ -148,18 +147,17 @@ def remove_superfluous(
         if step in protected:
             continue
         path, manifest = ours[step]
+        journal.begin("retiring", step)  # what fails now, the next start tries again
         try:
             strangers = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
             if strangers:
                 notes.append(f"{path} is not deleted: it holds files that are not ours: {listed(sorted(strangers))}")
+                journal.end("retiring", step)
                 continue
-            journal.begin("retiring", step)
             _delete(folder, path)
         except OSError as error:
             notes.append(f"{path} could not be deleted: {explain(error, path).found}")
-            if path.exists():
-                journal.end("retiring", step)
-                continue
+            continue
         removed.append(path.name)
     return Removal(tuple(removed), tuple(notes))
 
@@ -168,8 +166,9 @@ def _delete(folder: Path, path: Path) -> None:
     """Out of sight in one step, so that nobody ever sees half of it; then for good."""
     trash = folder / temporary_name()
     path.rename(trash)
-    sync_folder(folder)
-    shutil.rmtree(trash)
+    with suppress(OSError):  # out of sight it is; what stays of it, the next start removes
+        sync_folder(folder)
+        shutil.rmtree(trash)
 
 
 def set_aside(folder: Path, later: Sequence[Found]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.checkpoint.errors import ResumeError, listed
+from gracetune.checkpoint.errors import ResumeError, listed, unreadable
 from gracetune.checkpoint.folder import checkpoints
 from gracetune.checkpoint.manifest import MANIFEST, has_unknown_parts, step_of
 from gracetune.checkpoint.reading import Checkpoint
@@ -73,9 +73,12 @@ def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:
             return None, f"begins anew: no checkpoint in {store.folder}"
         return path, f"goes on from {path.name}, the latest"
     path = Path(asked).expanduser().absolute()
-    if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
-        return path, f"goes on from {path}, as asked"
-    raise _no_checkpoint(asked, path, store)
+    try:
+        if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
+            return path, f"goes on from {path}, as asked"
+        raise _no_checkpoint(asked, path, store)
+    except OSError as error:
+        raise unreadable(error, path) from error
 
 
 def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeError:

@@ -262,10 +262,14 @@ class CheckpointStore:
             return target
         self.wait()
         self.claim(metadata.identity)
-        if step in self._there and target.is_dir():
+        try:
+            is_there, is_taken = target.is_dir(), target.exists() or target.is_symlink()
+        except OSError as error:
+            raise unwritable(error, self.folder, needed=0, free=None, last=self._last_whole()) from error
+        if step in self._there and is_there:
             self.end_work("saving", step)
             return target
-        if target.exists() or target.is_symlink():
+        if is_taken:
             raise _occupied(target)
         needed = sum(saved_size(name, one) for name, one in saved.items())
         needed += sum(len(one) + 8192 for ranks in gathered.values() for one in ranks) + _MARGIN
@@ -367,8 +371,8 @@ class CheckpointStore:
 
     def _free(self) -> int | None:
         """Before the folder is made, of the nearest one above it."""
-        place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
         try:
+            place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
             return shutil.disk_usage(place).free
         except OSError:
             return None

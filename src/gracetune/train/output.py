@@ -95,19 +95,19 @@ class RunFolder:
 
         Leaves no trace: a run that is refused has made no folder.
         """
-        with self._refusing(), temporary_folder(self.path):
+        with self.refusing(), temporary_folder(self.path):
             check_writable(self.path)
 
     def make(self, config: RunConfig) -> None:
         """The folder and the resolved configuration in it."""
-        with self._refusing():
+        with self.refusing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
             mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def _refusing(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
         """Before the run has trained anything, what cannot be written is a matter of its settings."""
         try:
             yield
@@ -140,9 +140,15 @@ class RunFolder:
         whole = kind == "full_finetune"
         return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
 
+    def are_there(self, files: Iterable[Path]) -> bool:
+        """All of them."""
+        with self.refusing():
+            return all(path.exists() for path in files)
+
     def refuse_finished(self, stages: Iterable[str]) -> None:
         """A run that begins anew must not find the result of another one in its way after hours."""
-        there = [path for path in self.results(stages) if _is_result(path)]
+        with self.refusing():
+            there = [path for path in self.results(stages) if _is_result(path)]
         if there:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
             raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
@@ -151,21 +157,21 @@ class RunFolder:
     def set_aside(self, stages: Iterable[str], after: int) -> list[str]:
         """Weights of later steps than the run begins at: it will write its own under these names."""
         notes = []
-        for path in (path for step in self.steps() if step > after for path in self.results(stages, step)):
-            if _is_result(path):
-                with self.explained(f"{path.name} not renamed"):
+        with self.explained("weights of later steps not renamed"):
+            for path in (path for step in self.steps() if step > after for path in self.results(stages, step)):
+                if _is_result(path):
                     kept = _kept("set-aside", path)
-                notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
+                    notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
 
     def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
         """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
         notes = []
-        for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
-            if _is_result(old):
-                with self.explained(f"{old.name} not renamed"):
+        with self.explained("the result not renamed"):
+            for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
+                if _is_result(old):
                     kept = _kept("finished", old, new.name)
-                notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
+                    notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
 
     def remove_step(self, experts: Iterable[Expert], step: int | None) -> list[str]:
@@ -199,7 +205,7 @@ def _kept(why: str, path: Path, name: str | None = None) -> Path:
     """Renamed to `<why>-<name>`; a second one of that name becomes `<why>-2-<name>`."""
     name, number = name or path.name, 1
     target = path.with_name(f"{why}-{name}")
-    while target.exists():
+    while target.exists() or target.is_symlink():
         number += 1
         target = path.with_name(f"{why}-{number}-{name}")
     return path.rename(target)
@@ -231,8 +237,8 @@ def save_weights(
         else:
             path = folder.adapter(expert, named)
             state = for_format(trainee, expert, config.checkpoints.format)
-            if write and not path.exists():
-                with folder.explained(f"{path.name} not written"):
+            with folder.explained(f"{path.name} not written"):
+                if write and not path.exists():
                     _save_adapter(path, state, config, step)
         paths.append(path)
     return paths

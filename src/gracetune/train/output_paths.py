@@ -20,7 +20,9 @@ from gracetune.train.output import CONFIG, RunFolder
 def check_output_paths(folder: RunFolder, experts: Sequence[Expert], kind: AdapterKind) -> None:
     """ConfigError for everything that is in the way. A result of an earlier run is not: see `refuse_finished`."""
     folders, files = [folder.samples, folder.logs], [folder.path / CONFIG, folder.path / LOG_FILE]
-    for step in (None, *folder.steps()):
+    with folder.refusing():
+        steps = folder.steps()
+    for step in (None, *steps):
         if kind == FULL_FINETUNE:
             model = folder.model(step)
             folders += [model, *(model / one.component for one in experts)]

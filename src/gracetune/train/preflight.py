@@ -240,10 +240,10 @@ def _find_beginning(
     finishing = bool(store.unfinished("finishing"))
     start = find_start(
         asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
-        is_half_finished=finishing and not all(path.exists() for path in finals),
+        is_half_finished=finishing and not folder.are_there(finals),
     )  # fmt: skip
     view.say(start.reason)
-    ended = () if finishing else nothing_left(start, config, finals)
+    ended = () if finishing else nothing_left(start, config, folder, finals)
     return _Beginning(identity, start, ended)
 
 

@@ -67,13 +67,13 @@ def refuse_other_optimizer(
     raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
 
 
-def nothing_left(start: Start, config: RunConfig, files: Sequence[Path]) -> tuple[Path, ...]:
+def nothing_left(start: Start, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
     """The final files of a run that has come to its end before, so that nothing is loaded for it; none where work is
     left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    return tuple(files) if all(path.exists() for path in files) else ()
+    return tuple(files) if folder.are_there(files) else ()
 
 
 def rates_to_start_with(

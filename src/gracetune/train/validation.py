@@ -96,9 +96,9 @@ class Sampling(Callback):
     def _take_request(self) -> bool:
         """Whether a file asks. One that cannot be removed is no request: it would be one at every step."""
         file = self._folder.path / VALIDATE_NOW
-        if not file.exists():
-            return False
         try:
+            if not file.exists():
+                return False
             file.unlink(missing_ok=True)
         except OSError as error:
             if not self._warned_of_request:

@@ -107,7 +107,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             raise _exists(path) from None
         return path
     except OSError as error:
-        raise FileError(problem_of(error, "file not written", path, elsewhere="write it to another disk")) from error
+        elsewhere = "choose another place (output_dir of a run, --output of a command)"
+        raise FileError(problem_of(error, "file not written", path, elsewhere=elsewhere)) from error
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------

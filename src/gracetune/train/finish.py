@@ -38,6 +38,7 @@ def finish(
         view.say(job.trainee.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
+        ready.store.begin_work("finishing", job.position.step)
         with failure_told(job, folder, telemetry, began=began):
             files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
@@ -52,6 +53,8 @@ def finish(
             view.say(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
             view.warn(f"the report could not be written: {error}")
+    if stop.kind == "finished":
+        ready.store.end_work("finishing", *ready.store.unfinished("finishing"))
     return files
 
 

@@ -1,4 +1,8 @@
-"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own."""
+"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own.
+
+`model` has the fingerprint of the trained denoisers' weights, `part <name>` that of each other part of the model: VAE,
+text encoders, tokenizers, scheduler. Checkpoints of earlier releases have no parts: theirs are unknown.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import xxhash
 
-from gracetune.checkpoint.manifest import Metadata
+from gracetune.checkpoint.manifest import PART, Metadata
 from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
@@ -15,6 +19,7 @@ from gracetune.hardware import Machine
 from gracetune.models.experts import trained_experts
 from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import part_tensors
+from gracetune.models.part_fingerprints import part_fingerprints
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts
 from gracetune.redaction import redact_values
@@ -31,6 +36,7 @@ def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> di
         "name": config.name,
         "model": f"{facts.family} {facts.flavour}, weights {_weights(source, sorted(parts))}",
         "adapter": json.dumps({"kind": config.adapter.kind, **adapter}, sort_keys=True),
+        **{f"{PART}{name}": found for name, found in part_fingerprints(source, facts).items()},
     }
 
 

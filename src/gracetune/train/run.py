@@ -15,6 +15,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
@@ -23,6 +24,7 @@ from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.options import RunOptions
+from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.preflight import preflight
 from gracetune.train.view import View
@@ -56,7 +58,9 @@ def train(
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None, known: Sequence[tuple[str, Problem]] = (),
 ) -> Result:  # fmt: skip
     """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`."""
-    with ExitStack() as stack:
+    folder = RunFolder.of(config).path
+    # For whatever has no words of its own for an error of the operating system.
+    with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
         ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             step = ready.start.step

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from gracetune.redaction import redact
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with what we were given, written for someone reading it at night."""
+    """One thing wrong with what we were given, written for someone reading it at night. Holds no secret."""
 
     key: str
     found: str
     expected: str
     hint: str
     file: str | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            text = vars(self)[one.name]
+            if text is not None:
+                object.__setattr__(self, one.name, redact(text))
 
     def __str__(self) -> str:
         where = f"{visible(self.file)}: {short(self.key)}" if self.file else short(self.key)
@@ -38,7 +46,10 @@ def short(text: str, most: int = 160) -> str:
 
 
 class GracetuneError(Exception):
-    """The base of everything we raise on purpose."""
+    """The base of everything we raise on purpose. Its text holds no secret."""
+
+    def __init__(self, *texts: object) -> None:
+        super().__init__(*(redact(text) if isinstance(text, str) else text for text in texts))
 
 
 class ConfigError(GracetuneError):

@@ -18,6 +18,7 @@ from gracetune.adapters.file_errors import UnreadableAdapterError
 from gracetune.adapters.formats.diffusers import PEFT_CONFIG
 from gracetune.errors import ConfigError, Problem, short
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import (
     SafetensorError,
@@ -171,9 +172,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             raise _exists(path) from None
         return path
     except OSError as error:
-        hint = "check the path, its permissions and the space left on its disk"
-        found = error.strerror or str(error)
-        raise ConfigError([Problem("output file", found, "a place that can be written to", hint, str(path))]) from error
+        elsewhere = "choose another place (output_dir of a run, --output of a command)"
+        raise FileError(problem_of(error, "file not written", path, elsewhere=elsewhere)) from error
 
 
 # -- the bytes --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gracetune.cache.claims import Claims
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import CacheItem, by_folder
@@ -306,7 +306,10 @@ class _Place:
 
     def look(self) -> None:
         """Learn what others have written, where anybody has."""
-        now = self.store.shards_folder.stat().st_mtime_ns  # compared for equality: it may be any number
+        try:
+            now = self.store.shards_folder.stat().st_mtime_ns  # compared for equality: it may be any number
+        except OSError as error:
+            raise unreadable(error, self.folder) from error
         if now != self._seen:
             self.store.refresh()
             self._seen = now

@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from gracetune.cache.checking import OnChecked, forget_damaged
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.imports import ImportReport
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, OnProgress, Outcome, encode_latents, encode_texts, nothing_to_do, with_notes
@@ -140,8 +140,12 @@ def open_store(folder: Path) -> DiskStore:
             if FileNotFoundError not in (type(error), type(error.__cause__)) and folder.exists():
                 raise
             continue
-        if store.users is None or is_at(store.users, store.folder / "users.lock"):
-            return store
+        try:
+            if store.users is None or is_at(store.users, store.folder / "users.lock"):
+                return store
+        except OSError as error:
+            store.close()
+            raise unreadable(error, folder) from error
         store.close()
     return DiskStore.open(folder, writable=True)
 
@@ -215,17 +219,21 @@ def build(
     on_text: OnProgress = lambda progress: None,
     on_latents: OnProgress = lambda progress: None,
     on_checked: OnChecked = lambda done, total: None,
+    on_missing: Callable[[Sequence[LatentItem] | Sequence[TextItem]], None] = lambda items: None,
 ) -> Built:
     """Encode whatever is missing. An encoder nothing is missing of is not loaded; each is gone when its pass ends.
 
     `check` reads every entry that is there; damaged ones are made again. Loading them into memory checks them too.
     `take_over` looks for caches of ai-toolkit beside the data before anything is encoded (see takeover.py).
+    `on_missing` gets what is missing of either kind, all or nothing of it, before anything is encoded.
     The batch sizes and callbacks of `how` are replaced by the config's and by those given here.
     """
     how = how or How()
     wanted = needs(config, index, encoders, caches.places, epoch=epoch, part=part)
     damaged = forget_damaged(caches.store, wanted.all, on_checked) if check else 0
     spoken = pictured = None
+    on_missing(missing_among(caches, wanted.texts))
+    on_missing(missing_among(caches, wanted.latents))
     texts = nothing_to_do(wanted.text_encoder, len(wanted.texts), index)
     if _lacks(caches, wanted.texts):
         text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
@@ -306,6 +314,8 @@ def is_cache(folder: Path) -> bool:
         return any(not is_temporary(path.name) for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise unreadable(error, folder) from error
 
 
 def _lacks(caches: Caches, items: Sequence[CacheItem]) -> bool:

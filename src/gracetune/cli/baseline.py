@@ -16,7 +16,6 @@ from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config import load
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
 
@@ -52,9 +51,7 @@ def capture(
     """Train for some steps in a folder of its own and keep what they cost: baseline.json, baseline_report.txt."""
     ignore_lost_stdout()
     environment = session(context).environment
-    resolved = load(
-        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
-    )
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     problems = path_problems(resolved)
     if problems:
         raise ConfigError(dict.fromkeys(problems))

@@ -13,10 +13,11 @@ from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config import Resolved, load
+from gracetune.config import Resolved
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
+from gracetune.storage.folders import private_if_new
 from gracetune.train.control import Control, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
@@ -171,13 +172,13 @@ def _open(
     from gracetune.models.encoders import encoders_of
     from gracetune.models.registry import geometry_of
 
-    resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
-                    allow_unsupported=allow_unsupported)  # fmt: skip
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     _check_paths(resolved)
     config = resolved.config
     geometry, assumption = geometry_of(config.model)
     encoders = encoders_of(config, _device())
-    index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
+    with private_if_new(Path(config.output_dir).expanduser()):  # where caches and scans are, unless put elsewhere
+        index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
     places = places_of(config)
     epoch = current_epoch(config, index, encoders, places)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]

@@ -119,22 +119,21 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the resolved config as our own dialect, with where each value came from."""
-    environment = session(context).environment
-    resolved = load(file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
+    resolved = session(context).load(file, overrides, allow_unsupported=allow_unsupported)
     if as_json:
         print_json(_as_json(resolved))
         return
     print(f"# {visible(str(file))}, read as {resolved.dialect}")
     for note in resolved.notes:
         print(f"# note: {visible(note)}")
-    print(native.write(resolved.config, resolved.origins), end="")
+    print(native.show(resolved.config, resolved.origins, resolved.redactor), end="")
 
 
 def _as_json(resolved: Resolved) -> dict[str, Any]:
     return {
         "path": str(resolved.file),
         "dialect": resolved.dialect,
-        "config": resolved.config.model_dump(mode="json"),
+        "config": resolved.redactor.redact_values(resolved.config.model_dump(mode="json")),
         "origins": native.flat(resolved.config, resolved.origins),
         "notes": list(resolved.notes),
     }

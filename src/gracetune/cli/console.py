@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,8 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
+from gracetune.config import Resolved, load
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
+from gracetune.redaction import Redactor, redact, redact_values
 from gracetune.telemetry.errors import TelemetryError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -28,6 +31,16 @@ class Session:
 
     environment: Environment
     streams: StandardStreams = field(default_factory=StandardStreams)
+    redactor: Redactor = field(default_factory=Redactor)
+    """What it knows is not printed."""
+
+    def load(self, path: Path, overrides: Sequence[str] | None = None, *, allow_unsupported: bool = False) -> Resolved:
+        """A config of any dialect. From here on its secrets are known."""
+        resolved = load(
+            path, environment=self.environment, overrides=overrides or (), allow_unsupported=allow_unsupported
+        )
+        self.redactor.merge(resolved.redactor)
+        return resolved
 
 
 def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
@@ -36,10 +49,11 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     With `as_json` an object about it is on stdout, where a script looks for the result. Output that cannot be written
     raises nothing. If the result of a command is lost with it, the exit code says so (`StandardStreams`).
     """
-    streams = open_streams()
+    redactor = Redactor()
+    streams = open_streams(redactor)
     gone = False
     try:
-        code = _run(run, streams, as_json=as_json)
+        code = _run(run, streams, redactor, as_json=as_json)
     except SystemExit as ended:
         if ended.code is not None and not isinstance(ended.code, int):
             raise
@@ -54,13 +68,14 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     return 1
 
 
-def _run(run: Callable[[Session], int], streams: StandardStreams, *, as_json: bool) -> int:
+def _run(run: Callable[[Session], int], streams: StandardStreams, redactor: Redactor, *, as_json: bool) -> int:
     try:
         environment = Environment.capture()
+        redactor.learn(environment.variables)
         # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
         for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
             print(line, file=sys.stderr)
-        return run(Session(environment, streams))
+        return run(Session(environment, streams, redactor))
     except GracetuneError as error:
         ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
@@ -89,6 +104,7 @@ def out() -> Console:
 
 
 def print_json(value: Any) -> None:
+    value = redact_values(value)  # before quotes and escapes are around it
     text = json.dumps(value, indent=2, ensure_ascii=False)
     # JSON's own escapes can be read back, unlike a terminal's; and what steers a terminal must not reach it.
     if not (text.isascii() or _can_be_shown(text)):
@@ -136,5 +152,5 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
 
 
 def shown(text: str) -> str:
-    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal."""
-    return escape(visible(text))
+    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal, nor be a secret."""
+    return escape(visible(redact(text)))

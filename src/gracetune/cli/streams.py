@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from gracetune.redaction import Redactor
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -28,6 +30,16 @@ PATIENCE_S = 5.0
 
 class OutputLostError(SystemExit):
     """Ends a command whose result cannot be delivered. `start` says why, and gives the exit code."""
+
+
+class RedactedText(io.TextIOWrapper):
+    """A stream that prints no secret: neither ours, nor what a library or a traceback prints."""
+
+    redactor = Redactor()
+
+    def write(self, text: str, /) -> int:
+        super().write(self.redactor.redact(text))
+        return len(text)
 
 
 class GuardedOutput(io.RawIOBase):
@@ -166,8 +178,9 @@ class StandardStreams:
         return self.stdout.lost
 
 
-def open_streams() -> StandardStreams:
+def open_streams(redactor: Redactor) -> StandardStreams:
     """Make stdout and stderr guarded, once for a process. stdout carries the command's result until it says otherwise.
+    What `redactor` knows is not printed.
 
     Closed standard descriptors are opened on /dev/null first: a file of ours that got the number 2 would be written
     into by every C library that reports an error.
@@ -175,6 +188,9 @@ def open_streams() -> StandardStreams:
     _fill_closed_descriptors()
     sys.stdout, stdout = _guarded(sys.stdout, "stdout", 1)
     sys.stderr, stderr = _guarded(sys.stderr, "stderr", 2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, RedactedText):
+            stream.redactor = redactor
     if stdout is not None:
         stdout.carries_result = True
     return StandardStreams(stdout, stderr)
@@ -227,4 +243,4 @@ def _writes_to(stream: TextIO, number: int) -> bool:
 
 def _text(raw: GuardedOutput, encoding: str) -> TextIO:
     """Line by line, whatever it is connected to."""
-    return io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+    return RedactedText(raw, encoding, errors="backslashreplace", line_buffering=True)

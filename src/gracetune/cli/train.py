@@ -16,7 +16,7 @@ from gracetune.cli.console import Session, out, print_json, session
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config import Resolved, load
+from gracetune.config import Resolved
 from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
 from gracetune.train.control import Control, InterruptedBySignal, listening
@@ -121,12 +121,7 @@ def run_training(request: TrainRequest, started: Session) -> int:
 def _trained(request: TrainRequest, started: Session, control: Control) -> int:
     _check_resume(request.resume)
     environment = started.environment
-    resolved = load(
-        request.config,
-        environment=environment,
-        overrides=request.overrides,
-        allow_unsupported=request.allow_unsupported,
-    )
+    resolved = started.load(request.config, request.overrides, allow_unsupported=request.allow_unsupported)
     first = (environment.get("RANK") or "0") == "0"
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all

@@ -24,6 +24,7 @@ from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import Kind, extension_of, kind_of
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
 from gracetune.data.truncation import truncation
+from gracetune.redaction import redact
 from gracetune.storage.atomic import write_file
 
 SCAN_VERSION: Final = 2
@@ -212,7 +213,7 @@ class ScanMemory:
     def __init__(self, folder: Path, root: str, kind: Kind) -> None:
         """`root` is the folder that was scanned: datasets of the same one share their scan."""
         self._folder, self._kind = folder, kind
-        readable = re.sub(r"[^\w.-]+", "_", root.rstrip("/").rpartition("/")[2])[:60]
+        readable = re.sub(r"[^\w.-]+", "_", redact(root).rstrip("/").rpartition("/")[2])[:60]
         self._name = f"{readable}-{kind}-{xxhash.xxh3_64_hexdigest(root.encode())}.json"
 
     @property

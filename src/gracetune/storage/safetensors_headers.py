@@ -17,6 +17,7 @@ from typing import Any
 
 from gracetune.errors import Problem, short
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.units import format_bytes
 
@@ -128,7 +129,7 @@ def _open_file(path: Path) -> Weights:
 
 
 def unreadable(path: Path, error: OSError) -> Problem:
-    return _problem(path, "path", error.strerror or str(error), "a readable file", "check the path and its permissions")
+    return problem_of(error, "path", path, access="read", then="")
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:

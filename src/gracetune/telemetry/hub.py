@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
+from gracetune.redaction import Redactor
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Event, Record, Warned, step_of
+from gracetune.telemetry.events import Event, Record, ValidationDone, Warned, step_of
 
 
 class Sink(Protocol):
@@ -57,9 +58,12 @@ class Telemetry:
         *,
         report: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
+        redactor: Redactor | None = None,
     ) -> None:
-        """`report` gets the one sentence about a sink that failed: for the terminal."""
+        """`report` gets the one sentence about a sink that failed: for the terminal. `redactor` knows the run's
+        secrets: no event and no sentence has one in it."""
         self._sinks = [*sinks]
+        self._redactor = redactor or Redactor()
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
         self._waiting: deque[str] = deque()
@@ -85,7 +89,7 @@ class Telemetry:
     def _write(self, event: Event) -> None:
         found = step_of(event)
         self._step = self._step if found is None else found
-        record = Record(self._clock(), event)
+        record = Record(self._clock(), _without_secrets(event, self._redactor))
         for sink in [*self._sinks]:
             if sink in self._sinks:  # not dropped meanwhile
                 self._try(sink, lambda sink=sink: sink.write(record))  # type: ignore[misc]
@@ -102,7 +106,7 @@ class Telemetry:
             action()
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self._sinks.remove(sink)
-            text = f"{sink.name} failed and is left out from here on: {_why(error)}"
+            text = self._redactor.redact(f"{sink.name} failed and is left out from here on: {_why(error)}")
             self._about_sinks.add(text)
             self._report(text)
             self._write(Warned(message=text, step=self._step))
@@ -114,6 +118,21 @@ class Telemetry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_MADE_BY_US = ("path", "sheet")
+"""Names of files that sinks open."""
+
+
+def _without_secrets(event: Event, redactor: Redactor) -> Event:
+    shown: dict[str, Any] = {}
+    for one in fields(event):
+        value = vars(event)[one.name]
+        if isinstance(event, ValidationDone) and one.name == "files":
+            shown[one.name] = tuple(replace(file, prompt=redactor.redact(file.prompt)) for file in event.files)
+        elif one.name not in _MADE_BY_US and isinstance(value, str | Mapping | tuple):
+            shown[one.name] = redactor.redact_values(value)
+    return replace(event, **shown)
 
 
 def _why(error: Exception) -> str:

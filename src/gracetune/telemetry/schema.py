@@ -234,6 +234,7 @@ Made by `python -m gracetune.telemetry.schema`; a test compares it. Version {ver
 - New fields may appear within a version; readers pass over what they do not know. Everything else raises the version.
 - Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
   `SelfChecked` to version 1 and changes nothing else. `gracetune report` reads both, also mixed in one log.
+- Secrets of the configuration and of the environment are written as `(hidden)` (docs/configuration.md, "Secrets").
 - With several processes, events about memory are those of the first one.
 """
 

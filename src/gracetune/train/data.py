@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from gracetune.cache.batches import BatchSource, Entries, Keys, Live
-from gracetune.cache.errors import MissingEntryError
+from gracetune.cache.errors import EntriesError, MissingEntryError
 from gracetune.cache.keys import Key
+from gracetune.cache.missing import why_missing
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
+from gracetune.cache.repair import EntryRepair
 from gracetune.cache.residence import CacheRole, CacheType, Where
-from gracetune.cache.resident import load_resident
+from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.session import Built, Caches, Encoders, build, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.cache.wanted import LatentItem, TextItem
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -119,10 +124,18 @@ def fill_caches(
     """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
     caches = stack.enter_context(Caches(places_of(config), writable=True))
     how = How(share=Share(runtime.rank, runtime.world_size))
+
+    def explain(missing: Sequence[LatentItem] | Sequence[TextItem]) -> None:
+        if runtime.is_main:
+            for line in why_missing(caches.store, missing):
+                view.say(line)
+        runtime.barrier()  # before the others encode some of it
+
     with view.phase("caches"):
         built = build(
-            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents
-        )
+            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents,
+            on_missing=explain,
+        )  # fmt: skip
         runtime.barrier()
     for note in built.notes:
         view.warn(note)
@@ -131,11 +144,28 @@ def fill_caches(
         view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
     keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
     latents, texts, report = load_caches(config, built.index, encoders, keys, caches, where, stack, epoch=epoch)
+    lost = [key for store in (latents, texts) if isinstance(store, ResidentStore) for key in store.report.damaged]
+    if runtime.highest(len(lost)):
+        with view.phase("caches, again"):  # now, while there is room for the encoders; such entries are read from disk
+            build(config, built.index, encoders, caches, epoch=epoch, how=how, on_missing=explain)
+            runtime.barrier()
     return Cached(built.index, keys, latents, texts, caches, built, report)
 
 
 Unreadable = dict[tuple[str, str], str]
 """Dataset and path -> why."""
+
+
+def repair_of(
+    config: RunConfig, cached: Cached, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
+) -> Callable[[EntriesError], None]:
+    """Makes entries again that a batch needs and that are damaged. Each rank its own: the others wait for it."""
+    on_host = None
+    if encoders.placement.device.type != "cpu":
+        on_host = replace(encoders, placement=replace(encoders.placement, device=torch.device("cpu")))
+    share = Share(runtime.rank, runtime.world_size)
+    repair = EntryRepair(config, cached.caches, encoders, on_host, share, view.warn)
+    return lambda error: repair(error, loader.index, loader.epoch)
 
 
 def found_here(built: Built) -> Unreadable:

@@ -41,6 +41,7 @@ def finish(
         view.say(job.trainee.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
+        ready.store.begin_work("finishing", job.position.step)
         with failure_told(ready, job, telemetry, view, began=began):
             files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
@@ -55,6 +56,8 @@ def finish(
             view.say(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
             view.warn(f"the report could not be written: {error}")
+    if stop.kind == "finished":
+        ready.store.end_work("finishing", *ready.store.unfinished("finishing"))
     return files
 
 
@@ -93,7 +96,7 @@ def _tell_failure(
     takes_over = isinstance(error, LostRankError) and error.speaks and not ready.runtime.is_main
     with suppress(GracetuneError, TelemetryError, OSError):  # the disk may be full: what went wrong first is raised
         if takes_over:
-            with open_telemetry(ready.config, ready.folder, view, main=True) as taken_over:
+            with open_telemetry(ready.config, ready.folder, view, ready.environment, main=True) as taken_over:
                 taken_over.emit(event)
         if (ready.runtime.is_main or takes_over) and not by_hand:
             write_report(ready.folder.path)

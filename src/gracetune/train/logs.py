@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from gracetune import __version__
 from gracetune.cache.batches import BatchSource
+from gracetune.config.environment import Environment
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.config.trackers import tracker
 from gracetune.errors import GracetuneError
@@ -29,6 +31,7 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.build import state_tensors
 from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.rates import KeepsRates
+from gracetune.redaction import Redactor
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
     EffectiveBatchChanged,
@@ -47,7 +50,6 @@ from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import shareable
 from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.state import TrainingState
@@ -99,15 +101,18 @@ def _tracker_entry(found: Tracker) -> SinkEntry:
     )
 
 
-def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
-    """Rank 0 alone tells anything to anybody."""
+def open_telemetry(
+    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, main: bool
+) -> Telemetry:
+    """Rank 0 alone tells anything to anybody, and no secret of the config or the environment."""
     if not main:
         return Telemetry()
     try:
         sinks = [entry.open(config, folder, view) for entry in sinks_of(config)]
     except TelemetryError as error:
         raise GracetuneError(str(error)) from error
-    return Telemetry(sinks, report=view.warn)
+    redactor = Redactor(config.model_dump(mode="json"), environment.variables)
+    return Telemetry(sinks, report=view.warn, redactor=redactor)
 
 
 class _Bar:

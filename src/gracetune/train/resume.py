@@ -22,7 +22,7 @@ from gracetune.config.run_config import RunConfig, Training
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.spec import Expert, ModelFacts
+from gracetune.models.spec import ModelFacts
 from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
 from gracetune.optim.build import named_state
 from gracetune.optim.rates import KeepsRates
@@ -33,11 +33,14 @@ from gracetune.train.runtime import Runtime
 
 def find_start(
     asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
-    *, allow_other_run: bool,
+    *, allow_other_run: bool, is_half_finished: bool,
 ) -> Start:  # fmt: skip
-    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder."""
+    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder.
+
+    `is_half_finished` where the final weights are those of a process that was killed when it wrote them.
+    """
     path, _ = resolve(asked, store)
-    if path is None:
+    if path is None and not is_half_finished:
         folder.refuse_finished(stages)
     return begin(asked, store, identity, allow_other_run=allow_other_run, take=False)
 
@@ -118,14 +121,13 @@ def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
     return f"--set training.batch_size={micro} --set training.gradient_accumulation_steps={share // micro}{nearest}"
 
 
-def nothing_left(start: Start, config: RunConfig, folder: RunFolder, experts: Sequence[Expert]) -> tuple[Path, ...]:
-    """The files of a run that has come to its end before, so that nothing is loaded for it; none where work is left."""
+def nothing_left(start: Start, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
+    """The final files of a run that has come to its end before, so that nothing is loaded for it; none where work is
+    left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    whole = config.adapter.kind == "full_finetune"
-    files = tuple(folder.model() / one.component if whole else folder.adapter(one.name) for one in experts)
-    return files if all(path.exists() for path in files) else ()
+    return tuple(files) if folder.are_there(files) else ()
 
 
 def rates_to_start_with(

@@ -15,6 +15,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Control, Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
@@ -23,6 +24,7 @@ from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.options import RunOptions
+from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.preflight import preflight
 from gracetune.train.view import View
@@ -57,7 +59,9 @@ def train(
 ) -> Result:  # fmt: skip
     """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`. `control` is one that
     listens to signals already; without it the run listens itself."""
-    with ExitStack() as stack:
+    folder = RunFolder.of(config).path
+    # For whatever has no words of its own for an error of the operating system.
+    with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
         control = control or stack.enter_context(listening(Control()))
         control.say, control.stops_on_sigusr1 = view.say, environment.stops_on_sigusr1
         ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
@@ -69,7 +73,9 @@ def train(
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
         if not options.dry_run:
-            telemetry = stack.enter_context(open_telemetry(config, ready.folder, view, main=ready.runtime.is_main))
+            telemetry = stack.enter_context(
+                open_telemetry(config, ready.folder, view, environment, main=ready.runtime.is_main)
+            )
             callbacks = callbacks_of(ready, loaded, telemetry, view)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()

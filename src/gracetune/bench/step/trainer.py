@@ -17,6 +17,7 @@ from gracetune.bench.step.job import StepJob
 from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import RandomModel
 from gracetune.cache.batches import Live
+from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
@@ -118,5 +119,10 @@ def assemble_unresumed(
     source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
     return assemble(
         config, trainee, ready, live, beginning, source, runtime, None, Control(), view,
-        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
+        on_epoch_end=lambda ended: None, memory_alarm=lambda: None, repair=_cannot_repair,
     )  # fmt: skip
+
+
+def _cannot_repair(error: EntriesError) -> None:
+    """Random entries are made once, in memory."""
+    raise error

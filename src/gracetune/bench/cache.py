@@ -34,8 +34,8 @@ from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.loader import EpochEnd, Loader
 from gracetune.data.media.probe import ImageFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import BatchRef, Bucket
-from gracetune.data.scan import MediaFile
 from gracetune.hardware.machine import Machine
 from gracetune.units import MIB
 

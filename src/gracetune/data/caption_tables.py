@@ -18,6 +18,7 @@ from typing import Any, Literal
 from gracetune.config.dataset_config import CaptionTable
 from gracetune.config.spelling import nearest
 from gracetune.data.backend import Backend
+from gracetune.data.backends.paths import split_suffix
 from gracetune.data.errors import DataError
 
 TableKind = Literal["parquet", "csv", "jsonl", "json"]
@@ -45,8 +46,8 @@ class Table:
 
     def find(self, path: str) -> Entry | None:
         """By the whole path first; by the name alone only where the table itself names no folder."""
-        whole = path if self._options.identifier_includes_extension else str(PurePosixPath(path).with_suffix(""))
-        return self._entries.get(whole) or self._entries.get(PurePosixPath(whole).name)
+        whole = path if self._options.identifier_includes_extension else split_suffix(path)[0]
+        return self._entries.get(whole) or self._entries.get(whole.rpartition("/")[2])
 
 
 def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:

@@ -19,7 +19,7 @@ from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import CacheItem, by_folder
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Exclusions
 from gracetune.errors import Problem
 from gracetune.units import GIB
 
@@ -105,7 +105,8 @@ class Work(Generic[CacheItem, Decoded]):
 
         `limits` are pairs of volume and batch size: from that volume on, batches hold no more.
         """
-        self.index, self.tally = index, tally
+        self._index, self.tally = index, tally
+        self._excluded = Exclusions(index)
         self._decode, self._encode, self._relieve = decode, encode, relieve
         self._batch_size, self._limits, self._workers = batch_size, limits, workers
         self._flush, self._on_progress, self._stop = flush, on_progress, stop
@@ -121,6 +122,11 @@ class Work(Generic[CacheItem, Decoded]):
         self._done = self._done_volume = 0
         self._checked_room = False
         self._began = time.monotonic()
+
+    @property
+    def index(self) -> DataIndex:
+        """Without the files that turned out to be damaged."""
+        return self._excluded.apply()
 
     def run(self) -> bool:
         """Until everything is there; False where it was stopped before."""
@@ -140,7 +146,7 @@ class Work(Generic[CacheItem, Decoded]):
         waiting: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:
-                waiting.append(_Batch(items, [pool.submit(self._decode, self.index, item) for item in items]))
+                waiting.append(_Batch(items, [pool.submit(self._decode, self._index, item) for item in items]))
             while waiting and (not items or _is_enough(waiting)):
                 if self._stop.is_set():
                     return False
@@ -269,7 +275,7 @@ class Work(Generic[CacheItem, Decoded]):
     def _exclude(self, item: CacheItem, error: UnreadableMediaError) -> None:
         dataset = error.dataset or ""
         self.tally.damaged[dataset, error.path] = Damaged(dataset, error.path, error.reason)
-        self.index = self.index.without(dataset, {error.path: error.reason})
+        self._excluded.add(dataset, error.path, error.reason)
         self._places[item.folder].claims.release([item.key])
         self._count([item])
 

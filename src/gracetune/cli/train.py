@@ -18,6 +18,7 @@ from gracetune.cli.quiet import libraries_quiet
 from gracetune.config import Environment, Resolved, load
 from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
+from gracetune.memory.reclaim import rare_collections
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     from gracetune.train.run import Result
@@ -118,10 +119,11 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
-        from gracetune import gh200
-        from gracetune.cli.train_view import QuietView, TerminalView
-        from gracetune.train.run import RunOptions
-        from gracetune.train.run import train as run
+        with rare_collections():  # importing torch and diffusers makes half a million objects
+            from gracetune import gh200
+            from gracetune.cli.train_view import QuietView, TerminalView
+            from gracetune.train.run import RunOptions
+            from gracetune.train.run import train as run
 
         options = RunOptions(
             request.resume,

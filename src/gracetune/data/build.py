@@ -29,6 +29,7 @@ from gracetune.data.scan_workers import Threads
 from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted
 from gracetune.errors import ConfigError, Problem
+from gracetune.memory.reclaim import rare_collections
 
 OpenBackend = Callable[[Dataset], Backend]
 OnDataset = Callable[[str, int, int], None]
@@ -55,7 +56,8 @@ def build_index(
     Unless `open_backend` says otherwise, files are read from where they lie, and nothing is staged.
     """
     refuse_unsupported(config)
-    return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
+    with rare_collections():
+        return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
 
 
 def refuse_unsupported(config: RunConfig) -> None:

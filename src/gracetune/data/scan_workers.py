@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from gracetune.data.backend import Backend
-from gracetune.data.backends.handle import from_json, to_json
-from gracetune.data.backends.in_memory import InMemoryBackend
+from gracetune.data.backends.handle import BackendHandle, StagedHandle, from_json, to_json
+from gracetune.data.backends.in_memory import InMemoryBackend, attach
 from gracetune.data.backends.local import LocalBackend
-from gracetune.data.backends.open import attach_backend
+from gracetune.data.backends.shared import Storage
 from gracetune.data.media import Kind
 from gracetune.data.media.image import BOMBS_UNSAID
 from gracetune.data.media_files import MediaFile, examine, facts_as_json, facts_from_json
@@ -178,12 +178,17 @@ def answer_lines() -> None:
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
         handle, kind, threads = json.loads(lines.readline())
-        with attach_backend(from_json(handle)) as backend, BOMBS_UNSAID:
+        with _open(from_json(handle)) as backend, BOMBS_UNSAID:
             workers = Threads[File, Examined](lambda file: examine(backend, file[0], kind, file[1]), threads)
             for line in lines:
                 found = [_answer(one) for one in workers.map(json.loads(line))]
                 answers.write(f"{json.dumps(found)}\n".encode())
                 answers.flush()
+
+
+def _open(handle: BackendHandle) -> Storage:
+    """Only what `_openings` hands out. Not `attach_backend`: what that imports takes as long as hundreds of files."""
+    return attach(handle) if isinstance(handle, StagedHandle) else LocalBackend(handle.root)
 
 
 def _answer(found: Examined) -> Any:

@@ -57,6 +57,11 @@ class Telemetry:
         self._report, self._clock = report, clock
         self._lock = threading.RLock()  # telling of a failed sink is itself an event
 
+    def add(self, sink: Sink) -> None:
+        """From the next event on."""
+        with self._lock:
+            self._sinks.append(sink)
+
     def emit(self, event: Event) -> None:
         with self._lock:
             record = Record(self._clock(), event)

@@ -18,6 +18,7 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Stop
+from gracetune.train.data import by_dataset, left_out_lines
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
@@ -152,6 +153,7 @@ class Job:
             if not found:
                 return outcome
             loader.load_state_dict(before)
-            for dataset, path, reason in sorted(set(found)):
-                loader.exclude(dataset, {path: reason})
-                self.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
+            damaged_files = {(dataset, path): reason for dataset, path, reason in sorted(set(found))}
+            loader.exclude(by_dataset(damaged_files))
+            for line in left_out_lines(damaged_files):
+                self.warn(line)

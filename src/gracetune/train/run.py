@@ -15,6 +15,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.reclaim import rare_collections
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
@@ -57,7 +58,8 @@ def train(
 ) -> Result:  # fmt: skip
     """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`."""
     with ExitStack() as stack:
-        ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
+        with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
+            ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections import deque
@@ -100,10 +101,12 @@ class Work(Generic[CacheItem, Decoded]):
         flush: Flush,
         on_progress: Callable[[Progress], None],
         stop: threading.Event,
+        lengths: Callable[[Sequence[CacheItem]], Sequence[int]] = lambda items: [0] * len(items),
     ) -> None:
         """`relieve` is asked when a single item does not fit: it frees memory, or raises.
 
-        `limits` are pairs of volume and batch size: from that volume on, batches hold no more.
+        `limits` are pairs of volume and batch size: from that volume on, batches hold no more. Items of one of
+        `lengths` come one after the other.
         """
         self._index, self.tally = index, tally
         self._excluded = Exclusions(index)
@@ -113,7 +116,8 @@ class Work(Generic[CacheItem, Decoded]):
         self._places = {folder: _Place(store_of(folder)) for folder in by_folder(items)}
         missing = [item for folder, some in by_folder(items).items() for item in self._places[folder].missing(some)]
         # The largest first: what does not fit into memory shows itself in the first minute.
-        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, item.key))
+        long = dict(zip((item.key for item in missing), lengths(missing), strict=True))
+        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, -long[item.key], item.key))
         first = len(missing) * share.rank // share.world_size
         self._missing = [*missing[first:], *missing[:first]]
         self._total = len(missing)
@@ -146,7 +150,7 @@ class Work(Generic[CacheItem, Decoded]):
         waiting: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:
-                waiting.append(_Batch(items, [pool.submit(self._decode, self._index, item) for item in items]))
+                waiting.append(_Batch(items, [self._decoding(pool, item) for item in items]))
             while waiting and (not items or _is_enough(waiting)):
                 if self._stop.is_set():
                     return False
@@ -155,6 +159,13 @@ class Work(Generic[CacheItem, Decoded]):
                 for place in self._places.values():
                     place.flush()
         return not self._stop.is_set()
+
+    def _decoding(self, pool: ThreadPoolExecutor, item: CacheItem) -> Future[Decoded]:
+        if item.decoded_bytes:
+            return pool.submit(self._decode, self._index, item)
+        ready: Future[Decoded] = Future()  # a text: waking a thread up would take longer than there is to do
+        ready.set_result(self._decode(self._index, item))
+        return ready
 
     # -- who does what
 
@@ -318,7 +329,7 @@ class _Place:
             self._seen = now
 
     def add(self, item: CacheItem, entry: Entry) -> None:
-        self.writer.add(item.origin, entry)
+        self.writer.add(item.origin, entry, key=item.key)
         self._unwritten.append(item.key)
 
     def flush(self) -> None:
@@ -350,6 +361,9 @@ def _size(entry: Entry) -> int:
 def _check_finite(what: str, entry: Entry) -> None:
     """A cache would hand such numbers out for as long as it lives."""
     for name, tensor in entry.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        ends = tensor.aminmax()  # both are nan where any number is
+        if not (math.isfinite(ends.min) and math.isfinite(ends.max)):
             hint = "take a VAE or text encoder that works in that precision, or training.mixed_precision: bf16"
             raise CacheError(Problem(f"{name} of {what}", "infinite or undefined numbers", "finite numbers", hint))

@@ -16,13 +16,13 @@ ranks end with different `outcome.encoder`s, those with the untiled one have to 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.encoder import CutsTexts, EncoderId, LatentEncoder, MeasuresTexts, Prompt, TextEncoder
 from gracetune.cache.errors import CacheError
 from gracetune.cache.pass_work import Damaged, Progress, Share, Tally, Work
 from gracetune.cache.store import DiskStore
@@ -31,7 +31,7 @@ from gracetune.cache.writer import Flush
 from gracetune.data.index import DataIndex
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import Bucket
-from gracetune.data.words import counted
+from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
 if TYPE_CHECKING:
@@ -134,14 +134,35 @@ def encode_texts(
     how = how or How()
     tally = Tally()
     _check_id(encoder.id, items)
+
+    def lengths(missing: Sequence[TextItem]) -> Sequence[int]:
+        if not isinstance(encoder, MeasuresTexts):
+            return [0] * len(missing)
+        return encoder.lengths([item.text for item in missing])
+
     work: Work[TextItem, Prompt] = Work(
         items, store_of, index, tally,
-        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief,
+        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief, lengths=lengths,
         batch_size=how.batch_size, limits=[], workers=how.workers, share=how.share, flush=how.flush,
         on_progress=how.on_progress, stop=how.stop,
     )  # fmt: skip
     complete = work.run()
-    return _outcome(encoder.id, len(items), work.index, tally, complete=complete)
+    notes = _about_cut_texts(encoder.cut, index) if isinstance(encoder, CutsTexts) else []
+    return _outcome(encoder.id, len(items), work.index, tally, complete=complete, notes=notes)
+
+
+def _about_cut_texts(cut: Mapping[str, Sequence[str]], index: DataIndex) -> list[str]:
+    """One note for each limit, however many texts go beyond it."""
+    notes = []
+    for limit, texts in cut.items():
+        long = {*texts}
+        datasets = (*index.datasets, *index.held_out)
+        paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
+        prompts = long - {*index.captions()}
+        what = [f"{counted(len(paths), 'sample')}: {some(paths)}"] if paths else []
+        what += [f"{counted(len(prompts), 'validation prompt')}"] if prompts else []
+        notes.append(f"captions longer than {limit}, of which only the beginning is read: {'; '.join(what)}")
+    return notes
 
 
 def _check_id(encoder: EncoderId, items: Sequence[LatentItem | TextItem]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from gracetune.cache.audit import differences
+from gracetune.cache.keys import Origin
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem, by_folder
 from gracetune.data.words import counted
@@ -39,7 +40,8 @@ def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentI
             reasons["; the cache has too many entries to look for the reason"] += len(items)
             continue
         nearest = _nearest(store, items)
-        reasons.update(_words(items[0].origin.kind, nearest[item.key]) for item in items if item.key in nearest)
+        kind = items[0].origin.kind
+        reasons.update(_words(kind, nearest[item.key]) for item in items if item.key in nearest)
         new += [item for item in items if item.key not in nearest]
         damaged += len(store.damaged)
     kind = missing[0].origin.kind if missing else "latent"
@@ -52,16 +54,17 @@ def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentI
 
 def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[str, frozenset[str]]:
     """By key, in which parts the stored entry of the same content differs that differs least."""
-    by_source: dict[str, list[LatentItem | TextItem]] = {}
+    by_source: dict[str, list[tuple[str, Origin]]] = {}
     for item in items:
-        by_source.setdefault(item.origin.source, []).append(item)
+        origin = item.origin
+        by_source.setdefault(origin.source, []).append((item.key, origin))
     found: dict[str, frozenset[str]] = {}
     for _, entry in store.stored():
-        for item in by_source.get(entry.origin.source, ()):
-            if entry.origin.kind == item.origin.kind:
-                parts = frozenset(one.part for one in differences(entry.origin, item.origin))
-                if item.key not in found or len(parts) < len(found[item.key]):
-                    found[item.key] = parts
+        for key, origin in by_source.get(entry.origin.source, ()):
+            if entry.origin.kind == origin.kind:
+                parts = frozenset(one.part for one in differences(entry.origin, origin))
+                if key not in found or len(parts) < len(found[key]):
+                    found[key] = parts
     return found
 
 

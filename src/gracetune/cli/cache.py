@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,7 +59,9 @@ class Job:
     """Whose entries count, where some are drawn anew for each."""
     notes: tuple[str, ...]
 
-    def needs(self) -> Needs:
+    @cached_property
+    def wanted(self) -> Needs:
+        """Made once: for a large dataset that takes seconds."""
         from gracetune.cache.session import needs
 
         return needs(self.config, self.index, self.encoders, self.places, epoch=self.epoch)
@@ -92,9 +95,9 @@ def build(
                 _tell_of_others(job, caches)
             try:
                 built = build_caches(
-                    job.config, job.index, job.encoders, caches, epoch=job.epoch, check=True, take_over=take_over,
-                    how=How(workers=_workers()), on_text=progress.on_text, on_latents=progress.on_latents,
-                    on_checked=progress.on_checked,
+                    job.config, job.index, job.encoders, caches, epoch=job.epoch, wanted=job.wanted, check=True,
+                    take_over=take_over, how=How(workers=_workers()), on_text=progress.on_text,
+                    on_latents=progress.on_latents, on_checked=progress.on_checked,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 progress.stop()
@@ -127,7 +130,7 @@ def audit(
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         job = _without_unreadable(job)
-        wanted = job.needs()
+        wanted = job.wanted
         audits = _audits(wanted, progress)
     view = AuditView.of(audits, wanted, job.notes)
     if json_output:
@@ -213,8 +216,10 @@ def _without_unreadable(job: Job) -> Job:
     from gracetune.cache.session import Caches, missing_among, without_unreadable
 
     with Caches(job.places, writable=False) as caches:
-        missing = missing_among(caches, job.needs().latents)
+        missing = missing_among(caches, job.wanted.latents)
     index = without_unreadable(job.index, missing)
+    if index is job.index:
+        return job
     before = {(one.id, file.path) for one in (*job.index.datasets, *job.index.held_out) for file in one.unreadable}
     notes = [
         f"left out, unreadable: {file.path} of {one.id}: {file.reason}"
@@ -230,7 +235,7 @@ def _tell_of_others(job: Job, caches: Caches) -> None:
     from gracetune.cache.session import missing_among
     from gracetune.cache.takeover import folders_there
 
-    if job.encoders.reads_pictures() or not missing_among(caches, job.needs().latents):
+    if job.encoders.reads_pictures() or not missing_among(caches, job.wanted.latents):
         return
     found = folders_there(job.index)
     if found:

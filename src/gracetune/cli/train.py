@@ -19,6 +19,7 @@ from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Resolved
 from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
+from gracetune.memory.reclaim import rare_collections
 from gracetune.train.control import Control, InterruptedBySignal, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
@@ -126,10 +127,11 @@ def _trained(request: TrainRequest, started: Session, control: Control) -> int:
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
-        from gracetune import gh200
-        from gracetune.cli.train_view import QuietView, TerminalView
-        from gracetune.train.run import RunOptions
-        from gracetune.train.run import train as run
+        with rare_collections():  # importing torch and diffusers makes half a million objects
+            from gracetune import gh200
+            from gracetune.cli.train_view import QuietView, TerminalView
+            from gracetune.train.run import RunOptions
+            from gracetune.train.run import train as run
 
         options = RunOptions(
             request.resume,

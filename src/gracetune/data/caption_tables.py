@@ -20,6 +20,7 @@ from gracetune.config.draft import describe
 from gracetune.config.limits import LARGEST_TABLE, LONGEST_TEXT, MOST_CAPTIONS, MOST_COLUMNS
 from gracetune.config.spelling import nearest
 from gracetune.data.backend import Backend
+from gracetune.data.backends.paths import split_suffix
 from gracetune.data.errors import DataError
 from gracetune.data.words import some
 from gracetune.units import format_bytes
@@ -49,8 +50,8 @@ class Table:
 
     def find(self, path: str) -> Entry | None:
         """By the whole path first; by the name alone only where the table itself names no folder."""
-        whole = path if self._options.identifier_includes_extension else str(PurePosixPath(path).with_suffix(""))
-        return self._entries.get(whole) or self._entries.get(PurePosixPath(whole).name)
+        whole = path if self._options.identifier_includes_extension else split_suffix(path)[0]
+        return self._entries.get(whole) or self._entries.get(whole.rpartition("/")[2])
 
 
 def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:

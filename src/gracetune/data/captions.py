@@ -15,14 +15,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Literal
 
 from gracetune.config.dataset_config import Captions
 from gracetune.config.limits import LARGEST_FILE, LONGEST_KEY
 from gracetune.data.backend import Backend
+from gracetune.data.backends.paths import split_suffix
 from gracetune.data.caption_tables import Table, load_table, why_no_captions
-from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.refs import CaptionRef
 from gracetune.errors import ConfigError, Problem
 from gracetune.seeded_random import below, shuffled, uniform
@@ -63,6 +63,8 @@ class CaptionBook:
         A sample is not trained without a caption that it has.
         """
         self.options, self._backend, self.table, self._withheld = options, backend, table, withheld or {}
+        extension = options.extension
+        self._spellings = tuple(dict.fromkeys([extension, extension.lower(), extension.upper()]))
 
     def find(self, path: str, folder_name: str | None = None) -> Found:
         """`folder_name` stands in for a missing caption, after the dataset's own default."""
@@ -103,21 +105,23 @@ class CaptionBook:
         return entry.captions or None if entry is not None else None
 
     def _text_file(self, path: str) -> tuple[str, ...] | None:
-        extension = self.options.extension
-        names = [caption_path(path, spelling) for spelling in (extension, extension.lower(), extension.upper())]
-        name = next((name for name in names if name in self._withheld or self._backend.exists(name)), None)
-        if name is None:
-            return None
-        if name in self._withheld:
-            raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
-        size = self._backend.stat(name).size
-        if size > LARGEST_FILE:
-            raise UnreadableMediaError(name, f"a caption file of {format_bytes(size)}; expected {_A_CAPTION}")
-        found = lines(decoded(bytes(self._backend.read(name)), name), self.options.split_lines)
-        wrong = why_no_captions(found)
-        if wrong is not None:
-            raise UnreadableMediaError(name, wrong)
-        return found
+        for spelling in self._spellings:
+            name = caption_path(path, spelling)
+            if name in self._withheld:
+                raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
+            try:  # rather than asking first whether it is there: nearly every file is there
+                size = self._backend.stat(name).size
+                if size > LARGEST_FILE:
+                    raise UnreadableMediaError(name, f"a caption file of {format_bytes(size)}; expected {_A_CAPTION}")
+                data = self._backend.read(name)
+            except MissingFileError:
+                continue
+            found = lines(decoded(bytes(data), name), self.options.split_lines)
+            wrong = why_no_captions(found)
+            if wrong is not None:
+                raise UnreadableMediaError(name, wrong)
+            return found
+        return None
 
 
 def open_captions(
@@ -146,11 +150,11 @@ def is_dropped(rate: float, seed: int, index: int) -> bool:
 
 def caption_path(path: str, extension: str) -> str:
     """The text file next to a picture."""
-    return path.removesuffix(PurePosixPath(path).suffix) + "." + extension.lstrip(".")
+    return f"{split_suffix(path)[0]}.{extension.lstrip('.')}"
 
 
 def from_filename(path: str) -> str:
-    return PurePosixPath(path).stem.replace("_", " ").strip()
+    return split_suffix(path)[0].rpartition("/")[2].replace("_", " ").strip()
 
 
 def lines(text: str, split: bool) -> tuple[str, ...]:

@@ -70,6 +70,11 @@ class Telemetry:
         self._about_sinks: set[str] = set()
         self._step: int | None = None
 
+    def add(self, sink: Sink) -> None:
+        """From the next event on."""
+        with self._lock:
+            self._sinks.append(sink)
+
     def emit(self, event: Event) -> None:
         with self._lock:
             if isinstance(event, Warned) and event.message in self._waiting:

@@ -21,6 +21,7 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
+from gracetune.train.data import by_dataset, left_out_lines
 from gracetune.train.gradients import Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
@@ -156,14 +157,15 @@ class Job:
                 return outcome
             if before is not None:
                 loader.load_state_dict(before)
+            for reason in sorted(one.reason for one in found if one.path is None):
+                return Stop("failed", reason)
+            damaged = {(one.dataset, one.path): one.reason for one in found if one.path is not None}
             try:
-                for one in sorted(set(found), key=lambda one: (one.dataset, one.path or "", one.reason)):
-                    if one.path is None:
-                        return Stop("failed", one.reason)
-                    loader.exclude(one.dataset, {one.path: one.reason})
-                    self.warn(f"left out, unreadable: {one.path} of {one.dataset}: {one.reason}")
+                loader.exclude(by_dataset(damaged))
             except UnreadableFilesError as error:
                 return Stop("failed", str(error))
+            for line in left_out_lines(damaged):
+                self.warn(line)
 
     def _try_batch(self, size: int) -> Batch | EpochEnd | Exhausted | _Trouble:
         repaired: set[str] = set()

@@ -1,4 +1,5 @@
-"""What a run reports while it trains. Losses, rates, times and memory: at log steps. Changes: when they happen.
+"""What a run reports while it trains. Losses, rates and times: at log steps. Memory: at some of them, by time. Changes:
+when they happen.
 
 Losses and norms are added up on the device; a log step reads them once. A change of expert, of the effective batch or
 of the look-ahead is something the host knows anyway: reporting it synchronizes nothing.
@@ -34,14 +35,18 @@ from gracetune.optim.rates import KeepsRates
 from gracetune.redaction import Redactor
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
+    CheckpointWritten,
     EffectiveBatchChanged,
     LookAheadChanged,
+    MemoryReclaimed,
     MemorySampled,
     MemoryStageChanged,
+    OverflowArenaChanged,
     Record,
     RunStarted,
     StageSwitched,
     StepDone,
+    ValidationDone,
 )
 from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.progress import Progress
@@ -58,6 +63,12 @@ from gracetune.train.trainee import Trainee
 from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
+MEMORY_SECONDS = 30.0
+"""Between two samples of memory, where nothing happens that changes it."""
+_CHANGES_MEMORY = (
+    EffectiveBatchChanged, MemoryStageChanged, MemoryReclaimed, OverflowArenaChanged, LookAheadChanged,
+    CheckpointWritten, ValidationDone,
+)  # fmt: skip
 _LOG = logging.getLogger("gracetune")
 _COUNTED = ("uvm.", "cache.", "cuda_graph.")
 _NO_LAYER = "the unified-memory layer is not open in this run"
@@ -131,6 +142,36 @@ class _Bar:
     def close(self) -> None: ...
 
 
+class MemorySampling:
+    """At which log steps memory is sampled: a sink that listens for what changes it.
+
+    At the first of a process, at the first after something that changes what memory holds, every `MEMORY_SECONDS`, and
+    at the end. Not at every log step: a sample is three times as long as a step's own line, and mostly says the same.
+    """
+
+    name = "the sampling of memory"
+
+    def __init__(self) -> None:
+        self._changed = True
+        self._seconds = 0.0
+        self.step: int | None = None
+        """Of the last sample."""
+
+    def write(self, record: Record) -> None:
+        self._changed = self._changed or isinstance(record.event, _CHANGES_MEMORY)
+
+    def close(self) -> None: ...
+
+    def is_due(self, seconds: float) -> bool:
+        return self._changed or seconds - self._seconds >= MEMORY_SECONDS
+
+    def note_change(self) -> None:
+        self._changed = True
+
+    def note_sample(self, step: int, seconds: float) -> None:
+        self._changed, self._seconds, self.step = False, seconds, step
+
+
 @dataclass
 class _Sums:
     """Of one expert's windows since the last log step; tensors stay on the device."""
@@ -162,12 +203,15 @@ class Logging(Callback):
     first_ms: float
     """What the first batch took longer than the second: compiling, mostly."""
     clock: Callable[[], float] = time.perf_counter
+    sampling: MemorySampling = field(default_factory=MemorySampling)
     _steps: int = 0
     _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
     _since: float = 0.0
     _waited_ms: float = 0.0
     _paused: float = 0.0
     _expert: ExpertName | None = None
+    _trained: set[ExpertName] = field(default_factory=set)
+    """Since this process began."""
     _window: Window | None = None
 
     def start(self, begun: RunStarts) -> None:
@@ -196,6 +240,7 @@ class Logging(Callback):
         )
         self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
+        self.telemetry.add(self.sampling)
         self._begin()
 
     def step_starts(self, coming: StepStarts) -> None:
@@ -206,6 +251,9 @@ class Logging(Callback):
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
         if window != self._window and self.ramp.ramp_steps:
             self._batch_changes(coming.position, self._window, window)
+        if expert not in self._trained:  # its optimizer state is new; a later turn of it finds everything there
+            self._trained.add(expert)
+            self.sampling.note_change()
         self._expert, self._window = expert, window
 
     def window(self, done: WindowDone) -> None:
@@ -220,8 +268,15 @@ class Logging(Callback):
             self._tell(self.state.position)
 
     def end(self, ended: RunEnds) -> None:
+        self.sampling.note_change()
         if self._sums:
             self._tell(ended.position)
+        elif self.sampling.step not in (None, ended.position.step):
+            self._sample_memory(ended.position.step)
+
+    def _sample_memory(self, step: int) -> None:
+        self.telemetry.emit(self.usage.event(step))
+        self.sampling.note_sample(step, self.clock())
 
     def _batch_changes(self, position: Position, before: Window | None, after: Window) -> None:
         world = self.runtime.world_size
@@ -256,7 +311,8 @@ class Logging(Callback):
         count = sum(sums.steps for sums in self._sums.values())
         step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
         rates = learning_rates(self.state.optimizer)
-        self.telemetry.emit(self.usage.event(position.step))  # first: the line of this log step shows it
+        if self.sampling.is_due(self.clock()):
+            self._sample_memory(position.step)  # first: the line of this log step shows it
         for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
             assert sums.last is not None, "a window was added"
             self.telemetry.emit(

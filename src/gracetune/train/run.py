@@ -15,6 +15,7 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.reclaim import rare_collections
 from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Control, Stop, listening
@@ -64,7 +65,8 @@ def train(
     with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
         control = control or stack.enter_context(listening(Control()))
         control.say, control.stops_on_sigusr1 = view.say, environment.stops_on_sigusr1
-        ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
+        with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
+            ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import EVENTS, Event, Record, RunEnded, RunStarted, StepDone, Warned, step_of
 from gracetune.telemetry.hub import Telemetry
 from gracetune.telemetry.schema import NotAnEventError, document, from_json, from_line, json_schema, to_json, to_line
-from gracetune.telemetry.sinks.jsonl import JsonlSink, merge, read_log
+from gracetune.telemetry.sinks.jsonl import JsonlSink, LogReader, merge, read_log
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
 from unit.telemetry.made_events import any_event, end, memory, start, step, whole_run, write_log
 
@@ -216,6 +216,18 @@ class TestMerging:
         found = {event.step: event.loss for event in self.merged(*events) if isinstance(event, StepDone)}
         assert found == expected
         assert [*found] == sorted(found)
+
+    @settings(max_examples=60)
+    @given(st.lists(any_event, max_size=12))
+    def test_a_log_that_is_read_line_by_line_says_the_same(self, events: list[Event]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            reader = LogReader(write_log(Path(folder), events))
+            lines = [*reader.lines()]
+            merged = merge([line.record for line in lines if line.record is not None])
+            assert tuple(line.record for line in lines if line.stands) == merged
+            standing = [line for line in lines if line.stands]
+            again = reader.at(line.begin for line in standing)
+            assert [to_line(record) for record in again] == [to_line(record) for record in merged]  # nan is not nan
 
 
 class Failing:

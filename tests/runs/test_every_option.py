@@ -41,7 +41,7 @@ REVIEWED: dict[str, str] = {
     "test_passwords_and_signatures_are_used_and_never_written",
     "datasets[].storage.password": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
     "test_passwords_and_signatures_are_used_and_never_written",
-    "datasets[].storage.query": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
+    "datasets[].storage.signature": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
     "test_passwords_and_signatures_are_used_and_never_written",
     "checkpoints.push_to_hub.repo_id": "needs a hub: covered by tests/runs/test_remote_data.py::"
     "test_from_a_hub_to_a_hub",

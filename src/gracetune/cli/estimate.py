@@ -15,7 +15,6 @@ from gracetune.cache.residence import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
-from gracetune.config import load
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.copies.local import Copies
@@ -69,16 +68,13 @@ def estimate(
     json_output: AsJson = False,
 ) -> None:
     """Plan the memory of a run before anything is loaded. Exit code 1 if it does not fit."""
-    environment = session(context).environment
-    resolved = load(
-        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
-    )
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     machine = probe() if machine_file is None else read_machine(machine_file)
     if fsdp and processes == 1:
         expected = "--processes N with N above 1: one process has nothing to share"
         raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
     several = Processes.on(machine, processes, sharded=fsdp)
-    remote = look_at_copies(resolved.config, environment, machine)
+    remote = look_at_copies(resolved.config, session(context).environment, machine)
     demand, assumption = demand_of(resolved.config, machine, samples, several, remote.facts)
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
@@ -138,7 +134,7 @@ def demand_of(
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples, known)
+    facts = survey(config, samples, known, option="--samples")
     return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
 
 

@@ -24,7 +24,7 @@ from gracetune.config.base import (
     WholeNumber,
 )
 from gracetune.config.dataset_backends import BACKENDS, BackendName, is_installed
-from gracetune.config.secrets import without_url_secrets
+from gracetune.config.url_credentials import without_url_credentials
 
 Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]
 AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
@@ -50,7 +50,7 @@ Split = Annotated[str, Strict(), StringConstraints(pattern=rf"^{_SPLIT_PART}(\+{
 class StorageAccess(Section):
     """How the storage of a URL is reached. What is unset, its library finds itself: environment variables, its files.
 
-    Secrets are used and never written: not to the run's config.yaml, not to a log.
+    Secrets are shown and logged nowhere; the config.yaml in a run's folder has them, for its owner alone.
     """
 
     endpoint_url: Name | None = None
@@ -58,16 +58,17 @@ class StorageAccess(Section):
     region: Name | None = None
     anonymous: Flag = False
     """Of a public bucket: send no credentials."""
-    access_key_id: Secret = None
-    secret_access_key: Secret = None
-    session_token: Secret = None
-    token: Secret = None
+    access_key_id: Secret | None = None
+    secret_access_key: Secret | None = None
+    session_token: Secret | None = None
+    token: Secret | None = None
     """Of the hub; unset means HF_TOKEN or what `hf auth login` stored."""
-    user: Secret = None
-    """Of a web server, like `password`; also taken out of `https://user:password@host/folder`."""
-    password: Secret = None
-    query: Secret = None
-    """What stands behind the `?` of a web address: signatures. Taken out of the path."""
+    user: Name | None = None
+    """Of a web server; also taken out of `https://user:password@host/folder`."""
+    password: Secret | None = None
+    """Of the user; without one it is a token, as in `https://token@host/folder`."""
+    signature: Secret | None = None
+    """What stands behind the `?` of a web address. Taken out of the path."""
 
 
 class RowFilter(Section):
@@ -251,7 +252,7 @@ class Dataset(Section):
     corrupt_threshold: Fraction = 0.01
     """Unreadable files up to this share are listed and left out; more stop the run."""
 
-    _clean_path = model_validator(mode="before")(staticmethod(without_url_secrets))
+    _clean_path = model_validator(mode="before")(staticmethod(without_url_credentials))
 
     @property
     def has_local_copy(self) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gracetune.config.environment import Environment
-from gracetune.config.secrets import hide_credentials
 from gracetune.errors import Problem
+from gracetune.redaction import redact
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -81,7 +81,7 @@ def is_server_error(error: Exception) -> bool:
 def why(error: Exception) -> str:
     """The first line of what a library says, without credentials."""
     text = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
-    return hide_credentials(text)
+    return redact(text)
 
 
 def refusal(key: str, repo: Repo, error: HfHubHTTPError) -> Problem:

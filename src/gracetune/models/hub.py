@@ -24,6 +24,7 @@ from gracetune.data.copies.making import OnFetched
 from gracetune.errors import ConfigError, Problem
 from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why, without_bars
 from gracetune.storage.locks import lock, open_lock_file
+from gracetune.storage.regular_files import read_small_file
 from gracetune.storage.transfer import Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
 from gracetune.units import MIB, format_bytes
 
@@ -343,5 +344,5 @@ def _lacking_parts(folder: Path) -> list[str]:
     index = folder / "model_index.json"
     if not index.is_file():
         return []
-    parts = {name: value for name, value in json.loads(index.read_bytes()).items() if isinstance(value, list)}
+    parts = {name: value for name, value in json.loads(read_small_file(index)).items() if isinstance(value, list)}
     return [name for name, (library, _) in parts.items() if library is not None and not (folder / name).is_dir()]

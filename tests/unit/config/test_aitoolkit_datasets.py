@@ -49,7 +49,7 @@ def test_an_address_in_the_place_of_a_folder(tmp_path: Path) -> None:
     signed = only(tmp_path, {"folder_path": "https://me:pass@host/pets.tar?sig=s3cret", "resolution": 512})
     assert (signed.id, signed.path) == ("pets.tar-512", "https://host/pets.tar")
     assert signed.storage is not None
-    assert signed.storage.query is not None
+    assert signed.storage.signature == "sig=s3cret"
 
 
 def test_upstream_defaults(tmp_path: Path) -> None:

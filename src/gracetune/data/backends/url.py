@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, unquote
 
 from gracetune.config.dataset_config import StorageAccess
-from gracetune.config.secrets import hide_credentials
 from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
 from gracetune.data.backends.handle import BackendHandle, SourceHandle
@@ -31,6 +30,7 @@ from gracetune.data.backends.url_access import (
     words,
 )
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
+from gracetune.redaction import redact
 from gracetune.storage.transfer import RemoteFile
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class UrlBackend(Storage):
         protocols = [part.partition("://")[0] for part in url.split("::")]
         self._protocol = protocols[0]
         _refuse_local(url, protocols)
-        if access is not None and access.query is not None and not is_single_file(url):
+        if access is not None and access.signature is not None and not is_single_file(url):
             raise _with_query(url)
         self._errors = error_types(protocols)
         self._fs, self._base = self._connect(protocols)
@@ -190,8 +190,8 @@ class UrlBackend(Storage):
     def _full(self, path: str) -> str:
         name = checked(path, self._url)
         if name == self._alone:
-            query = None if self._access is None else self._access.query
-            return self._base if query is None else f"{self._base}?{query.get_secret_value()}"
+            signature = None if self._access is None else self._access.signature
+            return self._base if signature is None else f"{self._base}?{signature}"
         # On the web a `?`, `#` or `%` in a file's name would mean something else.
         name = quote(name) if self._protocol in WEB else name
         return f"{self._base}/{name}" if self._base else name
@@ -266,7 +266,7 @@ def _refuse_local(url: str, protocols: Sequence[str]) -> None:
 
 def _with_query(url: str) -> StorageError:
     found, expected = "a web address with ? or #", "a folder's address, or that of one archive or table"
-    return StorageError(told(hide_credentials(url), found=found, expected=expected, hint="leave out the rest"))
+    return StorageError(told(redact(url), found=found, expected=expected, hint="leave out the rest"))
 
 
 def _modified_ns(info: dict[str, Any]) -> int:

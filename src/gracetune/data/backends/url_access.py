@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
-from pydantic import SecretStr
-
 from gracetune.config.dataset_config import StorageAccess
-from gracetune.config.secrets import hide_credentials
 from gracetune.errors import Problem
+from gracetune.redaction import redact
 from gracetune.storage.transfer import RANGE, RemoteFile, is_of_this_disk
 from gracetune.units import MIB
 
@@ -57,16 +55,15 @@ def options_for(protocol: str, access: StorageAccess | None) -> dict[str, Any]:
         region = {"client_kwargs": {"region_name": access.region}} if access.region else {}
         anonymous = {"anon": True} if access.anonymous else {}
         return {**keys, **_given(endpoint_url=access.endpoint_url), **region, **anonymous}
-    if protocol in WEB and access.user is not None:
-        password = "" if access.password is None else access.password.get_secret_value()
-        basic = base64.b64encode(f"{access.user.get_secret_value()}:{password}".encode()).decode()
+    if protocol in WEB and (access.user or access.password):
+        login = f"{access.user}:{access.password or ''}" if access.user else f"{access.password}:"
+        basic = base64.b64encode(login.encode()).decode()
         return {"client_kwargs": {"headers": {"Authorization": f"Basic {basic}"}}}
     return {}
 
 
-def _given(**values: str | SecretStr | None) -> dict[str, Any]:
-    plain = {name: one.get_secret_value() if isinstance(one, SecretStr) else one for name, one in values.items()}
-    return {name: value for name, value in plain.items() if value is not None}
+def _given(**values: str | None) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
@@ -164,7 +161,7 @@ def status_of(error: BaseException) -> int:
 
 def words(error: BaseException) -> str:
     """What a library says, without credentials."""
-    return hide_credentials(f"{error}".strip().split("\n")[0] or type(error).__name__)
+    return redact(f"{error}".strip().split("\n")[0] or type(error).__name__)
 
 
 def explain(key: str, protocol: str, error: Exception) -> Problem:

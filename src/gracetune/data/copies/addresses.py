@@ -8,7 +8,6 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote, urlsplit
 
-from gracetune.config.secrets import hide_credentials
 from gracetune.data.backends.errors import StorageError
 from gracetune.data.backends.url_access import error_types, is_final, words
 from gracetune.data.copies.folder import CopyFolder, FinishedPart
@@ -17,6 +16,7 @@ from gracetune.data.copies.rows import FILE_NAME, media_extension, passes
 from gracetune.data.copies.sources import open_file
 from gracetune.data.copies.tables import Address, read_addresses
 from gracetune.data.media import Kind
+from gracetune.redaction import redact
 from gracetune.storage.append import LineFile
 from gracetune.storage.atomic import write_file
 
@@ -68,7 +68,7 @@ def _read(url: str, protocol: str) -> bytes:
     try:
         fs, name = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise StorageError(hide_credentials(str(error))) from error
+        raise StorageError(redact(str(error))) from error
     for attempt in range(_ATTEMPTS):
         try:
             data: bytes = fs.cat_file(name)

@@ -232,7 +232,7 @@ def _from_hub(dataset: Dataset, address: HubAddress, hub: HubAccess, revision: s
     from huggingface_hub import HfApi
 
     access = dataset.storage or StorageAccess()
-    token = None if access.token is None else access.token.get_secret_value()
+    token = access.token
     api = HfApi(endpoint=access.endpoint_url or hub.endpoint, token=token)
     repo = address.repo
     try:

@@ -11,8 +11,8 @@ from gracetune.config.dialects.aitoolkit.sections import HARMLESS
 from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import apply, check
 from gracetune.config.dialects.values import as_number, whole
-from gracetune.config.secrets import split_address
 from gracetune.config.spelling import misspelt
+from gracetune.config.url_credentials import split_address
 
 UPSTREAM_RESOLUTION = 512
 STORAGES = ("local", "in_memory")

@@ -38,11 +38,11 @@ REVIEWED: dict[str, str] = {
     "datasets[].storage.token": "needs a hub: covered by tests/unit/data/copies/test_hub_datasets.py::"
     "test_a_dataset_nobody_has_and_one_that_is_private",
     "datasets[].storage.user": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
-    "test_passwords_and_signatures_are_used_and_never_written",
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
     "datasets[].storage.password": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
-    "test_passwords_and_signatures_are_used_and_never_written",
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
     "datasets[].storage.signature": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
-    "test_passwords_and_signatures_are_used_and_never_written",
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
     "checkpoints.push_to_hub.repo_id": "needs a hub: covered by tests/runs/test_remote_data.py::"
     "test_from_a_hub_to_a_hub",
     "checkpoints.push_to_hub.private": "needs a hub: covered by tests/unit/hub/test_upload.py::"

@@ -58,16 +58,16 @@ class StorageAccess(Section):
     region: Name | None = None
     anonymous: Flag = False
     """Of a public bucket: send no credentials."""
-    access_key_id: Secret | None = None
-    secret_access_key: Secret | None = None
-    session_token: Secret | None = None
-    token: Secret | None = None
+    access_key_id: Secret = None
+    secret_access_key: Secret = None
+    session_token: Secret = None
+    token: Secret = None
     """Of the hub; unset means HF_TOKEN or what `hf auth login` stored."""
     user: Name | None = None
-    """Of a web server; also taken out of `https://user:password@host/folder`."""
-    password: Secret | None = None
-    """Of the user; without one it is a token, as in `https://token@host/folder`."""
-    signature: Secret | None = None
+    """Of a web server. Name and password before the `@` of a web address become `user` and `password`."""
+    password: Secret = None
+    """Of the user; without one it is a token, which stands alone before the `@`."""
+    signature: Secret = None
     """What stands behind the `?` of a web address. Taken out of the path."""
 
 

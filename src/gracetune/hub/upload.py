@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gracetune.hub.access import HubAccess, unreachable_errors, why, without_bars
+from gracetune.storage.os_errors import explain
 
 Report = Callable[[str], None]
 _ATTEMPTS: Final = 3
@@ -66,7 +67,8 @@ class HubUploads:
         try:
             pinned = {f"{prefix}{path.name}": self._pin(path) for path in files}
         except OSError as error:
-            self._warn(f"push_to_hub: {error.strerror}: {error.filename}; by hand: {self._command(files[0], prefix)}")
+            found = explain(error, files[0], access="read").found
+            self._warn(f"push_to_hub: {found}; by hand: {self._command(files[0], prefix)}")
             return
         self._waiting.put(Upload(pinned, message, tuple(files)))
         if self._thread is None:

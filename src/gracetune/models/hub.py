@@ -24,6 +24,7 @@ from gracetune.data.copies.making import OnFetched
 from gracetune.errors import ConfigError, Problem
 from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why, without_bars
 from gracetune.storage.locks import lock, open_lock_file
+from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import read_small_file
 from gracetune.storage.transfer import Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
 from gracetune.units import MIB, format_bytes
@@ -292,9 +293,8 @@ def _locked(repo: Repo) -> Iterator[None]:
 
 
 def _unwritable(key: str, repo: Repo, error: OSError) -> Problem:
-    found = f"{repo.words}: {error.strerror}: {error.filename or repo.cache_folder}"
-    hint = "make room there, or export HF_HOME=FOLDER on another disk; then start again: it goes on"
-    return Problem(key, found, "a cache that takes it", hint)
+    elsewhere, then = "export HF_HOME=FOLDER on another disk", "then start again: it goes on"
+    return problem_of(error, f"{key}: {repo.words}", repo.cache_folder, elsewhere=elsewhere, then=then)
 
 
 def _downloaded_before(key: str, repo: Repo, variant: str | None, file: str | None, reason: str) -> Path:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Final
+
 from gracetune.data.errors import DataError
 from gracetune.errors import Problem
+from gracetune.storage.os_errors import problem_of
+
+_GO_ON: Final = "then start again: it goes on"
 
 
 class CopyError(DataError):
@@ -16,6 +22,12 @@ class CopyError(DataError):
     @classmethod
     def of(cls, dataset: str, *, found: str, expected: str, hint: str) -> CopyError:
         return cls(Problem(f"dataset {dataset}", found, expected, hint))
+
+    @classmethod
+    def of_disk(cls, dataset: str, folder: Path, error: OSError) -> CopyError:
+        """This machine's disk does not take the copy."""
+        elsewhere = "--set 'datasets[N].local_copy.folder=FOLDER'"
+        return cls(problem_of(error, f"dataset {dataset}", folder, elsewhere=elsewhere, then=_GO_ON))
 
 
 class DamagedPartError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gracetune.config.dataset_config import Dataset, LocalCopy
@@ -13,7 +14,7 @@ from gracetune.data.copies.folder import CopyFolder, Manifest
 from gracetune.data.copies.making import MadeCopy, OnFetched, make_copy
 from gracetune.data.copies.plan import CopyPlan, plan_copy
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import Patience
+from gracetune.storage.transfer import Patience, is_of_this_disk
 from gracetune.units import format_bytes, format_duration
 
 Say = Callable[[str], None]
@@ -116,7 +117,7 @@ class Copies:
         self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, say: Say, warn: Say, on_fetched: OnFetched,
         patience: Patience, announce: Say,
     ) -> None:  # fmt: skip
-        with folder.locked(say):
+        with _explained(dataset, folder), folder.locked(say):
             plan = self._plan(dataset, options, folder)  # anew: another process may have made it meanwhile
             if plan is None:
                 return
@@ -130,6 +131,16 @@ class Copies:
         say(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
         for note in made.notes:
             warn(note)
+
+
+@contextmanager
+def _explained(dataset: Dataset, folder: CopyFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_of_this_disk(error):
+            raise
+        raise CopyError.of_disk(dataset.id, folder.root, error) from error
 
 
 def _nothing(text: str) -> None:

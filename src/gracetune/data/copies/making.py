@@ -31,7 +31,7 @@ from gracetune.data.media import kind_of
 from gracetune.data.words import counted
 from gracetune.storage.append import LineFile
 from gracetune.storage.atomic import publish_folder, sync_folder, temporary_name, write_file
-from gracetune.storage.transfer import Patience, TransferError, is_of_this_disk, transfer
+from gracetune.storage.transfer import Patience, TransferError, transfer
 
 REQUESTS: Final = 8
 """Requests that are under way at once."""
@@ -332,14 +332,6 @@ class _Making:
             found = f"{error.part} of {self._source.address}: {error.reason}"
             hint = "repair it where it comes from; to fetch it again, remove " + str(self._folder.root)
             raise CopyError.of(self._dataset.id, found=found, expected="a file that can be read", hint=hint) from error
-        except OSError as error:
-            if not is_of_this_disk(error):
-                raise
-            found = f"{error.strerror}: {error.filename or self._folder.root}"
-            hint = "make room there, or --set 'datasets[N].local_copy.folder=FOLDER'; then start again: it goes on"
-            raise CopyError.of(
-                self._dataset.id, found=found, expected="a folder that takes the copy", hint=hint
-            ) from error
 
 
 class _StoppedError(Exception):

@@ -174,6 +174,15 @@ copies(run).make()
     assert len(fetched(config(tmp_path, {"path": PETS}))["d0"]) == 2
 
 
+def test_a_file_in_the_place_of_the_folder(hub: HubServer, tmp_path: Path) -> None:
+    hub.dataset(NAME, {"0.tar": tar(shard(2))})
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CopyError) as refused:
+        fetched(config(tmp_path, {"path": PETS, "local_copy": {"folder": str(tmp_path / "file")}}))
+    assert "ENOTDIR" in refused.value.problem.found
+    assert "local_copy.folder=FOLDER" in refused.value.problem.hint
+
+
 MAKE = """
 import sys
 from pathlib import Path

@@ -10,6 +10,7 @@ import pytest
 
 from gracetune.config import native
 from gracetune.data.copies.errors import CopyError
+from gracetune.redaction import Redactor
 from gracetune.storage import transfer
 from servers.web import web_server
 from unit.data.copies.made import FROM_COLUMNS, QUICK, config, copies, fetched, picture, shard, tar
@@ -55,7 +56,7 @@ def test_a_broken_connection_is_gone_on_with(site: Path, tmp_path: Path, monkeyp
         assert web.sent <= (site / "0.tar").stat().st_size + 2 + 3000
 
 
-def test_passwords_and_signatures_are_used_and_never_written(site: Path, tmp_path: Path) -> None:
+def test_passwords_and_signatures_are_used_and_shown_nowhere(site: Path, tmp_path: Path) -> None:
     with web_server(site, password="me:s3cret") as web:
         address = web.url.replace("http://", "http://me:s3cret@")
         run = config(tmp_path, {"path": f"{address}/pets"})
@@ -73,8 +74,9 @@ def test_passwords_and_signatures_are_used_and_never_written(site: Path, tmp_pat
         assert "0ld" not in str(refused.value)
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*.json*") if path.is_file())
     for one in (run, signed):
-        assert "s3cret" not in native.write(one)
+        assert "s3cret" not in native.show(one, {}, Redactor())
         assert "s3cret" not in repr(one)
+        assert "s3cret" in native.write(one)  # the run's own config.yaml, for its owner alone
     assert b"s3cret" not in written
 
 

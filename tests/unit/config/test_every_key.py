@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 from gracetune.config import Environment, load
 from gracetune.config.dialects.gh200 import GUIDES, IN_MEMORY
@@ -44,9 +43,7 @@ def loaded(folder: Path, document: Any, name: str) -> Outcome:
         found = load(path, environment=Environment({}))
     except ConfigError as error:
         return False, "\n".join(f"{one.key}: {one.found}" for one in error.problems)
-    storage = [dataset.storage for dataset in found.config.datasets if dataset.storage is not None]
-    secrets = [value.get_secret_value() for one in storage for _, value in one if isinstance(value, SecretStr)]
-    return True, "\n".join([found.config.model_dump_json(), *secrets, *found.notes])
+    return True, "\n".join([found.config.model_dump_json(), *found.notes])
 
 
 # -- ai-toolkit --------------------------------------------------------------------------------------------------------
@@ -311,6 +308,10 @@ TABLE = {"path": "t.parquet", "filename_column": "f", "caption_column": "c"}
 MASK = {"id": "m", "dataset_type": "conditioning", "instance_data_dir": "m", "conditioning_type": "mask"}
 MASKED = {**STILL, "id": "e", "conditioning_data": "m"}
 ON_THE_HUB = {"id": "d", "type": "huggingface", "dataset_name": "a/b", "huggingface": {"height_column": "h"}}
+NAMED_INSIDE = {
+    "id": "d", "type": "huggingface",
+    "huggingface": {"dataset_name": "a/b", "width_column": "w", "filter_func": {"quality_thresholds": {"score": 1}}},
+}  # fmt: skip
 DATASET_CONFIGS: list[dict[str, Any]] = [
     {**config, "data_backend_config": None, "datasets": entries}
     for config, entries in [
@@ -324,10 +325,12 @@ DATASET_CONFIGS: list[dict[str, Any]] = [
         (SDXL_CONFIG, [{**STILL, "type": "in_memory", "in_memory": {}}]),
         (SDXL_CONFIG, [{"id": "d", "type": "csv", "csv_file": "u.csv", "csv_cache_dir": "c", "csv_url_column": "u"}]),
         (SDXL_CONFIG, [ON_THE_HUB]),
+        (SDXL_CONFIG, [NAMED_INSIDE]),
         (WAN_CONFIG, [{**ON_THE_HUB, "dataset_type": "video"}]),
         (AUDIO_CONFIG, [{**ON_THE_HUB, "dataset_type": "audio"}]),
         (SDXL_CONFIG, [{"id": "d", "type": "aws", "aws_bucket_name": "b", "caption_strategy": "textfile"}]),
         (SDXL_CONFIG, [{"id": "d", "type": "webshart", "source": "a/b", "webshart": {}}]),
+        (SDXL_CONFIG, [{"id": "d", "type": "webshart", "webshart": {"source": "a/b"}}]),
         (SDXL_CONFIG, [MASK, MASKED]),
         (SDXL_CONFIG, [STILL, MASK, MASKED]),
     ]

@@ -55,7 +55,7 @@ class HubUploads:
             self._make_repo()
         except _failures() as error:
             self._warn(f"push_to_hub: {self._repo} cannot be made on the hub ({why(error)}); it is tried again with "
-                       "the first upload. Check the token: hf auth login")  # fmt: skip
+                       "the first upload. To log in again: hf auth login")  # fmt: skip
         else:
             self._say(f"push_to_hub: results are uploaded to {self._repo}")
 

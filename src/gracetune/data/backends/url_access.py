@@ -185,7 +185,8 @@ def explain(key: str, protocol: str, error: Exception) -> Problem:
 
 def _login(protocol: str) -> str:
     if protocol in S3:
-        return "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN: they may have expired"
+        return "keys may have expired: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN"
     if protocol == HUB:
         return "hf auth login"
-    return "give user and password: --set 'datasets[N].storage.user=…', or a new address where its signature expired"
+    login = "--set 'datasets[N].storage.user=…' --set 'datasets[N].storage.password=…'"
+    return f"{login}, or a new address where its signature expired"

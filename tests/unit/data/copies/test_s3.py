@@ -151,7 +151,7 @@ def test_keys_that_are_not_valid_any_more(
         with pytest.raises(CopyError) as refused:
             copies(run).plans()
         assert "the storage refused it" in str(refused.value)
-        assert "they may have expired" in str(refused.value)
+        assert "keys may have expired: check AWS_ACCESS_KEY_ID" in str(refused.value)
         assert KEYS["secret_access_key"] not in str(refused.value)
         with pytest.raises(StorageError, match="cannot be listed"):
             UrlBackend("s3://pets", StorageAccess.model_validate({"endpoint_url": endpoint, **KEYS})).survey()

@@ -389,7 +389,8 @@ class TestRoom:
         files = {f"{number}.png": image(64, 64, seed=number) for number in range(200)}
         folder = write(tmp_path / "many", dict(files))
         found = [{"path": str(folder), "resolution": 64.0, "captions": {"strategy": "filename"}}]
-        cache = {"cache_dir": str(tmp_path / "disk"), "text_cache_dir": str(tmp_path / "text")}
+        cache: dict[str, Any] = {"cache_dir": str(tmp_path / "disk"), "text_cache_dir": str(tmp_path / "text")}
+        cache["text_encoder_batch_size"] = 8  # not 4: then batches of 4 are those of latents
         run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), found, cache=cache)
         run.encoders = Watched(run.encoders)
 

@@ -389,9 +389,10 @@ class TestRoom:
         files = {f"{number}.png": image(64, 64, seed=number) for number in range(200)}
         folder = write(tmp_path / "many", dict(files))
         found = [{"path": str(folder), "resolution": 64.0, "captions": {"strategy": "filename"}}]
-        cache: dict[str, Any] = {"cache_dir": str(tmp_path / "disk"), "text_cache_dir": str(tmp_path / "text")}
-        cache["text_encoder_batch_size"] = 8  # not 4: then batches of 4 are those of latents
-        run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), found, cache=cache)
+        cache = {"cache_dir": str(tmp_path / "disk"), "text_cache_dir": str(tmp_path / "text")}
+        run = Run.of(
+            tmp_path, "sdxl", Path(str(sdxl.config.model.path)), found, cache={**cache, "text_encoder_batch_size": 8}
+        )
         run.encoders = Watched(run.encoders)
 
         def work(say: Callable[[str], None]) -> None:

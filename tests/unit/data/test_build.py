@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from gracetune.data.backend import Backend
+from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.errors import StorageError, UnreadableFilesError
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -134,6 +134,27 @@ class TestCaptions:
         index = only(index_of(tmp_path, {"path": str(folder), "corrupt_threshold": 0.5}))
         assert paths(index) == ["000.png", "002.png"]
         assert [one.path for one in index.unreadable] == ["001.txt"]
+
+    def test_every_file_is_asked_for_once_and_one_far_too_large_never(self, tmp_path: Path) -> None:
+        """On a server each question is a round trip; a sparse file of 5 TiB would not fit into memory."""
+        folder = write(tmp_path / "data", pictures(6))
+        with (folder / "004.txt").open("wb") as file:
+            file.truncate(5 << 40)
+        asked: list[str] = []
+
+        class Asked(LocalBackend):
+            def stat(self, path: str) -> FileStat:
+                asked.append(path)
+                return super().stat(path)
+
+            def read(self, path: str) -> memoryview:
+                asked.append(path)
+                return super().read(path)
+
+        dataset = {"path": str(folder), "corrupt_threshold": 0.5}
+        index = only(index_of(tmp_path, dataset, open_backend=lambda dataset: Asked(dataset.path)))
+        assert index.unreadable == (LeftOut("004.txt", "a caption file of 5.00 TiB; expected text of at most 512 KiB"),)
+        assert sorted(asked) == sorted({*pictures(6)} - {"004.txt"})
 
     def test_every_text_a_run_can_ask_for(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "a.txt": "one\ntwo", "b.png": image(), "b.txt": "two"})

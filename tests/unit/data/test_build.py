@@ -17,13 +17,13 @@ from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend, open_backend
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Exclusions, Unreadable
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import Bucket
 from gracetune.errors import ConfigError
 from gracetune.models.registry import geometry
 from unit.data.backends.helpers import staged
-from unit.data.folders import image, index_of, pictures, write
+from unit.data.folders import image, index_of, made_up, pictures, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 
@@ -479,3 +479,42 @@ def test_a_table_that_says_other_sizes_is_named_and_the_files_count(tmp_path: Pa
         "1 file of another size than width_column and height_column say, for example 001.png: 96x64, not 64x64; "
         "the files' own sizes count"
     ]
+
+
+class TestExclusions:
+    """Damaged files that are found one after the other."""
+
+    @pytest.fixture
+    def applied(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many files each look at the whole index took out."""
+        counts: list[int] = []
+        original = DataIndex.without
+
+        def without(index: DataIndex, unreadable: Unreadable) -> DataIndex:
+            counts.append(sum(map(len, unreadable.values())))
+            return original(index, unreadable)
+
+        monkeypatch.setattr(DataIndex, "without", without)
+        return counts
+
+    def test_the_index_is_looked_at_once_for_all_of_them(self, applied: list[int]) -> None:
+        index = made_up({"counts": (300, 200), "corrupt_threshold": 0.1}, {"counts": (100,), "corrupt_threshold": 0.1})
+        bad = [(one.id, item.path) for one in index.datasets for item in one.items[::20]]
+        excluded = Exclusions(index)
+        for dataset, path in [*bad, *bad, ("another", "x.png")]:
+            excluded.add(dataset, path, "damaged")
+        assert applied == []
+        smaller = excluded.apply()
+        assert applied == [len(bad) + 1]
+        gone = {name: {path: "damaged" for owner, path in bad if owner == name} for name in ("d0", "d1")}
+        assert smaller == index.without(gone)
+        assert [len(one.items) for one in smaller.datasets] == [475, 95]
+
+    def test_the_first_that_is_one_too_many_stops_it(self, applied: list[int]) -> None:
+        index = made_up({"counts": (100,), "corrupt_threshold": 0.03})
+        excluded = Exclusions(index)
+        for item in index.datasets[0].items[:3]:
+            excluded.add("d0", item.path, "damaged")
+        with pytest.raises(UnreadableFilesError, match="4 of 100"):
+            excluded.add("d0", index.datasets[0].items[3].path, "damaged")
+        assert applied == [4]

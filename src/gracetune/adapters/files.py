@@ -172,7 +172,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             raise _exists(path) from None
         return path
     except OSError as error:
-        elsewhere = "choose another place (output_dir of a run, --output of a command)"
+        elsewhere = "choose another place (--set output_dir=FOLDER; gracetune adapter convert FILE --output NAME)"
         raise FileError(problem_of(error, "file not written", path, elsewhere=elsewhere)) from error
 
 

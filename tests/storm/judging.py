@@ -20,6 +20,7 @@ _NAMED = re.compile(r"(?<=shards/)[0-9a-f]{32}(?=\.safetensors)|(?<=-)[0-9a-f]{1
 _TRACKED = re.compile(r"(?<=\.tfevents\.).*")
 _OPTIONAL = re.compile(r"out/run/(samples/|report\.|logs/tensorboard|cache/scan/)")
 """Where a disk fails, or a signal stops a run, these may be missing: documented. A scan is made again when needed."""
+_REMEDY = re.compile(r"^ *try |go on with the same command", re.MULTILINE)
 _LOG = "out/run/logs/"
 
 
@@ -61,7 +62,7 @@ def _of_start(case: Case, start: Start) -> Iterator[str]:
     allowed = {"kill": (-9, 0), "clock": (-9, 0), "signal": (0, 3)}.get(case.kind, (0, 1))
     if start.disturbance is not None and code not in allowed:
         yield f"exit code {code}:\n{text[-3000:]}"
-    if start.disturbance is not None and code == 1 and not re.search(r"^ *try ", text, re.MULTILINE):
+    if start.disturbance is not None and code == 1 and not _REMEDY.search(text):
         yield f"an error that does not say what to do:\n{text[-3000:]}"
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -90,9 +90,12 @@ class Storm:
         self._twins: dict[str, Future[Calls]] = {}
         self._mutex, self._numbers = threading.Lock(), iter(range(1 << 30))
 
-    def submit(self, case: Case, *, prepare: str = "", fresh: bool = False) -> Future[Outcome]:
-        """`prepare`: what every start of the case calls first, but not the undisturbed twin."""
-        return self._pool.submit(self._run, case, prepare, fresh)
+    def submit(
+        self, case: Case, *, prepare: str = "", fresh: bool = False, at: Fault | None = None
+    ) -> Future[Outcome]:  # fmt: skip
+        """`prepare`: what every start of the case calls first, but not the undisturbed twin. `at`: what disturbs the
+        first start, in place of what the seed chooses; its pattern is below the case's folder."""
+        return self._pool.submit(self._run, case, prepare, fresh, at)
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -107,7 +110,7 @@ class Storm:
     ) -> None:
         self.close()
 
-    def _run(self, case: Case, prepare: str, fresh: bool) -> Outcome:
+    def _run(self, case: Case, prepare: str, fresh: bool, at: Fault | None) -> Outcome:
         with self._borrow() as commands:
             calls = self._twin(case.scenario, commands)
             began = time.monotonic()
@@ -115,8 +118,10 @@ class Storm:
             file = self._write(case.scenario, root)
             log = root.with_suffix(".log")
             starter: StartsCommands = FreshProcesses() if fresh else commands
-            planned = [*case.disturbances(calls, f"{root}/out*"), None]
-            starts = [_start(starter, file, disturbance, log, prepare) for disturbance in planned]
+            planned = [*case.disturbances(calls, f"{root}/out*")]
+            if at is not None:
+                planned = [Disturbance(replace(at, pattern=f"{root}/{at.pattern}"))]
+            starts = [_start(starter, file, disturbance, log, prepare) for disturbance in (*planned, None)]
             wrong = judge(case, root, self._root / case.scenario, starts)
             if not wrong:
                 shutil.rmtree(root)

@@ -143,6 +143,8 @@ def preflight(
     machine = probe()
     folder, keep = RunFolder.of(config), config.checkpoints
     is_new = look(folder.path).kind == "nothing"
+    if is_new and runtime.is_main:
+        stack.enter_context(folder.provisional())
     checks.run(lambda: check_memory(machine, machine.host.headroom))
     if runtime.is_main and not checks.refused:  # before the weights, which may take longer to download
         checks.run(lambda: _plan_copies(config, environment, machine, view))

@@ -5,11 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from servers.hub import HubServer
 
 # A busy machine is no failing test. Under CI hypothesis loads a profile of its own, without deadlines and repeatable.
 if not os.environ.get("CI"):
@@ -86,6 +90,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str],
 
     root = tmp_path_factory.mktemp("tiny-models")
     return lambda family, flavour: cached(family, flavour, root)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """A hub on this machine, and an environment that leads to it. Nobody is logged in."""
+    from huggingface_hub import constants
+
+    from servers.hub import hub_server
+
+    for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # its storage is no part of this hub
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    with hub_server() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -32,10 +32,12 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.build import build_index
+from gracetune.data.copies.local import Copies
 from gracetune.data.loader import Loader
 from gracetune.data.refs import BatchRef
 from gracetune.diffusion.noise import draw_noise
 from gracetune.diffusion.weighting import sample_losses
+from gracetune.hub.access import HubAccess
 from gracetune.memory.governor import Limits
 from gracetune.models.encoders import encoders_of
 from gracetune.models.experts import expert_for_window, trained_experts
@@ -61,6 +63,7 @@ from gracetune.train.view import Heard
 from gracetune.units import MIB
 from runs.made import run
 from unit.data.backends.helpers import this_machine
+from unit.data.copies.made import tar
 from unit.data.folders import image, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 from unit.hardware.machines import load
@@ -112,6 +115,14 @@ def make_files(root: Path) -> Path:
         sound = tone(200 + number, 1.2 + 2 * number, 44_100)
         files[f"sounds/{number}.wav"] = audio_bytes(np.stack([sound, sound]), 44_100)
         files[f"sounds/{number}.txt"] = f"sound {number}"
+    for number, split in enumerate(("train", "train", "test")):
+        members = {
+            f"{number}.png": image(128, 64, seed=number), f"{number}.other.png": image(64, 64, seed=20 + number),
+            f"{number}.json": json.dumps({"score": number, "kind": "cat", "weight": 1 - number}).encode(),
+        }  # fmt: skip
+        files[f"archives/{split}/{number}.tar"] = tar(members)
+    files["archives/train/plain.png"] = image(64, 64, seed=33)
+    files["indexes/train/0.json"] = json.dumps({"files": {"0.png": {"captions": "from an index"}}})
     return write(root, files)
 
 
@@ -128,6 +139,16 @@ def _with_alpha() -> bytes:
 
 
 # -- data --------------------------------------------------------------------------------------------------------------
+
+
+def local_copy(config: RunConfig) -> Any:
+    """The files and rows of a copy, and where it is."""
+    copies = Copies(config, HubAccess())
+    copies.make()
+    folder = Path(copies.localized().datasets[0].path)
+    content = {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+               for path in sorted(folder.rglob("*")) if path.is_file()}  # fmt: skip
+    return [content, str(folder.parent.parent)]
 
 
 def data(config: RunConfig) -> Any:

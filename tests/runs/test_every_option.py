@@ -21,6 +21,34 @@ from unit.config.test_options import options
 REPOSITORY = Path(__file__).parents[2]
 REVIEWED: dict[str, str] = {
     "model.revision": "needs a download: covered by tests/unit/models/test_source.py",
+    "datasets[].local_copy.subset": "needs a hub: covered by tests/unit/data/copies/test_hub_datasets.py::"
+    "test_subsets_of_the_dataset_card",
+    "datasets[].storage.endpoint_url": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_a_folder_of_a_bucket",
+    "datasets[].storage.region": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_options_of_the_library",
+    "datasets[].storage.anonymous": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_what_is_refused",
+    "datasets[].storage.access_key_id": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_a_folder_of_a_bucket",
+    "datasets[].storage.secret_access_key": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_a_folder_of_a_bucket",
+    "datasets[].storage.session_token": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
+    "test_options_of_the_library",
+    "datasets[].storage.token": "needs a hub: covered by tests/unit/data/copies/test_hub_datasets.py::"
+    "test_a_dataset_nobody_has_and_one_that_is_private",
+    "datasets[].storage.user": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
+    "datasets[].storage.password": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
+    "datasets[].storage.signature": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
+    "test_passwords_and_signatures_are_used_and_shown_nowhere",
+    "checkpoints.push_to_hub.repo_id": "needs a hub: covered by tests/runs/test_remote_data.py::"
+    "test_from_a_hub_to_a_hub",
+    "checkpoints.push_to_hub.private": "needs a hub: covered by tests/unit/hub/test_upload.py::"
+    "test_a_repository_is_made_as_it_was_asked_for",
+    "checkpoints.push_to_hub.every_checkpoint": "needs a hub: covered by tests/runs/test_remote_data.py::"
+    "test_from_a_hub_to_a_hub",
     "logging.project": "needs wandb: covered by tests/unit/telemetry/test_sinks.py::TestWandb",
     "optimizer.rates_from": "needs ai-toolkit's optimizer.pt and a whole run: covered by tests/runs/test_dialects.py::"
     "test_learning_rates_of_an_ai_toolkit_run_are_taken_over",
@@ -174,6 +202,24 @@ CHANGES = [
     Changes(probes.data, "sdxl", {"datasets": [
         {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
          "source_dataset_id": "pictures"}, PAIRED]}, {"datasets[].conditioning_type": "mask"}),
+    Changes(probes.local_copy, "sdxl", {f"{ONE}.path": "{files}/archives", f"{ONE}.local_copy": {}}, {
+        "datasets[].local_copy.folder": "{root}/copies",
+        "datasets[].local_copy.format": "files",
+        "datasets[].local_copy.split": "test",
+        "datasets[].local_copy.media_column": "other.png",
+        "datasets[].local_copy.index": "{files}/indexes",
+    }),
+    Changes(probes.local_copy, "sdxl", {f"{ONE}.path": "{files}/archives", f"{ONE}.local_copy": {"filter": [
+        {"column": "score", "minimum": 1, "one_of": ["0", "1", "2"]}]}}, {
+        "datasets[].local_copy.filter[].column": "weight",
+        "datasets[].local_copy.filter[].minimum": 2,
+        "datasets[].local_copy.filter[].one_of": ["1"],
+    }),
+    Changes(probes.local_copy, "sdxl", {f"{ONE}.path": "{files}/archives",
+                                        f"{ONE}.local_copy": {"tile": {"count": 2, "index": 0}}}, {
+        "datasets[].local_copy.tile.count": 3,
+        "datasets[].local_copy.tile.index": 1,
+    }),
     Changes(probes.data, "wan", {}, {
         "datasets[].video.num_frames": 9,
         "datasets[].video.fps": 12.0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -174,20 +175,28 @@ def _open(
     from gracetune.cache.places import places_of
     from gracetune.cache.session import current_epoch
     from gracetune.data.build import build_index, scan_folder
+    from gracetune.data.copies.local import Copies
+    from gracetune.hub.access import HubAccess
     from gracetune.models.encoders import encoders_of
+    from gracetune.models.hub import HubFetcher
     from gracetune.models.registry import geometry_of
 
     resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     _check_paths(resolved)
-    config = resolved.config
+    access = HubAccess.of(session(context).environment)
+    config = Copies(resolved.config, access).localized()
     geometry, assumption = geometry_of(config.model)
-    encoders = encoders_of(config, _device())
+    encoders = encoders_of(config, _device(), fetch=HubFetcher(access, _say))
     with private_if_new(Path(config.output_dir).expanduser()):  # where caches and scans are, unless put elsewhere
         index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
     places = places_of(config)
     epoch = current_epoch(config, index, encoders, places)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]
     return Job(config, index, encoders, places, epoch, tuple(notes))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _check_paths(resolved: Resolved) -> None:

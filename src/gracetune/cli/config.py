@@ -147,4 +147,4 @@ def print_schema() -> None:
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"] = {**version, **schema["properties"]}
     schema["required"] = [native.VERSION_KEY, *schema["required"]]
-    print_json(schema)
+    print_json(schema, is_schema=True)

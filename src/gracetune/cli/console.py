@@ -106,8 +106,10 @@ def out() -> Console:
     return Console(highlight=False, soft_wrap=True)
 
 
-def print_json(value: Any) -> None:
-    value = redact_values(value)  # before quotes and escapes are around it
+def print_json(value: Any, *, is_schema: bool = False) -> None:
+    """A schema has names of secrets, with what describes them in the place of values."""
+    if not is_schema:
+        value = redact_values(value)  # before quotes and escapes are around it
     text = json.dumps(value, indent=2, ensure_ascii=False)
     # JSON's own escapes can be read back, unlike a terminal's; and what steers a terminal must not reach it.
     if not (text.isascii() or _can_be_shown(text)):

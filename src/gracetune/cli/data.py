@@ -15,7 +15,7 @@ import typer
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.config import Resolved
-from gracetune.config.run_config import Validation
+from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError, Problem
 from gracetune.storage.folders import private_if_new
@@ -46,6 +46,9 @@ def show(
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Where contact sheets go; unset means data_show in output_dir.")
     ] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Download datasets of the hub and other URLs that are not here yet.")
+    ] = False,
     no_sheets: Annotated[bool, typer.Option("--no-sheets", help="Draw no contact sheets.")] = False,
     overrides: Overrides = None,
     allow_unsupported: AllowUnsupported = False,
@@ -59,8 +62,8 @@ def show(
     from gracetune.models.registry import geometry_of
 
     resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
-    config = resolved.config
     _check_folders(resolved)
+    config = _with_copies(context, resolved.config, download=download, quiet=json_output)
     geometry, assumption = geometry_of(config.model)
     rehearsal = Rehearsal(config.datasets)
     with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
@@ -82,6 +85,24 @@ def show(
         print_json(as_json(shown))
     else:
         print_data(shown, out())
+
+
+def _with_copies(context: typer.Context, config: RunConfig, *, download: bool, quiet: bool) -> RunConfig:
+    """The config with copies of remote data in the place of addresses. What they take is printed; only with `download`
+    is anything fetched."""
+    from gracetune.cli.train_view import QuietView, TerminalView
+    from gracetune.data.copies.local import Copies
+    from gracetune.hub.access import HubAccess
+
+    copies = Copies(config, HubAccess.of(session(context).environment))
+    if download:
+        with QuietView(first=True) if quiet else TerminalView() as view:
+            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download)
+    elif not quiet:
+        for plan in copies.plans():
+            for line in plan.lines():
+                print(line)
+    return copies.localized()
 
 
 def _check_folders(resolved: Resolved) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,16 +15,20 @@ from gracetune.cache.residence import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
+from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
+from gracetune.data.copies.local import Copies
+from gracetune.data.errors import DataError
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
+from gracetune.hub.access import HubAccess
 from gracetune.models.registry import footprint_of
 from gracetune.planning.demand import Demand, Role
 from gracetune.planning.estimate import estimate as estimate_demand
 from gracetune.planning.plan import plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
-from gracetune.planning.samples import survey
+from gracetune.planning.samples import DatasetFacts, survey
 from gracetune.planning.tiers import free_on_disk
 
 MOST_PROCESSES = 4096
@@ -69,10 +74,14 @@ def estimate(
         expected = "--processes N with N above 1: one process has nothing to share"
         raise ConfigError([Problem("--fsdp", "one process", expected, "--processes 2 --fsdp")])
     several = Processes.on(machine, processes, sharded=fsdp)
-    demand, assumption = demand_of(resolved.config, machine, samples, several)
+    remote = look_at_copies(resolved.config, session(context).environment, machine)
+    demand, assumption = demand_of(resolved.config, machine, samples, several, remote.facts)
     disk_free = free_on_disk(resolved.config.output_dir) if machine_file is None else None
     result = plan(demand, machine, disk_free=disk_free)
     result = replace(result, notes=(*result.notes, *_hints(resolved.config, machine, demand)))
+    result = replace(result, notes=(*result.notes, *remote.lines))
+    if remote.refused is not None and machine_file is None:
+        result = replace(result, verdict="does not fit", summary=remote.refused)
     if machine_file is None and not machine.gpus:
         hint = "this machine has no GPU; plan for another one with --machine and its doctor report"
         result = replace(result, notes=(*result.notes, hint))
@@ -84,13 +93,48 @@ def estimate(
     raise typer.Exit(0 if result.verdict.startswith("fits") else 1)
 
 
+@dataclass(frozen=True)
+class RemoteData:
+    """What the copies of remote datasets will take."""
+
+    facts: dict[str, DatasetFacts]
+    lines: tuple[str, ...] = ()
+    refused: str | None = None
+    """Why they cannot be made on this machine."""
+
+
+def look_at_copies(config: RunConfig, environment: Environment, machine: Machine) -> RemoteData:
+    """Copies that are there are measured; of others the storage is asked for its listing, and nothing is downloaded."""
+    copies = Copies(config, HubAccess.of(environment))
+    facts: dict[str, DatasetFacts] = {}
+    lines: list[str] = []
+    plans = []
+    refused = None
+    for dataset, manifest in copies.complete():
+        facts[dataset.id] = DatasetFacts(dataset.id, manifest.samples, manifest.bytes)
+    try:
+        plans = copies.plans()
+        copies.check(plans, machine.host.headroom)
+    except DataError as error:
+        found = str(error).splitlines()
+        if plans:
+            refused = " ".join(line.strip() for line in found)
+        lines += [f"its size is not known: {found[0]}", *(line.strip() for line in found[1:])] if not plans else []
+    for one in plans:
+        lines += one.lines()
+        if one.samples is not None:
+            facts[one.dataset.id] = DatasetFacts(one.dataset.id, one.samples, one.layout.size)
+    return RemoteData(facts, tuple(lines), refused)
+
+
 def demand_of(
-    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS
-) -> tuple[Demand, str | None]:
+    config: RunConfig, machine: Machine, samples: int | None, processes: Processes = ONE_PROCESS,
+    known: Mapping[str, DatasetFacts] | None = None,
+) -> tuple[Demand, str | None]:  # fmt: skip
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples, option="--samples")
+    facts = survey(config, samples, known, option="--samples")
     return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from gracetune.cache.pass_work import Progress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
+from gracetune.data.copies.making import OnFetched
 from gracetune.data.staging.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
 from gracetune.telemetry.progress import Standing
@@ -26,7 +28,10 @@ from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.run import Result
 from gracetune.train.view import View
-from gracetune.units import format_bytes, format_duration
+from gracetune.units import MIB, format_bytes, format_duration
+
+_LINE_EVERY = 30.0
+"""Seconds between lines about a download, where no bar is drawn."""
 
 
 class QuietView(View):
@@ -97,6 +102,23 @@ class TerminalView(View):
 
     def on_scanned(self, name: str, done: int, total: int) -> None:
         self._bar(f"looking at {name}", done, total)
+
+    def on_download(self, name: str) -> OnFetched:
+        began = time.monotonic()
+        first: list[int] = []
+        told = [began]
+
+        def show(done: int, total: int) -> None:
+            first[:1] = first[:1] or [done]
+            pace = (done - first[0]) / max(1e-3, time.monotonic() - began)
+            left = format_duration((total - done) / pace) if pace > 0 else "unknown"
+            more = f"{format_bytes(done)} of {format_bytes(total)}, {format_bytes(int(pace))}/s, {left} left"
+            self._bar(f"downloading {name}", done // MIB, -(-total // MIB), more)
+            if self._progress.disable and time.monotonic() - told[0] > _LINE_EVERY:
+                told[0] = time.monotonic()
+                self.say(f"downloading {name}: {more}")
+
+        return show
 
     def on_staging(self, name: str) -> OnProgress:
         def show(progress: StagingProgress) -> None:

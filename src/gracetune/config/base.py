@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, StrictBool, StringConstraints
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    Strict,
+    StrictBool,
+    StringConstraints,
+)
 
 
 class Section(BaseModel):
@@ -33,6 +41,8 @@ LONGEST_SIDE = 8192
 FrameRate = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
 Text = Annotated[str, Strict()]
 Name = Annotated[str, Strict(), StringConstraints(min_length=1, pattern=r"\S")]
+Secret = Annotated[Name | None, Field(repr=False, json_schema_extra={"writeOnly": True})]
+"""A credential, or None. Its name must be one that `gracetune.redaction.is_secret_name` recognises."""
 LONGEST_FILE_NAME = 200
 """In bytes: file systems take 255, and steps and endings are put behind it."""
 

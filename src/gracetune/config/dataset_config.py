@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, Strict, create_model
+from pydantic import Field, Strict, StringConstraints, create_model, model_validator
 
 from gracetune.config.base import (
     LONGEST_SIDE,
@@ -18,11 +18,13 @@ from gracetune.config.base import (
     Options,
     PositiveFloat,
     PositiveInt,
+    Secret,
     Section,
     Text,
     WholeNumber,
 )
 from gracetune.config.dataset_backends import BACKENDS, BackendName, is_installed
+from gracetune.config.url_credentials import without_url_credentials
 
 Resolution = Annotated[float, Strict(), Field(gt=0, le=LONGEST_SIDE)]
 AspectRatio = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
@@ -39,12 +41,81 @@ class InMemory(Section):
     """Media to stage; unset means everything the dataset type can read."""
 
 
+ACCESS_PROTOCOLS = ("s3", "s3a", "hf", "http", "https")
+"""Of storage that `storage` can say something about."""
+_SPLIT_PART = r"[^\[\]+]+(\[(-?\d+%?)?:(-?\d+%?)?\])?"
+Split = Annotated[str, Strict(), StringConstraints(pattern=rf"^{_SPLIT_PART}(\+{_SPLIT_PART})*$")]
+
+
+class StorageAccess(Section):
+    """How the storage of a URL is reached. What is unset, its library finds itself: environment variables, its files.
+
+    Secrets are shown and logged nowhere; the config.yaml in a run's folder has them, for its owner alone.
+    """
+
+    endpoint_url: Name | None = None
+    """Of S3-compatible storage, or of a hub; unset means the library's own."""
+    region: Name | None = None
+    anonymous: Flag = False
+    """Of a public bucket: send no credentials."""
+    access_key_id: Secret = None
+    secret_access_key: Secret = None
+    session_token: Secret = None
+    token: Secret = None
+    """Of the hub; unset means HF_TOKEN or what `hf auth login` stored."""
+    user: Name | None = None
+    """Of a web server. Name and password before the `@` of a web address become `user` and `password`."""
+    password: Secret = None
+    """Of the user; without one it is a token, which stands alone before the `@`."""
+    signature: Secret = None
+    """What stands behind the `?` of a web address. Taken out of the path."""
+
+
+class RowFilter(Section):
+    """Rows whose column passes are kept; both conditions hold where both are given."""
+
+    column: Name
+    """`quality.score` is the value `score` inside column `quality`."""
+    minimum: Number | None = None
+    """A row without a number there counts as 0."""
+    one_of: tuple[Text, ...] = ()
+
+
+class Tile(Section):
+    """Pictures that hold several side by side, of which one is trained on."""
+
+    count: Annotated[int, Strict(), Field(ge=2, le=64)]
+    index: WholeNumber = 0
+    """From the left, counted from 0."""
+
+
+class LocalCopy(Section):
+    """The copy of a URL's data on this machine's disk: what of it is taken, and how it is read."""
+
+    folder: Name | None = None
+    """Where copies are kept; unset means `downloads` in the run's cache folder."""
+    format: Literal["auto", "files", "parquet", "archives", "urls"] = "auto"
+    """`files` are media as they are; `parquet` and `archives` (tar, zip) hold them; `urls` is a table of addresses."""
+    split: Split | None = None
+    """As the hub's `datasets` library writes it: `train`, `train+test`, `train[:100]`, `train[10%:20%]`. Unset means
+    `train` of a hub's dataset, and everything of other storage."""
+    subset: Name | None = None
+    """Where a hub's dataset has several (`config_name`); unset means its default."""
+    media_column: Name | None = None
+    """Of tables: the column of the media; unset means `image`, `video` or `audio`, after the dataset's type."""
+    index: Name | None = None
+    """Folder or URL of the archives' index files (`SHARD.json`, captions by member); unset means beside them."""
+    filter: tuple[RowFilter, ...] = ()
+    tile: Tile | None = None
+
+
 class CaptionTable(Section):
     """Captions (and sizes) kept in one Parquet, CSV or JSONL file."""
 
     path: Name
     filename_column: Name = "filename"
-    caption_column: Name = "caption"
+    caption_column: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = "caption"
+    """Several columns are several captions of a sample. `a.b` is the value `b` inside column `a`."""
     fallback_caption_column: Name | None = None
     width_column: Name | None = None
     height_column: Name | None = None
@@ -133,6 +204,11 @@ class Dataset(Section):
     dataset_type: Literal["image", "video", "audio", "conditioning", "eval"] = "image"
     disabled: Flag = False
     in_memory: InMemory = InMemory()
+    storage: StorageAccess | None = None
+    """For a `path` that is a URL."""
+    local_copy: LocalCopy | None = None
+    """How the copy of a URL is made. A URL of type `local` always has one; one of type `in_memory` where this is set.
+    With a folder as `path`, its archives or tables are unpacked into a copy."""
 
     resolution: Resolution = 1024
     """Pixels, or megapixels where `resolution_type` is `area`."""
@@ -175,6 +251,13 @@ class Dataset(Section):
     """Overrides `cache.vae_cache_type` for this dataset."""
     corrupt_threshold: Fraction = 0.01
     """Unreadable files up to this share are listed and left out; more stop the run."""
+
+    _clean_path = model_validator(mode="before")(staticmethod(without_url_credentials))
+
+    @property
+    def has_local_copy(self) -> bool:
+        """Whether its files are brought to this machine's disk before they are read."""
+        return self.local_copy is not None or (self.type == "local" and "://" in self.path)
 
     @property
     def encodes_each_visit(self) -> bool:

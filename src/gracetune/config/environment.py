@@ -52,6 +52,15 @@ class Environment:
         return Path(home) / ".cache" / "gracetune" if home else None
 
     @property
+    def hub_offline(self) -> str | None:
+        """The variable that forbids asking the Hugging Face hub, as it is set; None where nothing does."""
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):  # the second counts where the first is unset or empty
+            value = self.get(name)
+            if value:
+                return f"{name}={value}" if value.upper() in ("1", "ON", "YES", "TRUE") else None
+        return None
+
+    @property
     def stops_on_sigusr1(self) -> bool:
         return (self.get(SIGUSR1_VARIABLE) or "").strip() == "stop"
 

@@ -63,6 +63,11 @@ def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
     return problem_with(key, found, expected, suggestion(path, found, key, by_flag=by_flag), file)
 
 
+def _is_secret(path: Path) -> bool:
+    node = schema_at(path)
+    return node is not None and any(option.get("writeOnly") for option in _options(node))
+
+
 def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
     names = field_names(path[:-1])
     ours = _peers_name(path, draft)

@@ -9,7 +9,7 @@ from typing import Any
 
 from gracetune.config.adapter_kinds import algorithms
 from gracetune.config.dataset_backends import is_installed, validated
-from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
+from gracetune.config.dataset_config import ACCESS_PROTOCOLS, BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
 from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
@@ -146,7 +146,7 @@ def _datasets(config: RunConfig) -> Iterator[Broken]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
-        for rule in (_sizes, _frames, _periods, _backend, _megapixels):
+        for rule in (_sizes, _frames, _periods, _backend, _storage, _local_copy, _megapixels):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
         if flavour is not None:
@@ -176,6 +176,40 @@ def _backend(dataset: Dataset, path: Path) -> Iterator[Broken]:
     for option in invalid:
         hint = f"look at the documentation of the package that brings {dataset.type}"
         yield Broken((*path, dataset.type, *option.path), describe(option.found), option.expected, hint)
+
+
+def _storage(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    protocol = dataset.path.partition("://")[0] if "://" in dataset.path else None
+    if dataset.storage is not None and protocol not in ACCESS_PROTOCOLS:
+        found = f"options for {'a folder' if protocol is None else f'{protocol}://'}"
+        hint = "remove datasets[].storage: other libraries read environment variables"
+        yield Broken((*path, "storage"), found, f"them for {', '.join(f'{name}://' for name in ACCESS_PROTOCOLS)}",
+                     hint, ((*path, "path"),))  # fmt: skip
+    if protocol == "hf" and dataset.path.removeprefix("hf://").removeprefix("datasets/").count("/") == 0:
+        yield Broken((*path, "path"), dataset.path, "hf://datasets/OWNER/NAME", "name the owner too")
+
+
+def _local_copy(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    copy = dataset.local_copy
+    if copy is None:
+        return
+    here = (*path, "local_copy")
+    if dataset.type not in ("local", "in_memory"):
+        yield Broken((*path, "type"), f"{dataset.type} with local_copy", "local or in_memory: a copy is read from disk",
+                     "write type: local, or remove local_copy", (here,))  # fmt: skip
+    if copy.index is not None and copy.format not in ("auto", "archives"):
+        yield Broken((*here, "index"), f"an index for format {copy.format}", "format archives",
+                     "remove local_copy.index", ((*here, "format"),))  # fmt: skip
+    if copy.tile is not None and copy.tile.index >= copy.tile.count:
+        yield Broken((*here, "tile", "index"), str(copy.tile.index), f"below count, {copy.tile.count}",
+                     f"write {copy.tile.count - 1} for the last")  # fmt: skip
+    if copy.tile is not None and dataset.dataset_type in ("video", "audio"):
+        yield Broken((*here, "tile"), f"tiles of {dataset.dataset_type}", "pictures", "remove local_copy.tile",
+                     ((*path, "dataset_type"),))  # fmt: skip
+    for index, one in enumerate(copy.filter):
+        if one.minimum is None and not one.one_of:
+            yield Broken((*here, "filter", index), "neither minimum nor one_of", "one of the two",
+                         "add minimum: 0.5, for example")  # fmt: skip
 
 
 def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:

@@ -230,6 +230,17 @@ class Validation(Section):
     """Held-out loss at fixed noise levels."""
 
 
+class PushToHub(Section):
+    """Where the result is uploaded to. A failed upload is a warning, and never stops a run."""
+
+    repo_id: Name
+    """`owner/name`, or `name` for a repository of the token's owner. It is made where there is none."""
+    private: Flag = True
+    """Of a repository that is made."""
+    every_checkpoint: Flag = False
+    """Upload each checkpoint's weights too, into a folder `checkpoint-STEP`."""
+
+
 class Checkpoints(Section):
     every_steps: PositiveInt | None = 500
     every_epochs: PositiveInt | None = None
@@ -239,6 +250,7 @@ class Checkpoints(Section):
     """`latest`, `none`, or a checkpoint folder."""
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     format: FormatName = "comfyui"
+    push_to_hub: PushToHub | None = None
 
 
 class Logging(Section):

@@ -88,12 +88,14 @@ def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
     if dataset.type not in ("local", "in_memory") or "://" in dataset.path:
         return
     folder = look(dataset.path)
+    if folder.kind == "file" and dataset.has_local_copy:
+        return
     if folder.kind != "folder":
         yield (*path, "path"), f"{dataset.path}, {folder.words}", "the dataset's folder", _folder_hint(folder)
     if dataset.mask.path is not None:
         yield from _unless(("folder", "file"), (*path, "mask", "path"), dataset.mask.path, "a folder of masks")
     table = dataset.captions.table
-    if table is not None and look(table.path, below=folder.path).kind != "file":
+    if table is not None and not dataset.has_local_copy and look(table.path, below=folder.path).kind != "file":
         yield from _unless(("file",), (*path, "captions", "table", "path"), table.path, "a table")
 
 

@@ -132,6 +132,9 @@ def _of_a_dataset(dataset: Dataset, where: str) -> Iterator[Switch]:
     yield Switch(dataset.type != "in_memory", f"{where}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
                  f"the dataset's type is {dataset.type}", f"--set {where}.type=in_memory")  # fmt: skip
+    if dataset.local_copy is not None:
+        yield Switch(not dataset.path.startswith("hf://"), f"{where}.local_copy", dataset.local_copy, "subset",
+                     "only datasets of the hub have subsets", "remove it")  # fmt: skip
     # Without a crop a picture keeps its shape and its middle: who asks for `preserve` or `center` gets that.
     anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
     yield Switch(not crop.enabled, f"{where}.crop", crop, " ".join(name for name, same in anyway.items() if not same),

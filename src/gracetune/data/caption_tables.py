@@ -68,7 +68,8 @@ def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable,
         if not isinstance(name, str) or not name.strip():
             raise DataError(f"{where}: `{options.filename_column}` is {_cut(name)}, expected the name of a file")
         key = _below(name, roots)
-        own = _captions(_cell(row, options.caption_column, where), where)
+        columns = options.caption_column if isinstance(options.caption_column, tuple) else (options.caption_column,)
+        own = [text for column in columns for text in _captions(_cell(row, column, where), where)]
         if not own and options.fallback_caption_column is not None:
             own = _captions(_cell(row, options.fallback_caption_column, where), where)
         captions.setdefault(key, []).extend(own)
@@ -83,6 +84,19 @@ def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable,
     return Table({key: Entry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
 
 
+def read_rows(data: bytes | memoryview, kind: TableKind, path: str) -> Iterator[Row]:
+    """Every row with all of its columns, whatever they are called."""
+    return _rows(data, kind, CaptionTable(path=path), everything=True)
+
+
+def table_kind(path: str) -> TableKind | None:
+    """What a table is by its name; None for what is none."""
+    kinds: dict[str, TableKind] = {
+        ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet",
+    }  # fmt: skip
+    return kinds.get(PurePosixPath(path).suffix.lower())
+
+
 def why_no_captions(texts: Sequence[str]) -> str | None:
     """What keeps these texts from being the captions of one picture, or None."""
     if len(texts) > MOST_CAPTIONS:
@@ -93,11 +107,16 @@ def why_no_captions(texts: Sequence[str]) -> str | None:
     return None
 
 
-def _rows(data: bytes | memoryview, kind: TableKind, options: CaptionTable) -> Iterator[Row]:
+def _rows(
+    data: bytes | memoryview, kind: TableKind, options: CaptionTable, *, everything: bool = False
+) -> Iterator[Row]:
     if len(data) > LARGEST_TABLE:
         raise _too_large(options.path, len(data))
     try:
-        yield from _ROWS[kind](data, options)
+        if kind == "parquet":
+            yield from _parquet_rows(data, options, everything=everything)
+        else:
+            yield from _ROWS[kind](data, options)
     except RecursionError:
         raise DataError(f"{options.path}: nesting too deep for a table; expected rows of text") from None
 
@@ -175,12 +194,24 @@ def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[in
 
 
 def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
-    if column in row:
-        return row[column]
+    if column in row or column.partition(".")[0] in row:
+        return value_at(row, column)
     near = nearest(column, [str(name) for name in row])
     hint = f"write `{near}`" if near else "name one of them in captions.table"
     columns = some([str(name)[:80] for name in row], 20)
     raise DataError(f"{where}: no column `{column}`; it has {columns}. {hint}")
+
+
+def value_at(row: Mapping[str, Any], column: str) -> Any:
+    """Of a column, or of `a.b` the value `b` inside column `a`; None where there is none."""
+    if column in row:
+        return row[column]
+    value: Any = row
+    for name in column.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value
 
 
 def _text(data: bytes | memoryview, path: str) -> str:
@@ -224,14 +255,15 @@ def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]
             yield where, _object(row, where)
         return
     for name, value in _object(content, options.path).items():
-        row = value if isinstance(value, dict) else {options.caption_column: value}
+        column = options.caption_column if isinstance(options.caption_column, str) else options.caption_column[0]
+        row = value if isinstance(value, dict) else {column: value}
         yield f"{options.path}, {name}", {**row, options.filename_column: name}
 
 
 _PARQUET_ROWS = 1024
 
 
-def _parquet_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
+def _parquet_rows(data: bytes | memoryview, options: CaptionTable, *, everything: bool) -> Iterator[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
         arrow = importlib.import_module("pyarrow")
@@ -239,11 +271,13 @@ def _parquet_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[R
         raise DataError(
             f"{options.path}: reading Parquet needs pyarrow, which is not installed; type: pip install pyarrow"
         ) from error
-    wanted = (options.filename_column, options.caption_column, options.fallback_caption_column,
-              options.width_column, options.height_column)  # fmt: skip
+    captions = options.caption_column if isinstance(options.caption_column, tuple) else (options.caption_column,)
+    named = (options.filename_column, *captions, options.fallback_caption_column, options.width_column,
+             options.height_column)  # fmt: skip
+    wanted = {name for one in named if one is not None for name in (one, one.partition(".")[0])}
     try:
         file = parquet.ParquetFile(arrow.BufferReader(arrow.py_buffer(data)))
-        columns = [name for name in file.schema_arrow.names if name in wanted]
+        columns = [name for name in file.schema_arrow.names if everything or name in wanted]
         number = 0
         # Rows in small groups: a few bytes of Parquet can stand for gigabytes.
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns or None):
@@ -267,4 +301,4 @@ def _object(value: Any, where: str) -> dict[str, Any]:
     return value
 
 
-_ROWS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _json_rows, "parquet": _parquet_rows}
+_ROWS = {"csv": _csv_rows, "jsonl": _jsonl_rows, "json": _json_rows}

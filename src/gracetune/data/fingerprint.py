@@ -26,7 +26,19 @@ from gracetune.memory.reclaim import rare_collections
 FINGERPRINT_VERSION = 2
 
 _ELSEWHERE = frozenset(
-    ("path", "type", "disabled", "in_memory", "cache_dir", "corrupt_threshold", "captions", "conditioning", "mask")
+    (
+        "path",
+        "type",
+        "disabled",
+        "in_memory",
+        "storage",
+        "local_copy",
+        "cache_dir",
+        "corrupt_threshold",
+        "captions",
+        "conditioning",
+        "mask",
+    )
 )
 """Settings that change no sample, or whose effect is in the items themselves."""
 

@@ -12,6 +12,8 @@ from gracetune.cache.tiling import TilingNotes
 from gracetune.cache.wanted import validation_texts
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.errors import ConfigError, Problem
+from gracetune.models import hub
+from gracetune.models.hub import Fetch
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource, open_source
 from gracetune.models.spec import EncodeOptions, ModelSpec, Placement
@@ -98,15 +100,17 @@ class FamilyEncoders:
         return replace(self.placement, device=torch.device("meta"))
 
 
-def encoders_of(config: RunConfig, device: torch.device, *, tiling: bool = False) -> FamilyEncoders:
-    """`tiling` is asked for by a memory plan; the config may ask for it too."""
+def encoders_of(
+    config: RunConfig, device: torch.device, *, tiling: bool = False, fetch: Fetch = hub.fetch
+) -> FamilyEncoders:
+    """`tiling` is asked for by a memory plan; the config may ask for it too. `fetch` downloads what a hub id lacks."""
     import torch
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     placement = Placement(device, dtypes[config.training.mixed_precision])
     base = places_of(config).base
     # Names that nobody else gives to a file of his own: people put caches into folders they already have.
-    source = replace(open_source(config.model), fingerprints=base / "gracetune-fingerprints.json")
+    source = replace(open_source(config.model, fetch), fingerprints=base / "gracetune-fingerprints.json")
     options = encode_options(config, tiling=tiling)
     return FamilyEncoders(spec_of(config.model.family), source, placement, options, TilingNotes(base))
 

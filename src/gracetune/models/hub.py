@@ -1,28 +1,73 @@
-"""A hub id turned into a folder on this machine, with only the files a diffusers model is loaded from."""
+"""A hub id turned into files on this machine: only those a diffusers model is loaded from.
+
+Weights are transferred by `gracetune.storage.transfer` into the hub's own cache, where huggingface_hub finds them:
+its own downloads begin anew after a process was killed. Everything else is left to huggingface_hub.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Iterable
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Final, Protocol
 
+from gracetune.config.dataset_config import StorageAccess
+from gracetune.data.backends.url import UrlBackend
+from gracetune.data.copies.making import OnFetched
 from gracetune.errors import ConfigError, Problem
+from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why, without_bars
+from gracetune.storage.locks import lock, open_lock_file
+from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import read_small_file
-
-if TYPE_CHECKING:
-    from huggingface_hub.errors import HfHubHTTPError
+from gracetune.storage.transfer import Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
+from gracetune.units import MIB, format_bytes
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _SMALL = (".json", ".txt", ".model", ".jinja")
 """Configurations, tokenizers and their templates."""
-_SERVER_ERRORS = 500
+_FILES_AT_ONCE: Final = 4
+_REQUESTS: Final = 8
+_RESERVE: Final = 64 * MIB
+_LARGEST: Final = 50 * 10**9
+"""Of a file that the hub hands out in ranges; huggingface_hub has another way for larger ones."""
+_SITES: Final = ("https://huggingface.co/", "https://hf.co/", "hf://")
 
 
 class Fetch(Protocol):
-    def __call__(self, key: str, name: str, revision: str | None, variant: str | None) -> Path:
-        """The folder of a hub id's snapshot. `key` is the setting that named it, for messages."""
+    def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
+        """The folder of a hub id's snapshot, or one file of it. `key` is the setting that named it, for messages."""
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model on the hub, as people write it: an id, an address of the site, or `hf://owner/name@revision/file`."""
+
+    name: str
+    revision: str | None = None
+    file: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> HubName | None:
+        """None for what is no address; a plain id is none either."""
+        site = next((site for site in _SITES if text.startswith(site)), None)
+        if site is None:
+            return None
+        parts = [part for part in text.removeprefix(site).partition("?")[0].split("/") if part]
+        if len(parts) < 2:
+            return None
+        name, at, revision = f"{parts[0]}/{parts[1]}".partition("@")
+        rest = parts[2:]
+        if rest[:1] and rest[0] in ("blob", "resolve", "tree") and site != "hf://":
+            revision, rest = (rest[1] if len(rest) > 1 else ""), rest[2:]
+        given = revision if revision and (at or revision != "main") else None
+        return cls(name, given, "/".join(rest) or None)
 
 
 def variant_of(file: str) -> str | None:
@@ -52,49 +97,246 @@ def needed_files(names: Iterable[str], variant: str | None) -> list[str]:
     return sorted(wanted)
 
 
-def fetch(key: str, name: str, revision: str | None, variant: str | None) -> Path:
-    """The snapshot of a hub id: downloaded or, where the hub cannot be reached, as it was downloaded before."""
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+@dataclass(frozen=True)
+class HubFetcher:
+    """Downloads what a hub id lacks; where the hub cannot be asked, what was downloaded before counts."""
 
+    access: HubAccess = field(default_factory=HubAccess)
+    say: Callable[[str], None] = lambda text: None
+    on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None
+    patience: Patience = field(default_factory=Patience)
+
+    def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
+        from huggingface_hub.errors import HfHubHTTPError
+
+        repo = Repo(name, "model", revision)
+        if self.access.offline is not None:
+            return _downloaded_before(key, repo, variant, file, f"{self.access.offline} forbids asking the hub")
+        try:
+            return self._download(key, repo, variant, file)
+        except HfHubHTTPError as error:
+            if is_server_error(error):
+                reason = f"the hub is out of reach (it answered {error.response.status_code})"
+                return _downloaded_before(key, repo, variant, file, reason)
+            raise ConfigError([refusal(key, repo, error)]) from None
+        except TransferError as error:
+            hint = "start again: it is fetched anew"
+            raise ConfigError([Problem(key, f"{repo.words}: {error.found}", error.expected, hint)]) from None
+        except unreachable_errors() as error:
+            if isinstance(error, OSError) and is_of_this_disk(error):
+                raise ConfigError([_unwritable(key, repo, error)]) from error
+            return _downloaded_before(key, repo, variant, file, f"the hub is out of reach ({why(error)})")
+
+    def plan(self, name: str, revision: str | None, variant: str | None, file: str | None = None) -> DownloadPlan:
+        """What a download would bring; asks the hub for its listing and nothing else. Raises what the hub does."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        repo, api = Repo(name, "model", revision), HfApi(endpoint=self.access.endpoint)
+        commit = str(api.repo_info(name, revision=revision).sha)
+        tree = api.list_repo_tree(name, recursive=True, revision=commit)
+        files = {one.path: one for one in tree if isinstance(one, RepoFile)}
+        wanted = [file] if file is not None else needed_files(files, variant)
+        missing = {path: _remote(files[path]) for path in wanted if path in files}
+        missing = {path: one for path, one in missing.items() if not _is_cached(repo, commit, path, one)}
+        return DownloadPlan(repo, commit, tuple(wanted), missing)
+
+    def _download(self, key: str, repo: Repo, variant: str | None, file: str | None) -> Path:
+        from huggingface_hub import snapshot_download
+
+        plan = self.plan(repo.name, repo.revision, variant, file)
+        if plan.missing:
+            with _locked(repo):
+                # Anew: another process may have downloaded it meanwhile.
+                plan = self.plan(repo.name, repo.revision, variant, file)
+                plan.check(key)
+                for line in plan.lines():
+                    self.say(line)
+                self._transfer(plan)
+        with without_bars():
+            wanted, endpoint = [*plan.wanted], self.access.endpoint
+            folder = Path(
+                snapshot_download(repo.name, revision=repo.revision, endpoint=endpoint, allow_patterns=wanted)
+            )
+        return folder if file is None else folder / file
+
+    def _transfer(self, plan: DownloadPlan) -> None:
+        large = {path: one for path, one in plan.missing.items() if plan.is_ours(path)}
+        if not large:
+            return
+        access = None if self.access.endpoint is None else StorageAccess(endpoint_url=self.access.endpoint)
+        storage = UrlBackend(f"hf://{plan.repo.name}@{plan.commit}", access)
+        counter = _Counter(sum(one.size or 0 for one in large.values()), self.on_fetched(plan.repo.name))
+        with (
+            ThreadPoolExecutor(_REQUESTS, thread_name_prefix="requests") as requests,
+            ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="weights") as pool,
+        ):
+            futures = [
+                pool.submit(
+                    transfer, plan.blob(path), plan.part(path), one, storage.ranges(path, one), requests,
+                    on_bytes=counter.add, patience=self.patience,
+                )
+                for path, one in large.items()
+            ]  # fmt: skip
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                counter.stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+
+
+fetch: Final[Fetch] = HubFetcher()
+"""For whoever shows nothing of it."""
+
+
+@dataclass(frozen=True)
+class DownloadPlan:
+    """What of a model is not on this machine yet."""
+
+    repo: Repo
+    commit: str
+    wanted: tuple[str, ...]
+    missing: Mapping[str, RemoteFile]
+
+    @property
+    def size(self) -> int:
+        """Bytes to download, without what an earlier download left behind."""
+        return sum((one.size or 0) - begun(self.part(path), one) for path, one in self.missing.items())
+
+    @property
+    def free(self) -> int | None:
+        place = self.repo.cache_folder
+        while not place.is_dir() and place != place.parent:
+            place = place.parent
+        try:
+            return shutil.disk_usage(place).free
+        except OSError:
+            return None
+
+    def is_ours(self, path: str) -> bool:
+        """Large files have a digest by which the hub's cache names them."""
+        digest, size = self.missing[path].digest or "", self.missing[path].size or 0
+        return digest.startswith("sha256:") and size <= _LARGEST
+
+    def blob(self, path: str) -> Path:
+        """Where the hub's cache keeps a file with this content."""
+        return _blob(self.repo, self.missing[path])
+
+    def part(self, path: str) -> Path:
+        blob = self.blob(path)
+        return blob.with_name(f"{blob.name}.gracetune-part")
+
+    def lines(self) -> list[str]:
+        if not self.missing:
+            return []
+        free = "" if self.free is None else f", {format_bytes(self.free)} free"
+        count = len(self.missing)
+        what = f"{count} {'file' if count == 1 else 'files'}, {format_bytes(self.size)} to download"
+        return [f"model {self.repo.words} ({self.commit[:12]}): {what} to {self.repo.cache_folder}{free}"]
+
+    def check(self, key: str) -> None:
+        free = self.free
+        if free is not None and self.size + _RESERVE > free:
+            found = f"{self.repo.words}: {format_bytes(self.size)} to download, where {format_bytes(free)} is free"
+            hint = (
+                f"export HF_HOME=FOLDER on a larger disk, or make room in {self.repo.cache_folder.parent}: hf cache rm"
+            )
+            raise ConfigError([Problem(key, found, "a disk that holds it", hint)])
+
+
+class _Counter:
+    """Bytes of all files together. Ends the transfers where one of them failed."""
+
+    def __init__(self, total: int, on_fetched: OnFetched) -> None:
+        self._total, self._done, self._on_fetched = total, 0, on_fetched
+        self._lock, self._stopped = threading.Lock(), False
+
+    def add(self, count: int) -> None:
+        if self._stopped:
+            raise TransferError("a download that was stopped", "all of it")
+        with self._lock:
+            self._done += count
+            self._on_fetched(self._done, self._total)
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+def _remote(file: Any) -> RemoteFile:
+    digest = f"git:{file.blob_id}" if file.lfs is None else f"sha256:{file.lfs.sha256}"
+    return RemoteFile(file.size, digest, file.blob_id)
+
+
+def _blob(repo: Repo, remote: RemoteFile) -> Path:
+    return repo.cache_folder / "blobs" / (remote.digest or "").partition(":")[2]
+
+
+def _is_cached(repo: Repo, commit: str, path: str, remote: RemoteFile) -> bool:
+    """Under its name, or only its content: the name is huggingface_hub's business."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(repo.name, path, revision=commit), str) or _blob(repo, remote).is_file()
+
+
+@contextmanager
+def _locked(repo: Repo) -> Iterator[None]:
+    """One process at a time downloads a model; the others wait."""
+    folder = repo.cache_folder.parent / ".locks" / repo.cache_folder.name
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = open_lock_file(folder / "gracetune.lock")
     try:
-        names = HfApi().list_repo_files(name, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=needed_files(names, variant)))
-    except HfHubHTTPError as error:
-        if error.response.status_code >= _SERVER_ERRORS:
-            return _downloaded_before(key, name, revision, f"it answered {error.response.status_code}")
-        raise ConfigError([_refused(key, name, revision, error)]) from None
-    except _unreachable() as error:
-        return _downloaded_before(key, name, revision, str(error).strip().split("\n")[0].rstrip("."))
+        lock(descriptor, exclusive=True, wait=True)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _unreachable() -> tuple[type[Exception], ...]:
-    """What a hub out of reach raises: OSError, and the base of whichever HTTP library huggingface_hub is built on."""
-    from huggingface_hub.errors import HfHubHTTPError
-
-    return tuple(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+def _unwritable(key: str, repo: Repo, error: OSError) -> Problem:
+    elsewhere, then = "export HF_HOME=FOLDER on another disk", "then start again: it goes on"
+    return problem_of(error, f"{key}: {repo.words}", repo.cache_folder, elsewhere=elsewhere, then=then)
 
 
-def _downloaded_before(key: str, name: str, revision: str | None, why: str) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def _downloaded_before(key: str, repo: Repo, variant: str | None, file: str | None, reason: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
+    wanted = [file] if file is not None else _wanted_before(repo, variant)
     try:
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except LocalEntryNotFoundError:
-        cache = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-        at = f" at revision {revision}" if revision else ""
-        found = (
-            f"{name}{at}: no folder {Path(name).absolute()}, nothing in {cache}, and the hub is out of reach ({why})"
+        folder = Path(
+            snapshot_download(repo.name, revision=repo.revision, local_files_only=True, allow_patterns=wanted)
         )
-        hint = f"hf download {name} on a machine with network, or give the model's folder: --set {key}=FOLDER"
-        raise ConfigError([Problem(key, found, "a model on this machine, or a hub that answers", hint)]) from None
+    except IncompleteSnapshotError as error:
+        found = f"{repo.words}: {error.snapshot_path} lacks some of the model's files, and {reason}"
+        raise ConfigError([Problem(key, found, "a complete model", _remedy(key, repo))]) from None
+    except LocalEntryNotFoundError:
+        found = f"{repo.words}: no folder {Path(repo.name).absolute()}, nothing in {repo.cache_folder}, and {reason}"
+        expected = "a model on this machine, or a hub that answers"
+        raise ConfigError([Problem(key, found, expected, _remedy(key, repo))]) from None
     lacking = _lacking_parts(folder)
     if lacking:
-        found = f"{name}: {folder} lacks {', '.join(lacking)}, and the hub is out of reach ({why})"
-        hint = f"hf download {name} on a machine with network"
-        raise ConfigError([Problem(key, found, "a complete model", hint)])
-    return folder
+        found = f"{repo.words}: {folder} lacks {', '.join(lacking)}, and {reason}"
+        raise ConfigError([Problem(key, found, "a complete model", _remedy(key, repo))])
+    if file is not None and not (folder / file).is_file():
+        found = f"{repo.words}: {folder} has no {file}, and {reason}"
+        raise ConfigError([Problem(key, found, "the file", f"{repo.command} {file} on a machine with network")])
+    return folder if file is None else folder / file
+
+
+def _wanted_before(repo: Repo, variant: str | None) -> list[str] | None:
+    """What an earlier download was for; None where the cache does not say what the model has."""
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    try:
+        tree = get_cached_repo_tree(repo.name, revision=repo.revision)
+    except CachedRepoTreeNotFoundError:
+        return None
+    return needed_files([one.path for one in tree], variant)
+
+
+def _remedy(key: str, repo: Repo) -> str:
+    return f"{repo.command} on a machine with network, or give the model's folder: --set {key}=FOLDER"
 
 
 def _lacking_parts(folder: Path) -> list[str]:
@@ -104,19 +346,3 @@ def _lacking_parts(folder: Path) -> list[str]:
         return []
     parts = {name: value for name, value in json.loads(read_small_file(index)).items() if isinstance(value, list)}
     return [name for name, (library, _) in parts.items() if library is not None and not (folder / name).is_dir()]
-
-
-def _refused(key: str, name: str, revision: str | None, error: HfHubHTTPError) -> Problem:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        hint = "accept its licence on its page, then: hf auth login"
-        return Problem(key, f"{name}: the hub shows it only to those who accepted its licence", "access to it", hint)
-    if isinstance(error, RepositoryNotFoundError):
-        found = f"{name}: no folder {Path(name).absolute()}, and the hub knows no such model or hides it"
-        return Problem(key, found, "a folder, or a hub id", "check the spelling; for a private model: hf auth login")
-    if isinstance(error, RevisionNotFoundError):
-        return Problem("model.revision", f"{revision} of {name}", "a branch, tag or commit of it", "remove it for main")
-    return Problem(
-        key, f"{name}: the hub answered {error.response.status_code}", "the model's files", "try again later"
-    )

@@ -74,13 +74,16 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
     vae = _open_part(model, "vae", model.vae_path, fetch)
     text_encoder = _open_part(model, "text_encoder", model.text_encoder_path, fetch)
     name = model.path or _published(model)
-    found = _find("model.path", name)
+    address = hub.HubName.parse(name)
+    found = None if address is not None else _find("model.path", name)
     if found is not None and model.revision is not None:
         with_path = f"{model.revision}, with {name}"
         expected = "a hub id: what lies on this machine's disk has no revisions"
         raise ConfigError([Problem("model.revision", with_path, expected, "remove model.revision")])
     single_file = None
-    if found is None:
+    if address is not None:
+        single_file, folder = _open_address(model, address, vae, fetch)
+    elif found is None:
         folder = fetch("model.path", name, model.revision, model.variant)
     elif found.kind == "file":
         single_file = _checked_file(found.path)
@@ -93,6 +96,20 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
     if model.variant is not None and single_file is None:
         _check_variant(folder, model.variant)
     return ModelSource(name, folder, single_file, model.variant, vae, text_encoder)
+
+
+def _open_address(
+    model: Model, address: hub.HubName, vae: Path | None, fetch: hub.Fetch
+) -> tuple[Path | None, Path]:  # fmt: skip
+    """A model, or one weight file of it, that `hf://` or an address of the hub's site names."""
+    revision = model.revision or address.revision
+    if address.file is None:
+        return None, fetch("model.path", address.name, revision, model.variant)
+    if not address.file.endswith(".safetensors"):
+        expected = "a .safetensors file of the hub, or a whole model"
+        raise ConfigError([Problem("model.path", f"{address.file} of {address.name}", expected, "name the weights")])
+    file = _checked_file(fetch("model.path", address.name, revision, model.variant, address.file))
+    return file, _configuration_of(model, file, vae, fetch)
 
 
 def is_on_disk(model: Model) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,10 +41,14 @@ class DatasetFacts:
     assumed: str | None = None
 
 
-def survey(config: RunConfig, samples: int | None = None, *, option: str | None = None) -> tuple[DatasetFacts, ...]:
+def survey(
+    config: RunConfig, samples: int | None = None, known: Mapping[str, DatasetFacts] | None = None, *,
+    option: str | None = None,
+) -> tuple[DatasetFacts, ...]:  # fmt: skip
     """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here, with an
-    option that not every command has."""
-    return tuple(_facts(dataset, samples, option) for dataset in config.datasets if not dataset.disabled)
+    option that not every command has; `known` what was found out about some of them by their ids."""
+    enabled = [dataset for dataset in config.datasets if not dataset.disabled]
+    return tuple((known or {}).get(dataset.id) or _facts(dataset, samples, option) for dataset in enabled)
 
 
 def _facts(dataset: Dataset, samples: int | None, option: str | None) -> DatasetFacts:

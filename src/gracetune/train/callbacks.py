@@ -15,6 +15,7 @@ from gracetune.train.load import LoadedRun
 from gracetune.train.logs import Logging, MemoryUsage
 from gracetune.train.preflight import Preflight
 from gracetune.train.prompts import prompts_of
+from gracetune.train.publishing import Publishing
 from gracetune.train.saving import Saving
 from gracetune.train.self_proof import SelfProof
 from gracetune.train.validation import Sampling
@@ -28,7 +29,9 @@ class RunCallbacks:
     """Of the self-check, for the final files too."""
 
 
-def callbacks_of(ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View) -> RunCallbacks:
+def callbacks_of(
+    ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view: View, publishing: Publishing
+) -> RunCallbacks:
     """Each with what it works with. An order with reasons: the last lines of this function."""
     config, machine, folder, runtime = ready.config, ready.machine, ready.folder, ready.runtime
     job, memory, cached = loaded.job, loaded.memory, loaded.cached
@@ -54,6 +57,7 @@ def callbacks_of(ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view
     saving = Saving(
         loaded.saved, folder, ready.store, metadata, runtime, control, pauses, telemetry, view,
         failure=gradients.settle, check_saved=self_check.check_saved, samples_follow=samples.is_due,
+        on_saved=publishing.checkpoint,
     )  # fmt: skip
     every: tuple[Callback, ...] = (
         gradients,  # guards first: what they find is part of what the others see

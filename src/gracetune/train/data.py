@@ -29,6 +29,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.build import build_index, scan_folder
+from gracetune.data.copies.local import Copies
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DamagedFiles, DataIndex, by_dataset, freshness, left_out_lines
 from gracetune.data.loader import Loader
@@ -52,6 +53,19 @@ def local_ranks(config: RunConfig, runtime: Runtime) -> LocalRanks | None:
     if runtime.local_world_size == 1:
         return None
     return LocalRanks(runtime.local_rank, runtime.local_world_size, f"{config.output_dir}\0{runtime.key}")
+
+
+def fetch(copies: Copies, runtime: Runtime, view: View) -> RunConfig:
+    """The config with copies in the place of addresses; what is missing of them is downloaded. One process of a machine
+    does it."""
+    if any(True for _ in copies.wanted()):
+        with view.phase("copies of remote data"):
+            if not runtime.is_main:  # on other machines, and to see that everything is there
+                runtime.barrier()
+            copies.make(say=view.say, warn=view.warn, on_fetched=view.on_download, announced=True)
+            if runtime.is_main:
+                runtime.barrier()
+    return copies.localized()
 
 
 def stage(

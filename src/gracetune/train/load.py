@@ -6,12 +6,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from gracetune.data.copies.local import Copies
+from gracetune.hub.access import HubAccess
 from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
 from gracetune.train.control import Control
-from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, repair_of, stage
+from gracetune.train.data import Cached, fetch, fill_caches, live_encoders, open_source, repair_of, stage
 from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
 from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import Job
@@ -60,7 +62,8 @@ def load(
     if memory is not None:
         on_memory(memory)
     where = where_of(config, machine, runtime, environment, memory, view)
-    index = stage(config, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
+    local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
+    index = stage(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
     cached = fill_caches(config, index, model.encoders, runtime, where, view, stack, epoch=saved_epoch(start))
     refuse_other_data(start, cached.index, allowed=options.allow_other_data)
 

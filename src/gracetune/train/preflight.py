@@ -33,11 +33,14 @@ from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.places import look
 from gracetune.config.run_config import RunConfig
+from gracetune.data.copies.local import Copies
 from gracetune.errors import Problem
 from gracetune.hardware import Machine, probe
+from gracetune.hub.access import HubAccess
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
+from gracetune.models.hub import Fetch, HubFetcher
 from gracetune.models.source import ModelSource, is_on_disk
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
@@ -143,10 +146,13 @@ def preflight(
     if is_new and runtime.is_main:
         stack.enter_context(folder.provisional())
     checks.run(lambda: check_memory(machine, machine.host.headroom))
+    if runtime.is_main and not checks.refused:  # before the weights, which may take longer to download
+        checks.run(lambda: _plan_copies(config, environment, machine, view))
     model = Outcome[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
     if on_disk.is_known and on_disk.value:
-        model = checks.run(lambda: _open_model(config, runtime.device))
+        fetch = HubFetcher(HubAccess.of(environment), view.say, view.on_download)
+        model = checks.run(lambda: _open_model(config, runtime.device, fetch))
     trained = model.value.trained if model.is_known else ("",)
     optimizer = checks.run(lambda: check_optimizer(config, trained, runtime.device))
     # What follows is agreed on by all processes, or each checks by itself: one that is refused takes no part any more.
@@ -231,10 +237,20 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_o
         checks.run(partial(sink.check, config))
 
 
-def _open_model(config: RunConfig, device: torch.device) -> OpenedModel:
-    encoders = encoders_of(config, device)
+def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> OpenedModel:
+    encoders = encoders_of(config, device, fetch=fetch)
     facts = facts_of(config, encoders.spec, encoders.source)
     return OpenedModel(encoders, facts, trained_experts(config.model.experts, facts))
+
+
+def _plan_copies(config: RunConfig, environment: Environment, machine: Machine, view: View) -> None:
+    """What the copies of remote datasets take; refused where they do not fit. Nothing is downloaded here."""
+    copies = Copies(config, HubAccess.of(environment))
+    plans = copies.plans()
+    for plan in plans:
+        for line in plan.lines():
+            view.say(line)
+    copies.check(plans, machine.host.headroom)
 
 
 def _made_here(make: Callable[[], T]) -> T:

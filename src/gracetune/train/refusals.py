@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from gracetune.checkpoint.errors import CheckpointError
+from gracetune.data.copies.errors import CopyError
 from gracetune.errors import ConfigError, GracetuneError, MachineError, Problem
 from gracetune.optim.aitoolkit_rates import NotImportableError
 from gracetune.storage.os_errors import FileError
@@ -92,7 +93,7 @@ def problems_of(error: GracetuneError | TelemetryError) -> tuple[Problem, ...]:
     """What was found, expected, and what to type."""
     if isinstance(error, ConfigError):
         return error.problems
-    if isinstance(error, CheckpointError | NotImportableError | FileError):
+    if isinstance(error, CheckpointError | CopyError | NotImportableError | FileError):
         return (error.problem,)
     if isinstance(error, TelemetryError):
         return (Problem(error.key, error.found, error.expected, error.hint),)

@@ -28,6 +28,7 @@ from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.preflight import preflight
+from gracetune.train.publishing import Publishing
 from gracetune.train.view import View
 
 __all__ = ["Result", "RunOptions", "train"]
@@ -79,7 +80,9 @@ def train(
             telemetry = stack.enter_context(
                 open_telemetry(config, ready.folder, view, environment, main=ready.runtime.is_main)
             )
-            callbacks = callbacks_of(ready, loaded, telemetry, view)
+            publishing = Publishing(config, ready.folder, environment, view, main=ready.runtime.is_main)
+            publishing.begin()
+            callbacks = callbacks_of(ready, loaded, telemetry, view, publishing)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
             control.phase = "training"
@@ -90,6 +93,8 @@ def train(
             files = finish(
                 ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
             )  # fmt: skip
+            publishing.result(job.position.step, files)
+            publishing.end()
         return Result(
             stop, job.position.step, job.length.steps, files, ready.planned, dry, loaded.hours, loaded.notes
         )  # fmt: skip

@@ -28,15 +28,17 @@ class Saving(Callback):
         self, saved: Checkpointed, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
         control: Control, pauses: Pauses, telemetry: Telemetry, view: View, *,
         failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
-        samples_follow: Callable[[WindowDone], bool],
+        samples_follow: Callable[[WindowDone], bool], on_saved: Callable[[int, Sequence[Path]], None],
     ) -> None:  # fmt: skip
         """`failure` waits until all steps are judged, and says why the run has failed, if it has. `check_saved` gets
         the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong.
-        `samples_follow`: whether samples of this step are drawn once it is saved."""
+        `samples_follow`: whether samples of this step are drawn once it is saved. `on_saved` gets the files of each
+        step that are right."""
         self._saved, self._folder, self._store, self._metadata = saved, folder, store, metadata
         self._runtime, self._control, self._pauses = runtime, control, pauses
         self._telemetry, self._view = telemetry, view
-        self._failure, self._check_saved, self._samples_follow = failure, check_saved, samples_follow
+        self._failure, self._check_saved = failure, check_saved
+        self._samples_follow, self._on_saved = samples_follow, on_saved
         self._pieces = shared_pieces(saved)
         self._random = RandomState(runtime.device)
         self._experts = [one for one in saved.trainee.facts.experts if one.name in saved.trainee.trained]
@@ -68,6 +70,7 @@ class Saving(Callback):
         step = saved.state.position.step
         if step == self._last:
             return
+        files: list[Path] = []
         self._store.begin_work("saving", step)
         with self._pauses.counted():
             if weights:
@@ -79,6 +82,8 @@ class Saving(Callback):
             self._store.write(step, self._pieces, metadata=self._metadata, per_rank=[self._random])
         if self._wrong_file is not None:
             self._control.ask_to_stop("failed", self._wrong_file)
+        elif files:
+            self._on_saved(step, files)
         self._last = step
 
     def _tell(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gracetune.cache.pass_work import Progress
+from gracetune.data.copies.making import OnFetched
 from gracetune.data.staging.progress import OnProgress, unwatched
 from gracetune.telemetry.progress import Standing
 
@@ -50,6 +51,10 @@ class View:
         yield
 
     def on_scanned(self, name: str, done: int, total: int) -> None: ...
+
+    def on_download(self, name: str) -> OnFetched:
+        """Of a dataset or a model: told how many bytes are here, of how many."""
+        return lambda done, total: None
 
     def on_staging(self, name: str) -> OnProgress:
         return unwatched

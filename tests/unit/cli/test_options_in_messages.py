@@ -27,8 +27,9 @@ NOT_SHOWN = (
     "bench/results.py",
     "baselines/machine_probe.py",
     "config/dialects/simpletuner/",
+    "hub/access.py",
 )
-"""Style sheets, arguments for other programs, and the options of SimpleTuner's own command line."""
+"""Style sheets, arguments for other programs (`hf download`), and the options of SimpleTuner's own command line."""
 OF_A_RUN = (
     "adapters", "cache", "checkpoint", "config", "data", "diffusion", "hostmem", "memory", "models", "optim",
     "planning", "storage", "telemetry", "train",

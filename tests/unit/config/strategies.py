@@ -50,14 +50,20 @@ def _object(node: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     if "properties" not in node:
         return st.dictionaries(TEXT, st.dictionaries(TEXT, PLAIN, max_size=2), max_size=2)
     required = {name: valid_values(node["properties"][name]) for name in node.get("required", [])}
-    optional = {name: valid_values(item) for name, item in node["properties"].items() if name not in required}
+    written = {name: item for name, item in node["properties"].items() if not _is_secret(item)}
+    optional = {name: valid_values(item) for name, item in written.items() if name not in required}
     return st.fixed_dictionaries(required, optional=optional)
+
+
+def _is_secret(node: Mapping[str, Any]) -> bool:
+    """Credentials are never written, so they cannot be read back."""
+    return any(option.get("writeOnly") for option in node.get("anyOf", [node]))
 
 
 def _array(node: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     if "prefixItems" in node:
         return st.tuples(*(valid_values(item) for item in node["prefixItems"])).map(list)
-    return st.lists(valid_values(node["items"]), max_size=2)
+    return st.lists(valid_values(node["items"]), min_size=node.get("minItems", 0), max_size=2)
 
 
 def _number(node: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -70,12 +76,20 @@ def _integer(node: Mapping[str, Any]) -> st.SearchStrategy[Any]:
     return st.integers(int(node.get("minimum", -100)), int(node.get("maximum", 10**6)))
 
 
+def _string(node: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    if node.get("format") == "file-name":
+        return TEXT.map(file_name)
+    if str(node.get("pattern", "")).startswith("^"):
+        return st.sampled_from(["train", "train+test", "train[:10]", "validation[5%:50%]", "a[-3:]+b"])
+    return TEXT
+
+
 _BY_TYPE = {
     "object": _object,
     "array": _array,
     "number": _number,
     "integer": _integer,
-    "string": lambda node: TEXT.map(file_name) if node.get("format") == "file-name" else TEXT,
+    "string": lambda node: _string(node),
     "boolean": lambda _node: st.booleans(),
     "null": lambda _node: st.none(),
 }

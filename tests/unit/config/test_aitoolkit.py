@@ -138,12 +138,12 @@ def test_harmless_keys_share_one_note(tmp_path: Path) -> None:
         sqlite_db_path="./aitk_db.db",
         performance_log_every=10,
         device="cuda:1",
-        save={"push_to_hub": True, "hf_private": False},
+        save={"push_to_hub": False, "hf_private": True},
         model={"low_vram": True, "layer_offloading": False},
     )
     text = note(resolved, "harmless")
     assert text == (
-        "harmless here, and not used: performance_log_every, sqlite_db_path, model.low_vram, save.push_to_hub, device"
+        "harmless here, and not used: performance_log_every, sqlite_db_path, model.low_vram, save.hf_private, device"
     )
 
 

@@ -40,6 +40,18 @@ def test_ids_are_unique_and_follow_the_file(tmp_path: Path) -> None:
     assert [item.id for item in found] == ["cats-512", "cats-512-2", "cats-512-3", "my.dogs-512", "list-640"]
 
 
+def test_an_address_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    """ai-toolkit itself takes folders alone."""
+    found = only(tmp_path, {"folder_path": "hf://datasets/owner/pets", "resolution": 512})
+    assert (found.id, found.path, found.type, found.has_local_copy) == (
+        "pets-512", "hf://datasets/owner/pets", "local", True,
+    )  # fmt: skip
+    signed = only(tmp_path, {"folder_path": "https://me:pass@host/pets.tar?sig=s3cret", "resolution": 512})
+    assert (signed.id, signed.path) == ("pets.tar-512", "https://host/pets.tar")
+    assert signed.storage is not None
+    assert signed.storage.signature == "sig=s3cret"
+
+
 def test_upstream_defaults(tmp_path: Path) -> None:
     found = read(tmp_path, datasets=[{"folder_path": "/data/cats"}]).config.datasets[0]
     assert (found.resolution, found.resolution_type, found.repeats, found.dataset_type) == (

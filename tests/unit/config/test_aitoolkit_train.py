@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from gracetune.config.dialects.aitoolkit.train import timestep_of
+from gracetune.config.run_config import PushToHub
 from unit.config.aitoolkit_jobs import FLUX, SDXL, dataset, job, note, only_problem, problems, read
 
 DDPM = {"noise_scheduler": "ddpm"}
@@ -279,3 +280,12 @@ def test_saving_and_logging(tmp_path: Path) -> None:
     assert config.logging.trackers == ("tensorboard", "wandb")
     assert read(tmp_path, save={"save_every": 0}).config.checkpoints.every_steps is None
     assert only_problem(tmp_path, save={"save_format": "pickle"}).key.endswith("save.save_format")
+
+
+def test_uploads(tmp_path: Path) -> None:
+    asked = read(tmp_path, save={"push_to_hub": True, "hf_repo_id": "owner/name"}).config.checkpoints.push_to_hub
+    assert asked == PushToHub(repo_id="owner/name", private=False)
+    hidden = read(tmp_path, save={"push_to_hub": True, "hf_repo_id": "a/b", "hf_private": True})
+    assert hidden.config.checkpoints.push_to_hub == PushToHub(repo_id="a/b", private=True)
+    assert read(tmp_path, save={"hf_repo_id": "a/b"}).config.checkpoints.push_to_hub is None
+    assert only_problem(tmp_path, save={"push_to_hub": True}).key.endswith("save.hf_repo_id")

@@ -17,6 +17,7 @@ from gracetune.config import Environment, load
 from gracetune.config.dialects.gh200 import GUIDES, IN_MEMORY
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
 from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.dataset_sources import HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.keys import PASSED_ON
 from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS
 from gracetune.config.dialects.table import Always, Effect, Key, KeyTable
@@ -42,14 +43,14 @@ def loaded(folder: Path, document: Any, name: str) -> Outcome:
         found = load(path, environment=Environment({}))
     except ConfigError as error:
         return False, "\n".join(f"{one.key}: {one.found}" for one in error.problems)
-    return True, found.config.model_dump_json() + "\n".join(found.notes)
+    return True, "\n".join([found.config.model_dump_json(), *found.notes])
 
 
 # -- ai-toolkit --------------------------------------------------------------------------------------------------------
 
 EMA = {"ema_config": {"use_ema": True}}
 JOBS = [
-    job(sample={"samples": [{"prompt": "a cat"}]}, train=EMA, save={}, logging={}),
+    job(sample={"samples": [{"prompt": "a cat"}]}, train=EMA, save={"hf_repo_id": "a/b"}, logging={}),
     job(model=SDXL, train={**EMA, "noise_scheduler": "ddpm"}, network={"type": "lokr", "lokr_full_rank": False},
         sample={"samples": [{"prompt": "a cat"}]}),
     job(model=QWEN_EDIT, datasets=dataset(control_path="/c"), train={"optimizer": "automagic", **EMA}),
@@ -226,6 +227,7 @@ CONFIGS: list[dict[str, Any]] = [
     {**STILLS, "model_family": "sdxl", "model_flavour": "base-1.0", "loss_type": "huber",
      "huber_schedule": "constant", "offset_noise": True, "noise_offset": 0.1, "eval_steps_interval": 5,
      "optimizer": "prodigy"},
+    {**STILLS, "model_family": "sdxl", "model_flavour": "base-1.0", "push_to_hub": True, "hub_model_id": "x/y"},
     {**GOOD, "model_family": "stable_audio", "model_flavour": "open-1.0", "data_backend_config": "sounds.json"},
     {**GOOD, "model_family": "sdxl", "model_flavour": "base-1.0", "data_backend_config": "bare.json",
      "lora_type": "lycoris", "lycoris_config": "lycoris.json", "optimizer_beta1": 0.8, "optimizer_beta2": 0.9,
@@ -240,6 +242,9 @@ GIVEN: dict[str, list[Any]] = {
     "gh200_optimizations": [{"use_uvm": True}],
     "gracetune": [{"training": {"seed": 7}}],
     "grad_clip_method": ["norm", "value"],
+    "hub_model_id": ["a/b"],
+    "push_checkpoints_to_hub": [True],
+    "model_card_private": [False],
     "lora_format": ["comfyui", "diffusers"],
     "lora_type": ["standard"],
     "loss_type": ["l2", "smooth_l1"],
@@ -296,12 +301,17 @@ def test_every_option_of_simpletuner_that_is_read_acts(files: tuple[Path, list[O
 
 # -- the datasets of SimpleTuner ---------------------------------------------------------------------------------------
 
-WAN_CONFIG, SDXL_CONFIG, AUDIO_CONFIG = CONFIGS[0], CONFIGS[1], CONFIGS[4]
+WAN_CONFIG, SDXL_CONFIG, AUDIO_CONFIG = CONFIGS[0], CONFIGS[1], CONFIGS[5]
 STILL = {"id": "d", "instance_data_dir": "d", "caption_strategy": "textfile"}
 CLIP = {**STILL, "dataset_type": "video", "video": {"num_frames": 49}}
 TABLE = {"path": "t.parquet", "filename_column": "f", "caption_column": "c"}
 MASK = {"id": "m", "dataset_type": "conditioning", "instance_data_dir": "m", "conditioning_type": "mask"}
 MASKED = {**STILL, "id": "e", "conditioning_data": "m"}
+ON_THE_HUB = {"id": "d", "type": "huggingface", "dataset_name": "a/b", "huggingface": {"height_column": "h"}}
+NAMED_INSIDE = {
+    "id": "d", "type": "huggingface",
+    "huggingface": {"dataset_name": "a/b", "width_column": "w", "filter_func": {"quality_thresholds": {"score": 1}}},
+}  # fmt: skip
 DATASET_CONFIGS: list[dict[str, Any]] = [
     {**config, "data_backend_config": None, "datasets": entries}
     for config, entries in [
@@ -314,14 +324,32 @@ DATASET_CONFIGS: list[dict[str, Any]] = [
         (SDXL_CONFIG, [{**STILL, "caption_strategy": "parquet", "parquet": TABLE}]),
         (SDXL_CONFIG, [{**STILL, "type": "in_memory", "in_memory": {}}]),
         (SDXL_CONFIG, [{"id": "d", "type": "csv", "csv_file": "u.csv", "csv_cache_dir": "c", "csv_url_column": "u"}]),
+        (SDXL_CONFIG, [ON_THE_HUB]),
+        (SDXL_CONFIG, [NAMED_INSIDE]),
+        (WAN_CONFIG, [{**ON_THE_HUB, "dataset_type": "video"}]),
+        (AUDIO_CONFIG, [{**ON_THE_HUB, "dataset_type": "audio"}]),
+        (SDXL_CONFIG, [{"id": "d", "type": "aws", "aws_bucket_name": "b", "caption_strategy": "textfile"}]),
+        (SDXL_CONFIG, [{"id": "d", "type": "webshart", "source": "a/b", "webshart": {}}]),
+        (SDXL_CONFIG, [{"id": "d", "type": "webshart", "webshart": {"source": "a/b"}}]),
         (SDXL_CONFIG, [MASK, MASKED]),
         (SDXL_CONFIG, [STILL, MASK, MASKED]),
     ]
 ]  # fmt: skip
 DATASET_TABLES: dict[str, KeyTable[Any]] = {
     "": ENTRY, "video": VIDEO, "audio": AUDIO, "parquet": PARQUET, "caption_shuffle": SHUFFLE, "in_memory": IN_MEMORY,
+    "huggingface": HUGGINGFACE, "webshart": WEBSHART,
 }  # fmt: skip
 DATASET_VALUES: dict[str, list[Any]] = {
+    "dataset_name": ["c/d"],
+    "source": ["c/d"],
+    "huggingface": [{"split": "test"}],
+    "webshart": [{"subfolder": "data"}],
+    "split": ["test"],
+    "filter_func": [{"min_width": 64}],
+    "composite_image_config": [{"enabled": True, "image_count": 2}],
+    "quality_column": ["q"],
+    "height_column": ["h"],
+    "aws_endpoint_url": ["http://localhost:1"],
     "conditioning_data": ["m"],
     "conditioning_type": ["mask", "reference_loose"],
     "source_dataset_id": ["e"],
@@ -353,11 +381,13 @@ ONLY_ONE_WAY = {"include_original": "only true is done", "id": "conditioning ref
 
 @pytest.mark.parametrize("block", DATASET_TABLES)
 def test_every_key_of_a_simpletuner_dataset_acts(tmp_path: Path, block: str) -> None:
-    bases = [loaded(tmp_path, document, "config.json") for document in DATASET_CONFIGS]
+    """In the files that have the block, where there are any: the others cannot tell."""
+    documents = [one for one in DATASET_CONFIGS if block and block in one["datasets"][0]] or DATASET_CONFIGS
+    bases = [loaded(tmp_path, document, "config.json") for document in documents]
     assert all(good for good, _ in bases), [text for good, text in bases if not good]
 
     def one_acts(key: Key) -> bool:
-        for document, base in zip(DATASET_CONFIGS, bases, strict=True):
+        for document, base in zip(documents, bases, strict=True):
             outcomes = [base]
             for value in [*DATASET_VALUES.get(key.name, []), *VALUES]:
                 changed = copy.deepcopy(document)

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from gracetune.cli.config import _as_json, check_file
 from gracetune.config import Environment, load, native
+from gracetune.config.dataset_config import StorageAccess
+from gracetune.config.url_credentials import split_address
 from gracetune.errors import ConfigError
-from gracetune.redaction import Redactor
+from gracetune.redaction import Redactor, is_secret_name
 from unit.config.aitoolkit_jobs import job
 from unit.config.simpletuner_files import GOOD
 from unit.config.test_simpletuner_mutations import DATASETS, RICH
@@ -133,6 +135,7 @@ def test_what_was_hidden_cannot_be_used(tmp_path: Path) -> None:
     values = copy.deepcopy(OURS)
     values["logging"]["webhook"] = "https://host/services/x"
     values["datasets"][0]["path"] = "https://me:pw@host/x"
+    values["datasets"].append({"id": "b", "path": "https://token@host/x.tar?sig=abc"})
     values["validation"]["negative_prompt"] = "hands (hidden)"
     path.write_text(json.dumps(values))
     config = load(path, environment=Environment({})).config
@@ -140,9 +143,38 @@ def test_what_was_hidden_cannot_be_used(tmp_path: Path) -> None:
     path.write_text(native.show(config, {}, Redactor()))
     with pytest.raises(ConfigError) as caught:
         load(path, environment=Environment({}))
-    assert [one.key for one in caught.value.problems] == ["datasets[0].path", "logging.webhook"]
+    assert [one.key for one in caught.value.problems] == [
+        "datasets[0].storage.password", "datasets[1].storage.password", "datasets[1].storage.signature",
+        "logging.webhook",
+    ]  # fmt: skip
     path.write_text(native.write(config))
     assert load(path, environment=Environment({})).config == config
+
+
+@given(SECRET, SECRET, SECRET)
+def test_addresses_are_taken_apart(user: str, password: str, query: str) -> None:
+    found = split_address(f"https://{user}:{password}@host/x.tar?{query}")
+    assert found == ("https://host/x.tar", {"user": user, "password": password, "signature": query})
+    assert split_address(f"https://{password}@host/x") == ("https://host/x", {"password": password})
+    assert split_address(f"s3://{user}/x?y") == (f"s3://{user}/x?y", {})
+
+
+def test_names_of_secrets_are_recognised() -> None:
+    """Redaction goes by names."""
+    marked = {name for name, field in StorageAccess.model_fields.items() if not field.repr}
+    assert marked == {name for name in StorageAccess.model_fields if is_secret_name(name)}
+    assert len(marked) == 6
+
+
+def test_a_wrong_value_of_a_secret_is_not_shown(tmp_path: Path) -> None:
+    values = copy.deepcopy(OURS)
+    values["datasets"][0] |= {"path": "s3://b", "storage": {"secret_access_key": 123456789}}
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(values))
+    with pytest.raises(ConfigError) as refused:
+        load(path, environment=Environment({}))
+    assert "datasets[0].storage.secret_access_key" in str(refused.value)
+    assert "123456789" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

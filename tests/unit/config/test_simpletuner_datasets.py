@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.dataset_config import Dataset
+from gracetune.config import native
+from gracetune.config.dataset_config import CaptionTable, Dataset, LocalCopy, RowFilter, Tile
 from gracetune.config.dialects.simpletuner.dataset import ENTRY as ENTRY_KEYS
 from gracetune.config.dialects.simpletuner.keys import Off
 from gracetune.config.dialects.table import Effect
@@ -117,9 +118,101 @@ def test_addresses_in_a_csv(tmp_path: Path) -> None:
     entry = {"id": "urls", "type": "csv", "csv_file": "u.csv", "csv_cache_dir": "got", "csv_url_column": "url",
              "csv_caption_column": "text", "caption_strategy": "csv"}  # fmt: skip
     found = resolve(tmp_path, datasets=[entry]).config.datasets[0]
-    assert (found.type, found.path, found.captions.strategy) == ("url", "got", "csv")
-    assert found.captions.table is not None
-    assert (found.captions.table.path, found.captions.table.filename_column) == ("u.csv", "url")
+    assert (found.type, found.path, found.captions.strategy) == ("local", "u.csv", "jsonl")
+    assert found.local_copy == LocalCopy(folder="got", format="urls", media_column="url")
+    assert found.captions.table == table("text")
+
+
+def test_a_dataset_of_the_hub(tmp_path: Path) -> None:
+    entry = {"id": "hub", "type": "huggingface", "dataset_name": "a/b", "revision": "refs/pr/1", "split": "train[:9]",
+             "image_column": "picture", "metadata_backend": "huggingface", "caption_strategy": "huggingface",
+             "cache_dir": "got", "huggingface": {
+                 "caption_column": ["short", "meta.long"], "fallback_caption_column": "tags", "width_column": "w",
+                 "height_column": "h", "num_proc": 4, "streaming": True,
+                 "composite_image_config": {"enabled": True, "image_count": 4, "select_index": 1},
+                 "filter_func": {"collection": "photo", "quality_thresholds": {"clip": 0.3}, "min_width": 512},
+             }}  # fmt: skip
+    resolved = resolve(tmp_path, datasets=[entry])
+    found = resolved.config.datasets[0]
+    assert (found.type, found.path) == ("local", "hf://datasets/a/b@refs%2Fpr%2F1")
+    assert found.local_copy == LocalCopy(
+        folder="got", split="train[:9]", media_column="picture", tile=Tile(count=4, index=1),
+        filter=(RowFilter(column="collection", one_of=("photo",)),
+                RowFilter(column="quality_assessment.clip", minimum=0.3), RowFilter(column="width", minimum=512)),
+    )  # fmt: skip
+    assert found.captions.strategy == "jsonl"
+    assert found.captions.table == table(
+        ("short", "meta.long"), fallback_caption_column="tags", width_column="w", height_column="h"
+    )
+    assert any("streaming" in note and "before the run" in note for note in resolved.notes)
+
+
+def test_a_dataset_of_the_hub_with_one_prompt_or_clips(tmp_path: Path) -> None:
+    entry = {"id": "hub", "type": "huggingface", "dataset_name": "a/b"}
+    prompted = {**entry, "caption_strategy": "instanceprompt", "instance_prompt": "sks"}
+    found = resolve(tmp_path, datasets=[prompted]).config.datasets[0]
+    assert (found.captions.strategy, found.captions.table, found.local_copy) == ("instanceprompt", None, None)
+    clips = {**entry, "dataset_type": "video", "huggingface": {"video_column": "clip", "image_column": "still",
+                                                               "caption_column": "prompt"}}  # fmt: skip
+    found = resolve(tmp_path, datasets=[clips]).config.datasets[0]
+    assert found.local_copy == LocalCopy(media_column="clip")
+    assert found.captions.table == table("prompt")
+    named = {**entry, "caption_column": "text"}  # where SimpleTuner's own documentation writes it
+    assert resolve(tmp_path, datasets=[named]).config.datasets[0].captions.table == table("text")
+
+
+def test_a_bucket(tmp_path: Path) -> None:
+    entry = {"id": "s3", "type": "aws", "aws_bucket_name": "pets", "aws_data_prefix": "/cats/",
+             "aws_region_name": "auto", "aws_endpoint_url": "https://storage.example",
+             "aws_access_key_id": "AKIAEXAMPLEEXAMPLE", "aws_secret_access_key": "very-secret",
+             "caption_strategy": "textfile"}  # fmt: skip
+    resolved = resolve(tmp_path, datasets=[entry])
+    found = resolved.config.datasets[0]
+    assert (found.type, found.path, found.captions.strategy) == ("local", "s3://pets/cats", "textfile")
+    assert found.storage is not None
+    assert (found.storage.endpoint_url, found.storage.region) == ("https://storage.example", None)
+    assert found.storage.secret_access_key == "very-secret"
+    shown = native.show(resolved.config, resolved.origins, resolved.redactor)
+    assert not any(secret in shown + repr(resolved) for secret in ("very-secret", "AKIAEXAMPLEEXAMPLE"))
+
+
+def test_archives(tmp_path: Path) -> None:
+    entry = {"id": "tars", "type": "webshart", "source": "a/b", "subfolder": "data", "hf_token": "hf_secret",
+             "webshart": {"cache_dir": "got", "shard_cache_gb": 3}}  # fmt: skip
+    found = resolve(tmp_path, datasets=[entry]).config.datasets[0]
+    assert (found.type, found.path) == ("local", "hf://datasets/a/b/data")
+    assert found.local_copy == LocalCopy(folder="got", format="archives")
+    assert found.storage is not None
+    assert found.storage.token is not None
+    assert found.captions.table == CaptionTable(path="metadata.jsonl", filename_column="file_name")
+    folder = resolve(tmp_path, datasets=[{**entry, "source": "/data/tars", "hf_token": None}]).config.datasets[0]
+    assert (folder.path, folder.storage) == ("/data/tars/data", None)
+    indexed = resolve(tmp_path, datasets=[{**entry, "metadata": "c/d"}]).config.datasets[0]
+    assert indexed.local_copy == LocalCopy(folder="got", format="archives", index="hf://datasets/c/d/data")
+
+
+@pytest.mark.parametrize(
+    ("entry", "key"),
+    [
+        ({"type": "huggingface"}, "[0].dataset_name"),
+        ({"type": "aws"}, "[0].aws_bucket_name"),
+        ({"type": "webshart"}, "[0].source"),
+        ({"type": "csv"}, "[0].csv_file"),
+        ({"type": "huggingface", "dataset_name": "a/b", "caption_strategy": "textfile"}, "[0].caption_strategy"),
+        ({"type": "huggingface", "dataset_name": "a/b", "huggingface": {"splitt": "x"}}, "[0].huggingface.splitt"),
+        ({"type": "huggingface", "dataset_name": "a/b", "huggingface": {"filter_func": {"min_w": 1}}},
+         "[0].huggingface.filter_func.min_w"),
+        ({"type": "huggingface", "dataset_name": "a/b",
+          "huggingface": {"composite_image_config": {"enabled": True}}},
+         "[0].huggingface.composite_image_config.image_count"),
+    ],
+)  # fmt: skip
+def test_remote_data_that_is_not_named_well(tmp_path: Path, entry: dict[str, Any], key: str) -> None:
+    assert list(problems(tmp_path, datasets=[{"id": "x", **entry}])) == [key]
+
+
+def table(caption_column: Any, **more: Any) -> CaptionTable:
+    return CaptionTable(path="metadata.jsonl", filename_column="file_name", caption_column=caption_column, **more)
 
 
 def test_video(tmp_path: Path) -> None:
@@ -213,12 +306,11 @@ def test_disabled_entries_are_not_read_and_are_mentioned(tmp_path: Path) -> None
     assert list(problems(tmp_path, datasets=[{**ENTRY, "disabled": True}])) == ["data_backend_config"]
 
 
-@pytest.mark.parametrize("storage", ["huggingface", "aws", "webshart", "memory", "locall", 3])
+@pytest.mark.parametrize("storage", ["memory", "locall", 3])
 def test_storage_we_do_not_read_is_one_problem(tmp_path: Path, storage: Any) -> None:
     entry = {"type": storage, "dataset_name": "x", "caption_strategy": "huggingface", "huggingface": {}}
     found = entry_problems(tmp_path, entry)
     assert list(found) == ["[0].type"]
-    assert storage != "huggingface" or "hf download" in found["[0].type"]
     assert storage != "locall" or found["[0].type"] == "write `local`"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import PushToHub, RunConfig
 from unit.config.simpletuner_files import IMAGES, problems, resolve, write
 
 SDXL = {"model_family": "sdxl", "model_flavour": "base-1.0"}
@@ -136,10 +136,16 @@ def test_what_is_refused_names_its_key(tmp_path: Path, changes: dict[str, Any], 
     assert hint in found[key].hint
 
 
-def test_uploading_is_mentioned_once(tmp_path: Path) -> None:
-    notes = resolve(tmp_path, {"push_to_hub": True, "hub_model_id": "a/b"}).notes
-    assert [note for note in notes if "uploaded" in note]
-    assert len([note for note in notes if "hub_model_id" in note]) == 1
+def test_uploading(tmp_path: Path) -> None:
+    asked = {"push_to_hub": True, "hub_model_id": "https://huggingface.co/a/b/", "push_checkpoints_to_hub": "true"}
+    found = config(tmp_path, asked).checkpoints.push_to_hub
+    assert found is not None
+    assert (found.repo_id, found.private, found.every_checkpoint) == ("a/b", True, True)
+    named = config(tmp_path, {"push_to_hub": True, "tracker_project_name": "mine", "model_card_private": False})
+    assert named.checkpoints.push_to_hub == PushToHub(repo_id="mine", private=False)
+    quiet = resolve(tmp_path, {"push_checkpoints_to_hub": True, "hub_model_id": "a/b"})
+    assert quiet.config.checkpoints.push_to_hub is None
+    assert any("without effect" in note and "hub_model_id" in note for note in quiet.notes)
 
 
 def test_validation(tmp_path: Path) -> None:

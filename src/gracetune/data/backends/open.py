@@ -48,7 +48,7 @@ def open_backend(
 
 def open_unstaged(dataset: Dataset) -> Storage:
     """The same files, read from where they lie: of a dataset that would be staged, its source."""
-    return open_with(Opening(dataset)) if is_installed(dataset.type) else plain_backend(dataset.path)
+    return open_with(Opening(dataset)) if is_installed(dataset.type) else plain_backend(dataset.path, dataset.storage)
 
 
 def attach_backend(handle: BackendHandle) -> Storage:

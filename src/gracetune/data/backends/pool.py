@@ -138,7 +138,7 @@ def _place(dataset: Dataset) -> tuple[str, str]:
 
 
 def _can_share(one: Dataset, other: Dataset) -> bool:
-    if _place(one) != _place(other):
+    if _place(one) != _place(other) or one.storage != other.storage:
         return False
     if is_installed(one.type):
         return options_of(one) == options_of(other)

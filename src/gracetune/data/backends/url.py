@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
-from importlib import import_module
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 from urllib.parse import quote, unquote
 
+from gracetune.config.dataset_config import StorageAccess
 from gracetune.data.backend import FileStat
 from gracetune.data.backends.errors import StorageError, told
-from gracetune.data.backends.handle import SourceHandle
+from gracetune.data.backends.handle import BackendHandle, SourceHandle
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import checked, printable
 from gracetune.data.backends.record import DatasetBackend
 from gracetune.data.backends.shared import Storage, why_unlisted
 from gracetune.data.backends.stream import stream_over
+from gracetune.data.backends.url_access import (
+    WEB,
+    UrlRanges,
+    error_types,
+    options_for,
+    remote_file,
+    status_of,
+    words,
+)
 from gracetune.data.errors import MissingFileError, UnreadableMediaError
+from gracetune.redaction import redact
+from gracetune.storage.transfer import RemoteFile
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -32,30 +45,33 @@ PACKAGES: Final = {
     "hf": "huggingface_hub",
     "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
 }  # fmt: skip
-_WEB: Final = frozenset(["http", "https"])
 _LOCAL: Final = frozenset(["file", "local"])
 _ARCHIVES: Final = frozenset(["zip", "tar", "libarchive"])
-# What the libraries raise besides OSError; a library that is not installed cannot raise.
-_LIBRARY_ERRORS: Final = (("aiohttp", "ClientError"), ("gcsfs.retry", "HttpError"), ("zipfile", "BadZipFile"))
+_SINGLE_FILES: Final = frozenset([".tar", ".tgz", ".gz", ".zip", ".parquet", ".csv", ".tsv", ".jsonl", ".json"])
+_ASKED_AT_ONCE: Final = 16
 _MODIFIED: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "date_time", "created")
 
 
 class UrlBackend(Storage):
     """See `gracetune.data.backend.Backend` for the contract. Credentials and connections are the library's business."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, url: str, access: StorageAccess | None = None) -> None:
+        self._url, self._access = url, access
         protocols = [part.partition("://")[0] for part in url.split("::")]
         self._protocol = protocols[0]
         _refuse_local(url, protocols)
-        self._errors = _error_types()
+        if access is not None and access.signature is not None and not is_single_file(url):
+            raise _with_query(url)
+        self._errors = error_types(protocols)
         self._fs, self._base = self._connect(protocols)
+        self._alone: str | None = None
+        """The file's name, where the URL turned out to be that of a single one."""
 
     def _connect(self, protocols: Sequence[str]) -> tuple[Any, str]:
         import fsspec  # type: ignore[import-untyped]
 
         try:
-            fs, base = fsspec.core.url_to_fs(self._url)
+            fs, base = fsspec.core.url_to_fs(self._url, **options_for(self._protocol, self._access))
         except ImportError as error:
             package = next((PACKAGES[protocol] for protocol in protocols if protocol in PACKAGES), None)
             hint = f"pip install {package}" if package else str(error)
@@ -71,25 +87,27 @@ class UrlBackend(Storage):
                 )
             ) from error
         except self._errors as error:
-            raise StorageError(f"{self._url} cannot be opened: {_words(error)}") from error
+            raise StorageError(f"{self._url} cannot be opened: {words(error)}") from error
         return fs, str(base).rstrip("/")
 
     @property
     def root(self) -> str:
         return self._url
 
-    def handle(self) -> SourceHandle:
+    def handle(self) -> BackendHandle:
+        if self._access is not None:  # a handle is plain text, and credentials do not belong into one
+            return super().handle()
         return SourceHandle(kind="url", root=self._url)
 
     def survey(self) -> Listing:
         """Every file below the URL, by one listing of the storage."""
         try:
             self._fs.invalidate_cache()
-            if self._protocol in _WEB:  # `find` takes a server that does not answer for an empty folder
+            if self._protocol in WEB:  # `find` takes a server that does not answer for an empty folder
                 self._fs.ls(self._base, detail=False)
             found = self._fs.find(self._base, detail=True)
         except self._errors as error:
-            raise StorageError(f"{self._url} cannot be listed: {_words(error)}") from error
+            raise StorageError(f"{self._url} cannot be listed: {words(error)}") from error
         files: dict[str, FileStat] = {}
         left_out: list[LeftOut] = []
         for name, info in found.items():
@@ -100,6 +118,41 @@ class UrlBackend(Storage):
             else:
                 files[path] = self._facts(path, info)
         return Listing(dict(sorted(files.items())), tuple(left_out))
+
+    # -- for copies ---------------------------------------------------------------------------------------------------
+
+    @property
+    def protocol(self) -> str:
+        return self._protocol
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What the storage's library raises."""
+        return self._errors
+
+    def remote_files(self) -> dict[str, RemoteFile]:
+        """Every file as the storage describes it, by its path. The URL may be that of one file. Raises `errors`."""
+        self._fs.invalidate_cache()
+        alone = self._base.rpartition("/")[2]
+        if self._protocol in WEB and is_single_file(alone):
+            self._alone = unquote(alone)
+            return {self._alone: remote_file(self._protocol, self._fs.info(self._full(self._alone)))}
+        if self._protocol in WEB:
+            self._fs.ls(self._base, detail=False)
+        found = self._fs.find(self._base, detail=True)
+        if [*found] == [self._base]:
+            self._alone = alone
+            return {alone: remote_file(self._protocol, found[self._base])}
+        paths = {name: path for name in found if (path := self._relative(name)) is not None and not why_unlisted(path)}
+        if self._protocol in WEB:  # a page of links tells no sizes
+            with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+                found = dict(zip(paths, pool.map(self._fs.info, paths), strict=True))
+        return {path: remote_file(self._protocol, found[name]) for name, path in sorted(paths.items())}
+
+    def ranges(self, path: str, remote: RemoteFile) -> UrlRanges:
+        return UrlRanges(self._fs, self._full(path), self._protocol, remote)
+
+    # -----------------------------------------------------------------------------------------------------------------
 
     def stat(self, path: str) -> FileStat:
         with self._reading(path):
@@ -116,7 +169,7 @@ class UrlBackend(Storage):
             return memoryview(self._fs.cat_file(self._full(path)))
 
     def open(self, path: str) -> BinaryIO:
-        if self._protocol in _WEB:  # many web servers cannot begin in the middle, or do not say how long a file is
+        if self._protocol in WEB:  # many web servers cannot begin in the middle, or do not say how long a file is
             return stream_over(self.read(path))
         with self._reading(path):
             file = self._fs.open(self._full(path), "rb")
@@ -129,15 +182,18 @@ class UrlBackend(Storage):
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, KeyError) as error:  # KeyError: archives
             if isinstance(error.__cause__, self._errors) and not _says_missing(error.__cause__):
                 # fsspec also calls a file missing when its server does not answer.
-                raise UnreadableMediaError(path, _words(error.__cause__)) from error
+                raise UnreadableMediaError(path, words(error.__cause__)) from error
             raise MissingFileError(f"{path} does not exist in {self._url}") from error
         except self._errors as error:
-            raise UnreadableMediaError(path, _words(error)) from error
+            raise UnreadableMediaError(path, words(error)) from error
 
     def _full(self, path: str) -> str:
         name = checked(path, self._url)
+        if name == self._alone:
+            signature = None if self._access is None else self._access.signature
+            return self._base if signature is None else f"{self._base}?{signature}"
         # On the web a `?`, `#` or `%` in a file's name would mean something else.
-        name = quote(name) if self._protocol in _WEB else name
+        name = quote(name) if self._protocol in WEB else name
         return f"{self._base}/{name}" if self._base else name
 
     def _relative(self, name: str) -> str | None:
@@ -145,7 +201,7 @@ class UrlBackend(Storage):
         if not name.startswith(base):
             return None
         path = name[len(base) :]
-        return unquote(path) if self._protocol in _WEB else path
+        return unquote(path) if self._protocol in WEB else path
 
     def _facts(self, path: str, info: dict[str, Any]) -> FileStat:
         size = info.get("size")
@@ -154,7 +210,12 @@ class UrlBackend(Storage):
         return FileStat(size=int(size), modified_ns=_modified_ns(info))
 
 
-BACKEND: Final = DatasetBackend("url", open=lambda opening: UrlBackend(opening.dataset.path))
+BACKEND: Final = DatasetBackend("url", open=lambda opening: UrlBackend(opening.dataset.path, opening.dataset.storage))
+
+
+def is_single_file(name: str) -> bool:
+    """Whether a name is that of a table or an archive, not of a folder."""
+    return PurePosixPath(name).suffix.lower() in _SINGLE_FILES
 
 
 class _Remote(io.RawIOBase):
@@ -174,7 +235,7 @@ class _Remote(io.RawIOBase):
         try:
             data = self._file.read(len(target))
         except self._errors as error:
-            raise OSError(_words(error)) from error
+            raise OSError(words(error)) from error
         target[: len(data)] = data
         return len(data)
 
@@ -199,20 +260,13 @@ def _refuse_local(url: str, protocols: Sequence[str]) -> None:
         raise StorageError(
             told(url, found="a folder of this machine", expected="storage elsewhere", hint="type: local, with its path")
         )
-    if protocols[0] in _WEB and ("?" in url or "#" in url):
-        raise StorageError(
-            told(url, found="a web address with ? or #", expected="a folder's address", hint="leave out the rest")
-        )
+    if protocols[0] in WEB and ("?" in url or "#" in url):
+        raise _with_query(url)
 
 
-def _error_types() -> tuple[type[Exception], ...]:
-    found: list[type[Exception]] = [OSError]
-    for module, name in _LIBRARY_ERRORS:
-        try:
-            found.append(vars(import_module(module))[name])
-        except ImportError:
-            continue
-    return tuple(found)
+def _with_query(url: str) -> StorageError:
+    found, expected = "a web address with ? or #", "a folder's address, or that of one archive or table"
+    return StorageError(told(redact(url), found=found, expected=expected, hint="leave out the rest"))
 
 
 def _modified_ns(info: dict[str, Any]) -> int:
@@ -232,8 +286,4 @@ def _modified_ns(info: dict[str, Any]) -> int:
 
 
 def _says_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError) or getattr(error, "status", None) in (404, 410)  # those of the web
-
-
-def _words(error: Exception) -> str:
-    return f"{error}" or type(error).__name__
+    return isinstance(error, FileNotFoundError) or status_of(error) in (404, 410)

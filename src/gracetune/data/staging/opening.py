@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from gracetune.config.dataset_config import Dataset
+from gracetune.config.dataset_config import Dataset, StorageAccess
 from gracetune.data.backends.in_memory import InMemoryBackend, attach, fetch_staged
 from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.record import DatasetBackend, Opening
@@ -39,7 +39,7 @@ def stager_for(
     """How a dataset of type `in_memory` is staged."""
     options = dataset.in_memory
     return Stager(
-        source=plain_backend(dataset.path),
+        source=plain_backend(dataset.path, dataset.storage),
         selection=selection or selection_for(dataset),
         options=StagingOptions(
             dataset=dataset.id,
@@ -52,6 +52,6 @@ def stager_for(
     )
 
 
-def plain_backend(root: str) -> LocalBackend | UrlBackend:
+def plain_backend(root: str, access: StorageAccess | None = None) -> LocalBackend | UrlBackend:
     """A folder or URL, read from where it lies."""
-    return UrlBackend(root) if "://" in root else LocalBackend(root)
+    return UrlBackend(root, access) if "://" in root else LocalBackend(root)

@@ -12,6 +12,7 @@ from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import apply, check
 from gracetune.config.dialects.values import as_number, whole
 from gracetune.config.spelling import misspelt
+from gracetune.config.url_credentials import split_address
 
 UPSTREAM_RESOLUTION = 512
 STORAGES = ("local", "in_memory")
@@ -175,6 +176,7 @@ def _resolutions(block: PeerBlock) -> list[tuple[Any, str]]:
 def _id(block: PeerBlock, resolution: Any, taken: set[str]) -> str:
     """Folder name and resolution: the same in every run of the same file, and unlike all others in it."""
     folder = block.get("dataset_path") or block.get("folder_path")
+    folder = split_address(folder)[0] if isinstance(folder, str) else folder
     name = PurePosixPath(folder.replace("\\", "/")).name.removesuffix(".json") if isinstance(folder, str) else ""
     stem = f"{name or 'dataset'}-{resolution}" if isinstance(resolution, int | float) else name or "dataset"
     found, copy = stem, 2

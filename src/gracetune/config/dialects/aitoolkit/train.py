@@ -317,12 +317,26 @@ def _save_format(block: PeerBlock, job: AiToolkitJob) -> None:
         block.list_unused(HARMLESS, "save_format")  # upstream writes an adapter the same way under both names
 
 
+def _push(block: PeerBlock, job: AiToolkitJob) -> None:
+    """ai-toolkit uploads the run's folder when it is done; its default is a public repository."""
+    if not block.flag("push_to_hub", False):
+        block.list_unused(HARMLESS, *(name for name in ("hf_repo_id", "hf_private") if block.get(name)))
+        return
+    push = ("checkpoints", "push_to_hub")
+    if not block.get("hf_repo_id"):
+        block.problem("hf_repo_id", "the repository to upload to: push_to_hub is true", "add `hf_repo_id: owner/name`")
+        return
+    block.put("hf_repo_id", (*push, "repo_id"))
+    block.put("hf_private", (*push, "private"))
+    block.default((*push, "private"), False)
+
+
 SAVE = section(
     Key("dtype", ("checkpoints", "save_dtype"), precision),
     Key("max_step_saves_to_keep", ("checkpoints", "keep_last"), as_number),
     KeyRule(_save_every, "save_every"),
     KeyRule(_save_format, "save_format"),
-    *noted(HARMLESS, "push_to_hub hf_repo_id hf_private", IsFalse()),
+    KeyRule(_push, "push_to_hub hf_repo_id hf_private"),
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,12 @@ from gracetune.config.dialects.simpletuner.dataset_keys import (
     ROWS,
     UNUSED,
     VIDEO,
+)
+from gracetune.config.dialects.simpletuner.dataset_sources import (
+    read_addresses,
+    read_bucket,
+    read_hub,
+    read_shards,
 )
 from gracetune.config.dialects.simpletuner.model import is_image_to_video
 from gracetune.config.dialects.table import (
@@ -59,13 +65,7 @@ class Setting:
         return entry if "type" in entry or self.backend is None else self.backend
 
 
-_STORAGE = ("local", "in_memory", "csv")
-_REMOTE = {
-    "huggingface": "download it (hf download --repo-type dataset NAME), then use type local and instance_data_dir",
-    "webshart": "download it, then use type local and instance_data_dir",
-    "aws": "copy the bucket to a folder, then use type local and instance_data_dir",
-    "memory": "write `in_memory`",
-}
+_STORAGE = ("local", "in_memory", "huggingface", "aws", "csv", "webshart", "url")
 
 
 def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
@@ -74,7 +74,7 @@ def is_reachable(entry: PeerBlock, setting: Setting) -> bool:
     storage = source.get("type")
     if storage is None or storage in _STORAGE:
         return True
-    hint = _REMOTE.get(str(storage)) or misspelt(storage, _STORAGE, "choose one of them")
+    hint = "write `in_memory`" if storage == "memory" else misspelt(storage, _STORAGE, "choose one of them")
     source.problem("type", f"storage we read: {', '.join(_STORAGE)}", hint)
     return False
 
@@ -101,8 +101,10 @@ def _sizes(entry: PeerBlock, setting: Setting) -> None:
 
 def _place(entry: PeerBlock, setting: Setting) -> None:
     here, source = setting.here, setting.storage(entry)
-    if source.get("type") == "csv":
-        _csv(entry, setting)
+    storage = source.take("type")
+    if storage in _REMOTE:
+        source.assign((*here, "type"), "local", "type")
+        _REMOTE[storage](entry, setting.kind, here)
         return
     folder = "instance_data_dir" if "instance_data_dir" in entry else "instance_data_root"
     entry.put(folder, (*here, "path"), _only_folder)
@@ -113,24 +115,16 @@ def _place(entry: PeerBlock, setting: Setting) -> None:
                             'add "instance_data_dir": "/path/to/images"')  # fmt: skip
 
 
+_REMOTE: dict[str, Callable[[PeerBlock, str, Path], None]] = {
+    "huggingface": read_hub,
+    "aws": lambda entry, kind, here: read_bucket(entry, here),
+    "csv": lambda entry, kind, here: read_addresses(entry, here),
+    "webshart": lambda entry, kind, here: read_shards(entry, here),
+}
+
+
 def _only_folder(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
-
-
-def _csv(entry: PeerBlock, setting: Setting) -> None:
-    here, draft = setting.here, entry.draft
-    setting.storage(entry).assign((*here, "type"), "url", "type")
-    entry.put("csv_cache_dir", (*here, "path"))
-    if "csv_cache_dir" not in entry:
-        draft.missing((*here, "path"), entry.key("csv_cache_dir"), "a folder for what is downloaded",
-                      'add "csv_cache_dir": "cache/csv"')  # fmt: skip
-    table = (*here, "captions", "table")
-    entry.put("csv_file", (*table, "path"))
-    if "csv_file" not in entry:
-        draft.missing((*table, "path"), entry.key("csv_file"), "a CSV file of addresses", 'add "csv_file"')
-    entry.put("csv_url_column", (*table, "filename_column"))
-    entry.put("csv_caption_column", (*table, "caption_column"))
-    entry.default((*here, "captions", "strategy"), "csv")
 
 
 def _in_memory(entry: PeerBlock, setting: Setting) -> None:
@@ -317,7 +311,12 @@ ENTRY: KeyTable[Setting] = KeyTable(
     KeyRule(
         _place,
         "type instance_data_dir instance_data_root in_memory",
+        "dataset_name split revision image_column video_column audio_column caption_column fallback_caption_column",
+        "huggingface filter_func cache_dir",
+        "aws_bucket_name aws_data_prefix aws_region_name aws_endpoint_url aws_access_key_id aws_secret_access_key",
+        "aws_session_token",
         "csv_file csv_cache_dir csv_caption_column csv_url_column",
+        "source subfolder metadata hf_token webshart",
     ),
     KeyRule(_crop, "crop_aspect_buckets"),
     KeyRule(_captions, "only_instance_prompt caption_strategy instance_prompt"),

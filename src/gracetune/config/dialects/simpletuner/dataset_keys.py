@@ -69,15 +69,13 @@ _KEPT_OTHERWISE = """
     bucket_strategy
 """
 _OTHER_STORAGE = """
-    dataset_name dataset_config data_files split revision image_column video_column audio_column huggingface cache_dir
-    streaming num_proc auto_load aws aws_bucket_name aws_data_prefix aws_region_name aws_endpoint_url aws_access_key_id
-    aws_secret_access_key aws_session_token aws_max_pool_connections webshart source metadata hf_token subfolder
-    shard_cache_gb parallel_downloads buffer_size max_file_size webshart_optimize_captions webshart_optimise_captions
+    dataset_config data_files streaming num_proc auto_load aws aws_max_pool_connections shard_cache_gb
+    parallel_downloads buffer_size max_file_size webshart_optimize_captions webshart_optimise_captions
     audio_min_duration_seconds audio_max_duration_seconds audio_channels audio_bucket_strategy audio_duration_interval
     audio_duration_interval_seconds audio_bucket_interval audio_truncation_mode truncation_mode audio_only
     target_resolution lyrics_extension lyrics_suffix lyrics_filename_format
 """
-"""Keys of storage we do not read, or written beside the block they belong in: without effect on a local folder."""
+"""Keys that decide about speed or storage alone, or are written beside the block they belong in."""
 NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
 
 _NOT_MADE = "conditioning images are not generated"
@@ -96,7 +94,6 @@ NOT_DONE = (
     refused("caption_filter_list", Off(), "captions are not filtered; edit them"),
     refused("shuffle", Off((True,)), "samples are always shuffled"),
     refused("distillation_type", Off(), "distillation is not implemented"),
-    refused("filter_func", Off(), "samples are not filtered by code"),
 )
 
 VIDEO: KeyTable[None] = KeyTable(

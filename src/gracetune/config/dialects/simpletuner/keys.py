@@ -85,8 +85,8 @@ PASSED_ON: KeyTable[str] = KeyTable(*read_elsewhere(_PASSED_ON))
 """Each dataset takes these where it does not say otherwise itself."""
 
 _SPEED_AND_STORAGE = """
-    push_to_hub publishing_config post_checkpoint_script post_upload_script push_checkpoints_to_hub
-    push_to_hub_background hub_model_id model_card_private model_card_safe_for_work model_card_note
+    publishing_config post_checkpoint_script post_upload_script push_to_hub_background
+    model_card_safe_for_work model_card_note
     model_card_base_model modelspec_comment
 
     custom_tracker tracker_image_layout logging_dir webhook_config webhook_reporting_interval print_filenames

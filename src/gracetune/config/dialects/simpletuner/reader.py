@@ -17,6 +17,7 @@ from gracetune.config.dialects.simpletuner.adapter import ADAPTER, LORA, LYCORIS
 from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
 from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, INHERITED, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.dataset_sources import COMPOSITE, FILTER, HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.datasets import BACKEND, EMBEDS, MIXING, read_datasets
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES
 from gracetune.config.dialects.simpletuner.files import line
@@ -74,8 +75,6 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
             decline(options, key)
     _list_unused(options, family, count)
     options.reading.note_unused()
-    if any(options.is_on(name) for name in ("push_to_hub", "push_checkpoints_to_hub")):
-        draft.note("nothing is uploaded: push the output folder yourself when the run is done")
 
 
 def _nothing_more_to_say(draft: Draft) -> None:
@@ -162,6 +161,8 @@ TABLES: Mapping[str, KeyTable[Any]] = {
     "lycoris_config.apply_preset.module_algo_map{}": PER_MODULE, "user_prompt_library{}": PROMPT,
     "validation_input[]": INPUT, "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,
     "datasets[].parquet": PARQUET, "datasets[].caption_shuffle": SHUFFLE, "datasets[].in_memory": gh200.IN_MEMORY,
+    "datasets[].huggingface": HUGGINGFACE, "datasets[].huggingface.filter_func": FILTER,
+    "datasets[].huggingface.composite_image_config": COMPOSITE, "datasets[].webshart": WEBSHART,
     **{f"datasets[] of {kind}": table for kind, table in EMBEDS.items()}, "data_backend": BACKEND,
     "cache_config": gh200.CACHE, "gh200_optimizations": gh200.OPTIMIZATIONS,
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
@@ -198,6 +199,28 @@ def _trackers(options: PeerBlock, family: str) -> None:
         options.note(f"{options.key('report_to')}: no tracker for {', '.join(others)}; tensorboard and wandb are")
 
 
+def _push(options: PeerBlock, family: str) -> None:
+    """SimpleTuner uploads the result, and with `push_checkpoints_to_hub` each checkpoint, to a private repository."""
+    if not options.switch("push_to_hub"):
+        return
+    push = ("checkpoints", "push_to_hub")
+    options.take("push_to_hub")
+    named = "hub_model_id" if options.get("hub_model_id") else "tracker_project_name"
+    name = options.get(named)
+    if not isinstance(name, str) or not name.strip():
+        options.problem("hub_model_id", "the repository to upload to: push_to_hub is true", "add it: owner/name")
+        return
+    options.assign((*push, "repo_id"), _repository(name), named)
+    options.put("model_card_private", (*push, "private"), as_flag)
+    options.put("push_checkpoints_to_hub", (*push, "every_checkpoint"), as_flag)
+
+
+def _repository(name: str) -> str:
+    """People paste the repository's address."""
+    plain = re.sub(r"^(https?://)?(www\.)?(huggingface\.co|hf\.co)/", "", name.strip())
+    return re.split(r"[?#]", plain)[0].strip("/")
+
+
 TRAINING: KeyTable[str] = KeyTable(
     Key("train_batch_size", ("training", "batch_size"), as_number, default=4),
     Key("gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), as_number),
@@ -237,5 +260,6 @@ TRAINING: KeyTable[str] = KeyTable(
         "flow_beta_schedule_beta flow_schedule_shift flow_schedule_auto_shift",
     ),
     KeyRule(_trackers, "report_to"),
+    KeyRule(_push, "push_to_hub push_checkpoints_to_hub hub_model_id model_card_private"),
 )
 """A default is SimpleTuner's, where it differs from ours and changes what is learnt."""

@@ -1,0 +1,38 @@
+"""What goes wrong while a copy is planned or made. Each message says what was found, expected, and what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from gracetune.data.errors import DataError
+from gracetune.errors import Problem
+from gracetune.storage.os_errors import problem_of
+
+_GO_ON: Final = "then start again: it goes on"
+
+
+class CopyError(DataError):
+    """A copy cannot be made as it was asked for. What is on the disk already stays for the next start."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
+
+    @classmethod
+    def of(cls, dataset: str, *, found: str, expected: str, hint: str) -> CopyError:
+        return cls(Problem(f"dataset {dataset}", found, expected, hint))
+
+    @classmethod
+    def of_disk(cls, dataset: str, folder: Path, error: OSError) -> CopyError:
+        """This machine's disk does not take the copy."""
+        elsewhere = "--set 'datasets[N].local_copy.folder=FOLDER'"
+        return cls(problem_of(error, f"dataset {dataset}", folder, elsewhere=elsewhere, then=_GO_ON))
+
+
+class DamagedPartError(Exception):
+    """A table or an archive cannot be read to its end. Whoever unpacks it says of which dataset it is."""
+
+    def __init__(self, part: str, reason: str) -> None:
+        self.part, self.reason = part, reason
+        super().__init__(f"{part}: {reason}")

@@ -1,0 +1,154 @@
+"""The copies of a run: planned, made, and put in the place of the addresses a config names."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from gracetune.config.dataset_config import Dataset, LocalCopy
+from gracetune.config.run_config import RunConfig
+from gracetune.data.copies.errors import CopyError
+from gracetune.data.copies.folder import CopyFolder, Manifest
+from gracetune.data.copies.making import MadeCopy, OnFetched, make_copy
+from gracetune.data.copies.plan import CopyPlan, plan_copy
+from gracetune.hub.access import HubAccess
+from gracetune.storage.transfer import Patience, is_of_this_disk
+from gracetune.units import format_bytes, format_duration
+
+Say = Callable[[str], None]
+
+
+class Copies:
+    """Datasets that are read from a copy. Those that only differ in what is done with the files share one."""
+
+    def __init__(self, config: RunConfig, hub: HubAccess) -> None:
+        self._config, self._hub = config, hub
+        caches = config.cache.cache_dir or str(Path(config.output_dir) / "cache")
+        self._folder = Path(caches).expanduser() / "downloads"
+
+    def wanted(self) -> Iterator[tuple[Dataset, LocalCopy, CopyFolder]]:
+        """Each copy once, with the first dataset that needs it."""
+        seen: set[Path] = set()
+        for dataset in self._config.datasets:
+            if dataset.disabled or not dataset.has_local_copy:
+                continue
+            options, folder = self._of(dataset)
+            if folder.root not in seen:
+                seen.add(folder.root)
+                yield dataset, options, folder
+
+    def complete(self) -> Iterator[tuple[Dataset, Manifest]]:
+        """Datasets whose copy is there."""
+        for dataset in self._config.datasets:
+            if not dataset.disabled and dataset.has_local_copy:
+                folder = self._of(dataset)[1]
+                manifest = folder.manifest() if folder.is_complete() else None
+                if manifest is not None:
+                    yield dataset, manifest
+
+    def plans(self) -> list[CopyPlan]:
+        """Of the copies that are not complete. The storages are asked for their listings; nothing is fetched."""
+        found = [self._plan(dataset, options, folder) for dataset, options, folder in self.wanted()]
+        return [plan for plan in found if plan is not None]
+
+    def check(self, plans: list[CopyPlan], memory_free: int | None = None) -> None:
+        """Refuse what does not fit. Copies on one disk share what is free of it."""
+        taken: dict[int, int] = {}
+        for plan in plans:
+            device = _device(plan.folder.root)
+            spoken_for = taken.get(device, 0)
+            plan.check(memory_free, spoken_for=spoken_for)
+            taken[device] = spoken_for + plan.disk_needed
+
+    def make(
+        self,
+        *,
+        say: Say = lambda text: None,
+        warn: Say = lambda text: None,
+        on_fetched: Callable[[str], OnFetched] = lambda name: lambda done, total: None,
+        patience: Patience = Patience(),  # noqa: B008 - frozen
+        announced: bool = False,
+    ) -> None:
+        """Everything that is missing. Of several processes one makes a copy, the others wait for it. `announced`: what
+        it takes has been said already."""
+        for dataset, options, folder in self.wanted():
+            if self._plan_if_needed(dataset, folder):
+                announce: Say = _nothing if announced else say
+                self._make(dataset, options, folder, say, warn, on_fetched(dataset.id), patience, announce)
+            else:
+                manifest = folder.manifest()
+                if manifest is not None:
+                    at = f" at {manifest.revision[:12]}" if manifest.revision else ""
+                    say(f"dataset {dataset.id}: the copy of {manifest.source}{at} in {folder.root}")
+
+    def localized(self) -> RunConfig:
+        """The config with folders in the place of addresses. CopyError where a copy is missing or incomplete."""
+        datasets = []
+        for dataset in self._config.datasets:
+            if dataset.disabled or not dataset.has_local_copy:
+                datasets.append(dataset)
+                continue
+            _, folder = self._of(dataset)
+            if not folder.is_complete():
+                found = f"no complete copy of {dataset.path} in {folder.root}"
+                hint = "gracetune data show CONFIG --download, or start the run: both download it"
+                raise CopyError.of(dataset.id, found=found, expected="data on this machine", hint=hint)
+            datasets.append(dataset.model_copy(update={"path": str(folder.data), "local_copy": None, "storage": None}))
+        return self._config.model_copy(update={"datasets": tuple(datasets)})
+
+    def _of(self, dataset: Dataset) -> tuple[LocalCopy, CopyFolder]:
+        options = dataset.local_copy or LocalCopy()
+        parent = self._folder if options.folder is None else Path(options.folder).expanduser()
+        return options, CopyFolder.of(dataset, options, parent)
+
+    def _plan_if_needed(self, dataset: Dataset, folder: CopyFolder) -> bool:
+        """A complete copy is used as it is, without asking the storage. A folder of this machine may have changed."""
+        return "://" not in dataset.path or not folder.is_complete()
+
+    def _plan(self, dataset: Dataset, options: LocalCopy, folder: CopyFolder) -> CopyPlan | None:
+        if not self._plan_if_needed(dataset, folder):
+            return None
+        plan = plan_copy(dataset, options, folder, self._hub)
+        return plan if plan.missing or not folder.is_complete() else None
+
+    def _make(
+        self, dataset: Dataset, options: LocalCopy, folder: CopyFolder, say: Say, warn: Say, on_fetched: OnFetched,
+        patience: Patience, announce: Say,
+    ) -> None:  # fmt: skip
+        with _explained(dataset, folder), folder.locked(say):
+            plan = self._plan(dataset, options, folder)  # anew: another process may have made it meanwhile
+            if plan is None:
+                return
+            plan.check()
+            for line in plan.lines():
+                announce(line)
+            began = time.monotonic()
+            made: MadeCopy = make_copy(plan, on_fetched=on_fetched, patience=patience)
+        took = time.monotonic() - began
+        size = f"{made.manifest.files} files, {format_bytes(made.manifest.bytes)}"
+        say(f"dataset {dataset.id}: {size} in {folder.root}, in {format_duration(took)}")
+        for note in made.notes:
+            warn(note)
+
+
+@contextmanager
+def _explained(dataset: Dataset, folder: CopyFolder) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if not is_of_this_disk(error):
+            raise
+        raise CopyError.of_disk(dataset.id, folder.root, error) from error
+
+
+def _nothing(text: str) -> None:
+    """Nobody hears it."""
+
+
+def _device(folder: Path) -> int:
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return place.stat().st_dev

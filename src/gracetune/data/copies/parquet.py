@@ -1,0 +1,128 @@
+"""Media in the rows of Parquet files: one file for each row, the other columns beside it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gracetune.config.dataset_config import RowFilter
+from gracetune.config.spelling import nearest
+from gracetune.data.copies.errors import CopyError, DamagedPartError
+from gracetune.data.copies.rows import FILTERED, PartWriter, media_bytes, passes
+from gracetune.errors import Problem
+from gracetune.units import MIB
+
+_ROWS_AT_ONCE = 256
+_BYTES_AT_ONCE = 64 * MIB
+"""Of one batch: a row may hold a video."""
+
+
+@dataclass(frozen=True)
+class ParquetFacts:
+    """What the end of a file says about it."""
+
+    rows: int
+    columns: Mapping[str, str]
+    """Name -> type, in words."""
+    media: tuple[str, ...]
+    """Columns that can hold files."""
+    largest_group: int
+    """Bytes of the largest row group: what has to be in memory at once."""
+
+
+def read_facts(file: BinaryIO, name: str) -> ParquetFacts:
+    parquet, arrow = _libraries(name)
+    with _readable(name, arrow):
+        found = parquet.ParquetFile(file)
+        schema, metadata = found.schema_arrow, found.metadata
+        groups = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    return ParquetFacts(
+        rows=metadata.num_rows,
+        columns={field.name: str(field.type) for field in schema},
+        media=tuple(field.name for field in schema if _holds_files(field.type, arrow)),
+        largest_group=max(groups, default=0),
+    )
+
+
+def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Collection[str], name: str) -> None:
+    """That the columns a config names are there, and that the media's can hold files."""
+    if media not in facts.columns:
+        near = nearest(media, [*facts.columns]) or next(iter(facts.media), None)
+        hint = f"--set 'datasets[N].local_copy.media_column={near}'" if near else "name the column of the media"
+        found = f"no column `{media}` in {name}; it has {', '.join(facts.columns)}"
+        raise CopyError.of(dataset, found=found, expected="a column with the files' bytes", hint=hint)
+    if media not in facts.media:
+        found = f"column `{media}` of {name} holds {facts.columns[media]}"
+        hint = f"name one of {', '.join(facts.media)}" if facts.media else "for a column of addresses: format: urls"
+        raise CopyError.of(dataset, found=found, expected="files' bytes", hint=hint)
+    for column in others:
+        if column not in facts.columns and column.partition(".")[0] not in facts.columns:
+            near = nearest(column, [*facts.columns])
+            hint = f"write `{near}`" if near else "name one of them in captions.table or local_copy.filter"
+            found = f"no column `{column}` in {name}; it has {', '.join(facts.columns)}"
+            raise CopyError.of(dataset, found=found, expected="a column of the dataset", hint=hint)
+
+
+def unpack_parquet(
+    path: Path, name: str, writer: PartWriter, *, media: str, filters: Sequence[RowFilter], rows: range | None
+) -> None:
+    """`rows` are the numbers of those that are wanted; None means all."""
+    parquet, arrow = _libraries(name)
+    with _readable(name, arrow):
+        file = parquet.ParquetFile(path, memory_map=True)
+        schema = file.schema_arrow
+        if media not in schema.names:
+            raise DamagedPartError(name, f"no column `{media}`, which others have; it has {', '.join(schema.names)}")
+        kept = [field.name for field in schema if field.name == media or not _holds_files(field.type, arrow)]
+        number = 0
+        for batch in file.iter_batches(batch_size=_at_once(path.stat().st_size, file.metadata.num_rows), columns=kept):
+            for row in batch.to_pylist():
+                if rows is None or number in rows:
+                    _unpack_row(row, number, writer, media, filters)
+                number += 1
+            if rows is not None and number >= rows.stop:
+                return
+
+
+def _at_once(size: int, rows: int) -> int:
+    return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * max(1, rows) // max(1, size)))
+
+
+def _unpack_row(row: dict[str, Any], number: int, writer: PartWriter, media: str, filters: Sequence[RowFilter]) -> None:
+    if not passes(row, filters):
+        writer.leave_out(FILTERED)
+        return
+    cell = row.pop(media)
+    data = media_bytes(cell)
+    if isinstance(data, str):
+        writer.leave_out(f"{data} in column `{media}`")
+        return
+    called = cell.get("path") if isinstance(cell, Mapping) else None
+    writer.add(f"{number:07d}", data, row, called if isinstance(called, str) else None)
+
+
+def _holds_files(kind: Any, arrow: Any) -> bool:
+    types = arrow.types
+    if types.is_struct(kind):
+        return any(field.name == "bytes" and _holds_files(field.type, arrow) for field in kind)
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_binary_view(kind))
+
+
+def _libraries(name: str) -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
+    except ImportError as error:
+        found, expected = "a Parquet file, and pyarrow is not installed", "the library that reads it"
+        raise CopyError(Problem(name, found, expected, "pip install 'gracetune[cloud]'")) from error
+
+
+@contextmanager
+def _readable(name: str, arrow: Any) -> Iterator[None]:
+    try:
+        yield
+    except arrow.ArrowException as error:
+        raise DamagedPartError(name, f"a damaged Parquet file: {str(error).splitlines()[0]}") from error

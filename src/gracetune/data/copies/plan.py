@@ -1,0 +1,191 @@
+"""What making a copy takes of the network, the disk and memory: known before anything is downloaded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import xxhash
+
+from gracetune.config.dataset_config import Dataset, LocalCopy
+from gracetune.data.copies.errors import CopyError
+from gracetune.data.copies.folder import CopyFolder
+from gracetune.data.copies.layout import Layout, Part, kind_for, lay_out, media_column, with_rows
+from gracetune.data.copies.parquet import ParquetFacts, check_columns, read_facts
+from gracetune.data.copies.rows import METADATA
+from gracetune.data.copies.sources import CopySource, open_file, open_source
+from gracetune.data.media import kind_of
+from gracetune.data.words import counted
+from gracetune.hub.access import HubAccess
+from gracetune.storage.transfer import begun
+from gracetune.units import MIB, format_bytes
+
+RESERVE = 64 * MIB
+"""Of the disk: never planned for."""
+UNPACKED_AT_ONCE = 2
+_TILE_GROWTH = 4
+"""A picture that is cut is stored as PNG, which is larger than JPEG."""
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    dataset: Dataset
+    options: LocalCopy
+    folder: CopyFolder
+    source: CopySource
+    index: CopySource | None
+    """Of the archives' index files, where they are elsewhere."""
+    layout: Layout
+    missing: tuple[Part, ...]
+    """Parts that are not in the copy yet."""
+    to_fetch: int
+    """Bytes that come over the network."""
+    disk_needed: int
+    disk_free: int | None
+    memory_needed: int
+    """To unpack tables; what staging takes is not part of it."""
+    samples: int | None
+    """About how many; None where only unpacking tells."""
+
+    @property
+    def staged(self) -> int:
+        """Bytes of main memory, for a dataset that is staged."""
+        return self.layout.size if self.dataset.type == "in_memory" else 0
+
+    def lines(self) -> list[str]:
+        """For people: what is fetched, where it goes, and what is left there."""
+        at = f" at {self.source.revision[:12]}" if self.source.revision else ""
+        about = "" if self.samples is None else f", about {counted(self.samples, 'sample')}"
+        free = "" if self.disk_free is None else f", {format_bytes(self.disk_free)} free"
+        what = f"{counted(len(self.layout.parts), 'file')} of {format_bytes(self.layout.size)}{about}"
+        needs = f"{format_bytes(self.to_fetch)} to download, {format_bytes(self.disk_needed)} of disk in "
+        told = [
+            f"dataset {self.dataset.id}: {self.source.address}{at}: {what} ({self.layout.format})",
+            f"{needs}{self.folder.root}{free}",
+        ]
+        if self.memory_needed:
+            told.append(f"{format_bytes(self.memory_needed)} of main memory to unpack it")
+        if self.staged:
+            told.append(f"about {format_bytes(self.staged)} of main memory to keep it in (in_memory)")
+        return told
+
+    def check(self, memory_free: int | None = None, *, spoken_for: int = 0) -> None:
+        """Refuse what cannot fit, before anything is fetched. Other copies will take `spoken_for` of the same disk."""
+        name, root = self.dataset.id, self.folder.root
+        if self.disk_free is not None and self.disk_needed + spoken_for + RESERVE > self.disk_free:
+            others = f" beside {format_bytes(spoken_for)} of other datasets" if spoken_for else ""
+            free = format_bytes(self.disk_free)
+            found = f"{format_bytes(self.disk_needed)} to store in {root}{others}, where {free} is free"
+            hint = "choose a larger disk: --set 'datasets[N].local_copy.folder=FOLDER'; or a part: local_copy.split"
+            raise CopyError.of(name, found=found, expected="a disk that holds the copy", hint=hint)
+        needed = max(self.memory_needed, self.staged)
+        if memory_free is not None and needed > memory_free:
+            found = f"{format_bytes(needed)} of main memory, where {format_bytes(memory_free)} is free"
+            hint = "type: local instead of in_memory, or a part of it: local_copy.split"
+            raise CopyError.of(name, found=found, expected="memory that holds it", hint=hint)
+
+
+def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: HubAccess) -> CopyPlan:
+    """Asks the storage for its listing, and for the end of one table; nothing else is transferred."""
+    before = folder.manifest()
+    source = open_source(dataset, hub, revision=None if before is None else before.revision)
+    layout = lay_out(dataset, options, source)
+    facts: ParquetFacts | None = None
+    if layout.format == "parquet":
+        layout, facts = _look_into(dataset, options, source, layout)
+    missing = tuple(_missing(folder, layout))
+    fetch = [part for part in missing if source.cached(part.path) is None]
+    incoming = {part.path: begun(part_file(folder, part), part.remote) for part in fetch}
+    to_fetch = sum((part.remote.size or 0) - incoming[part.path] for part in fetch)
+    return CopyPlan(
+        dataset, options, folder, source, _index_source(dataset, options, hub), layout, missing,
+        to_fetch=to_fetch,
+        disk_needed=_disk_needed(layout, missing, options) - sum(incoming.values()),
+        disk_free=_free(folder.root),
+        memory_needed=0 if facts is None else facts.largest_group * UNPACKED_AT_ONCE,
+        samples=_samples(dataset, layout, facts),
+    )  # fmt: skip
+
+
+def _index_source(dataset: Dataset, options: LocalCopy, hub: HubAccess) -> CopySource | None:
+    if options.index is None:
+        return None
+    source = open_source(dataset.model_copy(update={"path": options.index}), hub)
+    if not any(path.endswith(".json") for path in source.files()):
+        found = f"no .json file in {options.index}"
+        raise CopyError.of(
+            dataset.id, found=found, expected="index files of the archives", hint="check local_copy.index"
+        )
+    return source
+
+
+def part_file(folder: CopyFolder, part: Part) -> Path:
+    """Where a part is until it is complete."""
+    readable = part.path.rpartition("/")[2].encode()[-80:].decode(errors="ignore")
+    return folder.incoming / f"{xxhash.xxh3_64_hexdigest(part.path.encode())}-{readable}.part"
+
+
+def wanted_columns(dataset: Dataset, options: LocalCopy) -> list[str]:
+    """Columns that the config names, apart from the media's."""
+    table = dataset.captions.table if dataset.captions.strategy == "jsonl" else None
+    named: list[str | None] = [one.column for one in options.filter]
+    if table is not None and table.path == METADATA:
+        captions = table.caption_column if isinstance(table.caption_column, tuple) else (table.caption_column,)
+        named += [*captions, table.fallback_caption_column, table.width_column, table.height_column]
+    return [name for name in named if name is not None]
+
+
+def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout: Layout) -> tuple[Layout, ParquetFacts]:
+    """The columns, by the first table; the rows of all of them only where a part of a split is wanted."""
+    first = layout.parts[0].path
+
+    def facts_of(path: str) -> ParquetFacts:
+        with source.explained(), open_file(source, path) as file:
+            return read_facts(file, path)
+
+    facts = facts_of(first)
+    check_columns(dataset.id, facts, media_column(dataset, options), wanted_columns(dataset, options), first)
+    if layout.slices:
+        counts = {part.path: facts_of(part.path).rows for part in layout.parts}
+        layout = with_rows(layout, counts)
+        facts = replace(facts, rows=counts[first])
+    return layout, facts
+
+
+def _missing(folder: CopyFolder, layout: Layout) -> Iterator[Part]:
+    finished = folder.finished()
+    for part in (*layout.beside, *layout.parts):
+        one = finished.get(part.path)
+        if one is None or not one.is_of(part) or not folder.is_there(one):
+            yield part
+
+
+def _disk_needed(layout: Layout, missing: tuple[Part, ...], options: LocalCopy) -> int:
+    sizes = sorted((part.remote.size or 0 for part in missing), reverse=True)
+    growth = _TILE_GROWTH if options.tile is not None else 1
+    if layout.format == "files":
+        return sum(sizes) * growth
+    return sum(sizes) * growth + sum(sizes[:UNPACKED_AT_ONCE])
+
+
+def _samples(dataset: Dataset, layout: Layout, facts: ParquetFacts | None) -> int | None:
+    if layout.format == "files":
+        return sum(kind_of(part.path) == kind_for(dataset) for part in layout.parts)
+    if facts is None:
+        return None
+    if all(part.rows is not None for part in layout.parts):
+        return sum(len(part.rows or ()) for part in layout.parts)
+    first = layout.parts[0].remote.size or 1
+    return round(facts.rows * sum(part.remote.size or 0 for part in layout.parts) / first)
+
+
+def _free(folder: Path) -> int | None:
+    place = folder.absolute()
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    try:
+        return shutil.disk_usage(place).free
+    except OSError:
+        return None

@@ -1,0 +1,71 @@
+"""What a run uploads to the hub, and when: each checkpoint's weights where asked for, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from gracetune.config.environment import Environment
+from gracetune.config.families import find_flavour, flavours
+from gracetune.config.run_config import RunConfig
+from gracetune.hub.access import HubAccess
+from gracetune.hub.upload import HubUploads
+from gracetune.train.output import RunFolder
+from gracetune.train.view import View
+
+
+class Publishing:
+    """Does nothing unless `checkpoints.push_to_hub` is set; rank 0 alone uploads."""
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, environment: Environment, view: View, *, main: bool
+    ) -> None:
+        asked = config.checkpoints.push_to_hub
+        self._every = asked is not None and asked.every_checkpoint
+        self._uploads: HubUploads | None = None
+        if asked is not None and main:
+            self._uploads = HubUploads(
+                asked.repo_id, folder.path, HubAccess.of(environment), private=asked.private, card=model_card(config),
+                say=view.say, warn=view.warn,
+            )  # fmt: skip
+
+    def begin(self) -> None:
+        if self._uploads is not None:
+            self._uploads.begin()
+
+    def checkpoint(self, step: int, files: Sequence[Path]) -> None:
+        if self._uploads is not None and self._every:
+            self._uploads.add(files, below=f"checkpoint-{step}", message=f"Checkpoint at step {step}")
+
+    def result(self, step: int, files: Sequence[Path]) -> None:
+        if self._uploads is not None and files:
+            self._uploads.add(files, message=f"Trained for {step} steps")
+
+    def end(self) -> None:
+        """Wait for what is under way."""
+        if self._uploads is not None:
+            self._uploads.drain()
+
+
+def model_card(config: RunConfig) -> str:
+    """The README of a new repository: what the weights belong to. Folders of this machine are not named."""
+    base = config.model.path
+    if base is None:
+        known = flavours(config.model.family)
+        flavour = find_flavour(config.model.family, config.model.flavour) if config.model.flavour else known[0]
+        base = None if flavour is None else flavour.weights
+    about: dict[str, object] = {
+        "library_name": "diffusers",
+        "tags": [config.adapter.kind, config.model.family, "gracetune"],
+    }
+    if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
+        about["base_model"] = base
+    words = dict.fromkeys(
+        word for one in config.datasets if (word := one.captions.trigger_word or one.captions.instance_prompt)
+    )
+    if words:
+        about["instance_prompt"] = next(iter(words))
+    head = yaml.safe_dump(about, sort_keys=True, allow_unicode=True)
+    return f"---\n{head}---\n\n# {config.name}\n\nTrained with gracetune.\n"

@@ -1,0 +1,284 @@
+"""Whole runs whose model and data come from a hub, and whose result goes to one: as they are typed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load, load_file
+
+from runs.launched import command_line, start
+from runs.made import TinyModel
+from runs.test_commands import gracetune
+from servers.hub import TOKEN, HubServer
+from unit.config.test_simpletuner_peers import PUBLISHED
+from unit.data.copies.made import parquet, picture, rows
+
+PETS = "someone/a-dataset"
+"""What the recorded examples call their dataset."""
+COLUMNS = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
+                                          "caption_column": "text"}}  # fmt: skip
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def native(folder: Path, **sections: Any) -> Path:
+    values: dict[str, Any] = {
+        "gracetune": 1, "name": "tiny", "output_dir": str(folder / "out"),
+        "model": {"family": "sdxl", "flavour": "base-1.0", "path": "owner/tiny-sdxl", "base_precision": "fp32"},
+        "datasets": [{"id": "pets", "path": f"hf://datasets/{PETS}", "resolution": 64.0, "captions": COLUMNS}],
+        "training": {"max_steps": 2, "mixed_precision": "fp32", "seed": 3}, "adapter": {"rank": 4},
+        "checkpoints": {"every_steps": 1}, "logging": {"every_steps": 1, "trackers": []},
+    }  # fmt: skip
+    for name, section in sections.items():
+        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def clip(seed: int) -> bytes:
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as file:
+        stream = file.add_stream("mpeg4", rate=16)
+        stream.width = stream.height = 64
+        for number in range(12):
+            pixels = np.random.default_rng([seed, number]).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+@pytest.mark.full
+def test_from_a_hub_to_a_hub(
+    hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")), private=True)
+    hub.dataset(PETS, {"data/train-00000-of-00001.parquet": parquet(rows(3))}, private=True)
+    push = {"repo_id": "results", "every_checkpoint": True}
+    config = native(tmp_path, checkpoints={"push_to_hub": push, "keep_last": 1})
+    assert gracetune("config", "check", str(config)) == 0
+    assert gracetune("config", "show", str(config)) == 0
+    assert hub.requests == []  # neither of them asks anybody
+    capsys.readouterr()
+    code = gracetune("train", str(config))
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    # What it takes is said before anything is fetched.
+    lines = captured.err.splitlines()
+    planned = next(number for number, line in enumerate(lines) if "about 3 samples (parquet)" in line)
+    model = next(number for number, line in enumerate(lines) if line.startswith("model owner/tiny-sdxl"))
+    assert planned < model
+    assert "free" in lines[planned + 1]
+    assert "free" in lines[model]
+    repo = hub.repos["model", "owner/results"]
+    assert repo.private, captured.err
+    assert set(repo.files) == {
+        "README.md", "tiny.safetensors", "checkpoint-1/tiny_000000001.safetensors",
+        "checkpoint-2/tiny_000000002.safetensors",
+    }, captured.err  # fmt: skip
+    assert repo.files["tiny.safetensors"] == (tmp_path / "out" / "tiny.safetensors").read_bytes()
+    assert load(repo.files["checkpoint-1/tiny_000000001.safetensors"])
+    assert b"base_model: owner/tiny-sdxl" in repo.files["README.md"]
+    assert not (tmp_path / "out" / ".uploads").exists()
+    written = b"".join(
+        path.read_bytes()
+        for path in (tmp_path / "out").rglob("*")
+        if path.suffix in (".json", ".jsonl", ".yaml", ".html")
+    )
+    assert TOKEN.encode() not in written + captured.err.encode() + captured.out.encode()
+    # The captions are the columns'.
+    shown = gracetune("data", "show", str(config), "--json", "--no-sheets")
+    told = json.loads(capsys.readouterr().out)
+    assert (shown, told["datasets"][0]["samples"]) == (0, 3)
+    # A second start has everything.
+    sent = hub.sent
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert gracetune("train", str(config), "--max-steps", "3") == 0
+    said = capsys.readouterr().err
+    assert hub.sent == sent
+    assert "HF_HUB_OFFLINE=1 forbids asking the hub, so nothing is uploaded" in said
+    assert "hf upload" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_failed_upload_stops_nothing(
+    hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, status: int,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    hub.dataset(PETS, {"train.parquet": parquet(rows(2))})
+    hub.faults.reject_uploads = status
+    config = native(tmp_path, checkpoints={"push_to_hub": {"repo_id": "owner/results"}, "every_steps": None})
+    assert gracetune("train", str(config), "--json") == 0
+    captured = capsys.readouterr()
+    told = json.loads(captured.out)
+    assert told["outcome"] == "finished"
+    assert load_file(told["files"][0])
+    assert "cannot be made on the hub" in captured.err
+    assert f"hf upload owner/results {told['files'][0]} tiny.safetensors" in captured.err
+
+
+@pytest.mark.full
+def test_plans_are_shown_and_nothing_is_fetched(
+    hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    hub.dataset(PETS, {"0.tar": b"x" * 5000, "1.tar": b"y" * 5000})
+    config = native(tmp_path)
+    assert gracetune("estimate", str(config)) in (0, 1)
+    assert "2 files of 9.77 KiB" in capsys.readouterr().out
+    assert gracetune("data", "show", str(config)) == 1
+    captured = capsys.readouterr()
+    assert "9.77 KiB to download" in captured.out
+    assert "--download" in captured.err
+    assert gracetune("cache", "audit", str(config)) == 1
+    assert "no complete copy" in capsys.readouterr().err
+    assert hub.sent == 0
+    hub.faults.claimed_sizes["1.tar"] = 10**16
+    assert gracetune("estimate", str(config)) == 1
+    assert "DOES NOT FIT" in capsys.readouterr().out
+    assert gracetune("train", str(config)) == 1
+    assert "a disk that holds the copy" in capsys.readouterr().err
+    assert hub.sent == 0
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_a_model_that_is_killed_while_it_downloads(hub: HubServer, tmp_path: Path, tiny_model: TinyModel) -> None:
+    script = """
+import sys
+from gracetune.hub.access import HubAccess
+from gracetune.models.hub import HubFetcher
+from gracetune.storage import transfer
+transfer.RANGE = 65536
+fetch = HubFetcher(HubAccess(sys.argv[1]), print, lambda name: lambda done, total: print(done, flush=True))
+print(fetch("model.path", "owner/large", None, None))
+"""
+    noise = os.urandom(3 << 20)
+    hub.model("owner/large", {**files_of(tiny_model("sdxl", "base-1.0")), "unet/more.safetensors": noise})
+    hub.faults.delay = 0.02
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
+    environment = {**kept, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    command = [sys.executable, "-c", script, hub.url]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.strip().isdigit() and int(line) > 2 << 20:
+                break
+        os.kill(process.pid, signal.SIGKILL)
+    cache = tmp_path / "home" / "hub" / "models--owner--large"
+    for blob in (cache / "blobs").iterdir():  # no half file has a whole one's name
+        assert blob.name.endswith((".gracetune-part", ".gracetune-part.json")) or len(blob.name) == 64
+    hub.faults.delay = 0.0
+    whole = sum(map(len, hub.repos["model", "owner/large"].files.values()))
+    before = hub.sent
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert hub.sent - before < whole - (1 << 20)
+    folder = Path(done.stdout.splitlines()[-1])
+    assert (folder / "unet" / "more.safetensors").read_bytes() == noise
+    assert not [*(cache / "blobs").glob("*gracetune*")]
+
+
+@pytest.mark.full
+def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """One of them downloads, the other waits; both train."""
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    data = {"data/train-00000-of-00001.parquet": parquet(rows(4))}
+    hub.dataset(PETS, data)
+    hub.faults.delay = 0.01
+    config = native(tmp_path, checkpoints={"every_steps": None})
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+              "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}  # fmt: skip
+    processes = [
+        start(command_line("train", str(config)), RANK=str(rank), LOCAL_RANK=str(rank), **shared) for rank in range(2)
+    ]
+    said = [process.communicate(timeout=240) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], said
+    repo = hub.repos["model", "owner/tiny-sdxl"]
+    once = sum(len(file) for path, file in repo.files.items() if path.endswith(".safetensors"))
+    tables = sum(map(len, data.values()))
+    large = [request.sent for request in hub.requests if request.sent > 20_000 and "signature" in request.path]
+    assert sum(large) <= once + 3 * tables  # tables: their columns at preflight and before the copy, then their rows
+    assert load_file(tmp_path / "out" / "tiny.safetensors")
+
+
+EXAMPLES = {
+    "flux.peft-lora": ("flux", "dev"),
+    "sdxl.lycoris-lokr": ("sdxl", "base-1.0"),
+    "wan2.1-t2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "t2v-14b-2.1"),
+    "wan2.1-i2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "i2v-14b-480p-2.1"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_published_example_trains(
+    name: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """SimpleTuner's own files: their datasets as stand-ins on a hub, other weights and sizes, all else as published."""
+    example = deepcopy(next(one for one in PUBLISHED if one["name"] == name))
+    family, flavour = EXAMPLES[name]
+    monkeypatch.chdir(tmp_path)
+    for stem, content in example["files"].items():
+        for entry in content if stem == "data_backend_config" else ():
+            if "huggingface" in entry:  # recorded without its names
+                entry["huggingface"] = {"video_column": "video", "caption_column": "prompt"}
+        (tmp_path / f"{stem}.json").write_text(json.dumps(content))
+    (tmp_path / "config.json").write_text(json.dumps(example["keys"]))
+    if family == "wan":
+        clips = {f"videos/{number}.mp4": clip(number) for number in range(2)}
+        table = "file_name,prompt\n" + "".join(f"{path},a clip of {path}\n" for path in clips)
+        hub.dataset(PETS, {**clips, "metadata.csv": table.encode()})
+    else:
+        hub.dataset(PETS, {"data/train-00000-of-00001.parquet": parquet(
+            [{"image": {"bytes": picture(number, (256, 256)), "path": None}, "text": "x"} for number in range(3)]
+        )})  # fmt: skip
+    if family == "sdxl":  # SimpleTuner's default
+        hub.model("madebyollin/sdxl-vae-fp16-fix", files_of(tiny_model(family, flavour) / "vae"))
+    values: dict[str, Any] = {
+        "model.path": str(tiny_model(family, flavour)), "output_dir": str(tmp_path / "out"),
+        "datasets[0].resolution": 64.0, "datasets[0].resolution_type": "pixel", "datasets[0].minimum_size": 0.0,
+        "datasets[0].maximum_size": None, "datasets[0].downsample_to": None,
+        "schedule.warmup_steps": 1, "validation.enabled": False, "model.base_precision": "bf16",
+        "training.attention": "auto",
+    }  # fmt: skip
+    if family == "wan":
+        values |= {"datasets[0].video.num_frames": 5, "datasets[0].video.min_frames": 5}
+    settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    code = gracetune("train", "config.json", "--max-steps", "2", "--json", "--allow-unsupported", *settings)
+    captured = capsys.readouterr()
+    assert code == 0, captured.err
+    told = json.loads(captured.out)
+    assert (told["outcome"], told["step"]) == ("finished", 2)
+    assert all(load_file(path) for path in told["files"])
+    manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("copy.json")]
+    assert [(one["source"], one["complete"]) for one in manifests] == [(f"hf://datasets/{PETS}", True)]
+    if family == "wan":
+        assert manifests[0]["format"] == "files"
+        metadata = next(tmp_path.rglob("data/metadata.jsonl")).read_text()
+        assert "a clip of videos/1.mp4" in metadata

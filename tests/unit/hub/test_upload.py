@@ -1,0 +1,118 @@
+"""Uploads: what goes where, beside other work, and what a failure says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gracetune.config.environment import Environment
+from gracetune.config.run_config import RunConfig
+from gracetune.hub.access import HubAccess
+from gracetune.hub.upload import HubUploads
+from gracetune.train.publishing import model_card
+from servers.hub import TOKEN, HubServer
+
+
+class Said:
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.warned: list[str] = []
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+def uploads(
+    folder: Path, said: Said, repo: str = "owner/results", *, private: bool = True, card: str = "# A card"
+) -> HubUploads:
+    access = HubAccess.of(Environment.capture())
+    return HubUploads(repo, folder, access, private=private, card=card, say=said.said.append, warn=said.warned.append)
+
+
+@pytest.fixture
+def token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
+    """A hub that knows us."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    return hub
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_repository_is_made_as_it_was_asked_for(token: HubServer, tmp_path: Path, said: Said, private: bool) -> None:
+    uploads(tmp_path, said, "mine", private=private).begin()
+    assert token.repos["model", "owner/mine"].private is private
+    assert said.said == ["push_to_hub: results are uploaded to owner/mine"]
+    uploads(tmp_path, said, "mine", private=not private).begin()  # one that is there stays as it is
+    assert token.repos["model", "owner/mine"].private is private
+    assert said.warned == []
+
+
+def test_files_are_uploaded_as_they_were_when_handed_over(token: HubServer, tmp_path: Path, said: Said) -> None:
+    made = uploads(tmp_path, said)
+    made.begin()
+    small, large, folder = tmp_path / "a.txt", tmp_path / "b.safetensors", tmp_path / "model"
+    small.write_bytes(b"small")
+    large.write_bytes(b"L" * 5000)
+    (folder / "unet").mkdir(parents=True)
+    (folder / "unet" / "config.json").write_bytes(b"{}")
+    made.add([small], below="checkpoint-5", message="Checkpoint at step 5")
+    small.unlink()  # a checkpoint that is not kept
+    made.add([large, folder], message="Trained for 9 steps")
+    made.drain()
+    repo = token.repos["model", "owner/results"]
+    assert repo.files == {
+        "README.md": b"# A card", "checkpoint-5/a.txt": b"small", "b.safetensors": b"L" * 5000,
+        "model/unet/config.json": b"{}",
+    }  # fmt: skip
+    assert repo.commits == ["Checkpoint at step 5", "Trained for 9 steps"]
+    assert said.warned == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "model"]
+
+
+def test_a_card_that_is_there_stays(token: HubServer, tmp_path: Path, said: Said) -> None:
+    token.model("owner/results", {"README.md": b"# Written by hand"})
+    made = uploads(tmp_path, said)
+    (tmp_path / "a.txt").write_bytes(b"x")
+    made.add([tmp_path / "a.txt"], message="m")
+    made.drain()
+    assert token.repos["model", "owner/results"].files["README.md"] == b"# Written by hand"
+
+
+def test_a_failure_says_what_to_type(hub: HubServer, tmp_path: Path, said: Said) -> None:
+    """Nobody is logged in."""
+    made = uploads(tmp_path, said)
+    made.begin()
+    (tmp_path / "a.txt").write_bytes(b"x")
+    made.add([tmp_path / "a.txt"], below="checkpoint-5", message="m")
+    made.drain()
+    first, second = said.warned
+    assert "cannot be made on the hub" in first
+    assert "hf auth login" in first
+    assert f"by hand: hf upload owner/results {tmp_path / 'a.txt'} checkpoint-5/a.txt" in second
+    assert hub.repos == {}
+
+
+def test_offline_nothing_is_asked(hub: HubServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    made = uploads(tmp_path, said)
+    made.begin()
+    (tmp_path / "a.txt").write_bytes(b"x")
+    made.add([tmp_path / "a.txt"], message="m")
+    made.drain()
+    assert len(said.warned) == 1
+    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in said.warned[0]
+    assert hub.requests == []
+
+
+def test_a_card_names_the_base_model_and_no_folder_of_this_machine() -> None:
+    values = {"name": "mine", "output_dir": "o", "model": {"family": "sdxl"}, "datasets": [
+        {"id": "a", "path": "/secret/folder", "captions": {"trigger_word": "sks"}}]}  # fmt: skip
+    card = model_card(RunConfig.model_validate(values))
+    assert "base_model: stabilityai/stable-diffusion-xl-base-1.0" in card
+    assert "instance_prompt: sks" in card
+    local = model_card(RunConfig.model_validate({**values, "model": {"family": "sdxl", "path": "/home/me/sdxl"}}))
+    assert "base_model" not in local
+    assert "/home/me" not in card + local
+    assert "/secret" not in card + local

@@ -14,6 +14,7 @@ from problem import SHOWN, follow, start
 
 RATE = 1e-3
 CASES: list[dict[str, Any]] = [
+    {"optimizer": "adamw_bf16"},
     {"optimizer": "torch-adamw"},
     {"optimizer": "torch-adam"},
     {"optimizer": "torch-adafactor"},
@@ -41,6 +42,8 @@ def path(options: dict[str, Any]) -> dict[str, Any]:
     vars(args).update(options)
     settings, kind = determine_optimizer_class_with_config(args, False, False, True)
     parameters = start()
+    if options["optimizer"] == "adamw_bf16":  # it takes no others
+        parameters = [torch.nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters]
     optimizer = kind(parameters, **{"lr": RATE, **settings})
     shown = {name: str(value) for name, value in settings.items()}
     return {"options": {"learning_rate": RATE, **options}, "settings": shown, "steps": SHOWN,

@@ -256,6 +256,7 @@ CHANGES = [
         "schedule.end_lr": 1e-5,
     }),
     Changes(probes.optimizer, "sdxl", {"schedule.name": "cosine_with_restarts"}, {"schedule.cycles": 2.0}),
+    Changes(probes.optimizer, "sdxl", {"schedule.name": "sine"}, {"schedule.half_period": 3}),
     Changes(probes.objective, "flux", {}, {
         "objective.loss": "mae",
         "objective.flow_shift": 5.0,
@@ -266,8 +267,24 @@ CHANGES = [
         "objective.max_timestep": 700,
         "objective.noise_offset": 0.1,
         "objective.input_perturbation": 0.1,
+        "objective.guidance": 3.5,
+        "objective.shift_terminal": 0.02,
+        "objective.timestep_weights": "measured",
+        "objective.stratified": True,
     }),
-    Changes(probes.objective, "sdxl", {"objective.loss": "huber"}, {"objective.huber_delta": 1.0}),
+    Changes(probes.objective, "flux", {"objective.flow_shift": "resolution", "objective.resolution_shift": {}}, {
+        "objective.resolution_shift.base_image_seq_len": 32,
+        "objective.resolution_shift.base_shift": 0.7,
+        "objective.resolution_shift.max_image_seq_len": 8192,
+        "objective.resolution_shift.max_shift": 0.9,
+    }),
+    Changes(probes.objective, "wan", {"objective.timestep_bias": "style"}, {
+        "objective.timestep_bias_over": "noise_range",
+    }),
+    Changes(probes.objective, "sdxl", {"objective.loss": "huber"}, {
+        "objective.huber_delta": 1.0,
+        "objective.huber_schedule": "snr",
+    }),
     Changes(probes.objective, "sdxl", {}, {
         "objective.prediction": "v_prediction",
         "objective.snr_gamma": 5.0,
@@ -279,6 +296,7 @@ CHANGES = [
             {"objective.beta_alpha": 4.0, "objective.beta_beta": 4.0}),
     Changes(probes.learning, "sdxl", {"training.max_grad_norm": 1.0}, {
         "training.gradient_accumulation_steps": 2,
+        "training.accumulation": "sum",
         "training.max_grad_norm": 0.5,
         "training.grad_clip": "value",
         "training.ema.enabled": True,
@@ -286,6 +304,8 @@ CHANGES = [
     Changes(probes.learning, "sdxl", {"training.ema.enabled": True}, {
         "training.ema.decay": 0.5,
         "training.ema.update_every": 2,
+        "training.ema.ramp": True,
+        "training.ema.copy_until": 3,
     }),
     Changes(probes.learning, "sdxl", {"training.ramp": {"initial_effective_batch_size": 2, "batch_rampup_steps": 10,
                                                         "target_effective_batch_size": 8}},

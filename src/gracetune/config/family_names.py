@@ -28,6 +28,24 @@ class Flavour:
     """Clips go on from a first frame, and only so."""
 
 
+@dataclass(frozen=True)
+class ShiftPoints:
+    """A flow shift by an image's number of tokens, 2 x 2 latents each: exp of a straight line through two points."""
+
+    base_tokens: int = 256
+    base: float = 0.5
+    max_tokens: int = 4096
+    max: float = 1.15
+
+    @property
+    def line(self) -> dict[str, float]:
+        """As `objective.resolution_shift`."""
+        return {
+            "base_image_seq_len": self.base_tokens, "base_shift": self.base,
+            "max_image_seq_len": self.max_tokens, "max_shift": self.max,
+        }  # fmt: skip
+
+
 # -- SimpleTuner -------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +109,10 @@ class SimpleTunerNames:
     """Flavour -> the flow shift it sets for a single expert, whatever the file says."""
     without_shift: tuple[str, ...] = ()
     """Our flavours that it has no default flow shift for."""
+    auto_shift: ShiftPoints = ShiftPoints()
+    """What `flow_schedule_auto_shift` follows; most schedulers say nothing about it, and it takes their defaults."""
+    guidance_option: str = ""
+    """The option for the guidance that a guidance-distilled model is trained with."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     text_encoder_option: str = ""
@@ -119,6 +141,13 @@ class Arch:
     """The switch that files from before `arch` have instead."""
     latent_space: str = ""
     """What its caches call the latents; empty: the name of the arch."""
+    shift: float | ShiftPoints | None = None
+    """The flow shift of `timestep_type: shift`, which the arch's own scheduler has, whatever the weights' says. None:
+    the weights decide."""
+    shift_terminal: float = 0.0
+    """The lowest noise level of `timestep_type: shift`."""
+    boundary_note: str = ""
+    """What to say about the noise level at which ai-toolkit switches experts, where it is not the weights' own."""
     other_models: Mapping[str, str] = field(default_factory=dict)
     """A text in the name of weights that upstream loads with this arch and we do not -> what is expected instead."""
 
@@ -134,6 +163,8 @@ class AiToolkitNames:
     """The key of the `model` block that says how the text encoder is quantised."""
     guidance_embedding: str = ""
     """Why `bypass_guidance_embedding` is refused; empty: there is no such embedding, and the key does nothing."""
+    unguided: tuple[str, ...] = ()
+    """Flavours without such an embedding, in a family that has one."""
 
 
 @dataclass(frozen=True)

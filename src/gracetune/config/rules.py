@@ -119,6 +119,12 @@ def _objective(config: RunConfig) -> Iterator[Broken]:
         yield Broken(("objective", "min_timestep"), str(objective.min_timestep),
                      f"below max_timestep, {objective.max_timestep}", "widen the window",
                      (("objective", "max_timestep"),))  # fmt: skip
+    line = objective.resolution_shift
+    if line is not None and line.base_image_seq_len >= line.max_image_seq_len:
+        path = ("objective", "resolution_shift")
+        yield Broken((*path, "base_image_seq_len"), str(line.base_image_seq_len),
+                     f"below max_image_seq_len, {line.max_image_seq_len}", "write 256 and 4096, for example",
+                     ((*path, "max_image_seq_len"),))  # fmt: skip
 
 
 def _dataset_ids(config: RunConfig) -> Iterator[Broken]:

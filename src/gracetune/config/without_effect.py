@@ -91,7 +91,7 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(not reads_key(config.optimizer.name, "rates_from"), "optimizer", config.optimizer, "rates_from",
                  f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
                  "--set optimizer.name=automagic")  # fmt: skip
-    yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",
+    yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every ramp copy_until",
                  "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
     yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,
                  "initial_effective_batch_size target_effective_batch_size batch_rampup_steps",
@@ -99,8 +99,15 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(training.max_grad_norm is None, "training", training, "grad_clip",
                  "training.max_grad_norm is unset, so nothing is clipped",
                  "--set training.max_grad_norm=1.0")  # fmt: skip
-    yield Switch(objective.loss not in ("huber", "smooth_l1"), "objective", objective, "huber_delta",
+    huber = objective.loss in ("huber", "smooth_l1", "pseudo_huber")
+    yield Switch(not huber, "objective", objective, "huber_delta huber_schedule",
                  f"objective.loss is {objective.loss}", "--set objective.loss=huber")  # fmt: skip
+    yield Switch(objective.timestep_bias == "balanced", "objective", objective, "timestep_bias_over",
+                 "objective.timestep_bias is balanced", "--set objective.timestep_bias=style")  # fmt: skip
+    if objective.resolution_shift is not None:
+        yield Switch(objective.flow_shift != "resolution", "objective.resolution_shift", objective.resolution_shift,
+                     "base_image_seq_len base_shift max_image_seq_len max_shift",
+                     "objective.flow_shift is not resolution", "--set objective.flow_shift=resolution")  # fmt: skip
     yield Switch(objective.timesteps not in ("sigmoid", "logit_normal"), "objective", objective, "sigmoid_scale",
                  f"objective.timesteps is {objective.timesteps}, which has no scale",
                  "--set objective.timesteps=sigmoid")  # fmt: skip

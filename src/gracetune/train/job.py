@@ -18,7 +18,7 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Stop
-from gracetune.train.gradients import Clip, Gradients
+from gracetune.train.gradients import Accumulation, Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
@@ -72,6 +72,7 @@ class Job:
     gradients: Mapping[ExpertName, Gradients]
     length: Length
     clip: Clip
+    accumulation: Accumulation
     encodes_live: bool
     """Media is decoded while training, so that a damaged file may turn up at any batch."""
     warn: Callable[[str], None]

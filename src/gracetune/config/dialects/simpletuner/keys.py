@@ -120,7 +120,7 @@ _SPEED_AND_STORAGE = """
     vae_cache_scan_behaviour compress_disk_cache aspect_bucket_disable_rebuild aspect_bucket_rounding
     aspect_bucket_alignment skip_file_discovery metadata_update_interval preserve_data_backend_cache
     override_dataset_config ignore_missing_files delete_unwanted_images delete_problematic_images delete_nsfw_images
-    disable_bucket_pruning allow_dataset_oversubscription disable_segmented_timestep_sampling strict_epoch_limit
+    disable_bucket_pruning allow_dataset_oversubscription strict_epoch_limit
     checkpointing_rolling_steps checkpoints_rolling_total_limit checkpointing_use_tempdir delete_invalid_checkpoints
 """
 
@@ -209,7 +209,7 @@ def _not_done(
 
 _WEIGHTS = "a part of the model from elsewhere is not supported: one model, with an optional VAE and text encoder"
 _BASE = "pretrained_model_name_or_path"
-_GUIDANCE = "the guidance embedding is trained at a constant 1.0"
+_GUIDANCE = "the guidance input is the same for every sample: write flux_guidance_value"
 _REGULARISER = "this auxiliary loss is not implemented"
 
 NOT_DONE = (
@@ -251,7 +251,6 @@ NOT_DONE = (
     _not_done("sla_config", None, "sparse linear attention is not implemented"),
     _not_done("lr_scale", False, "the learning rate is taken as written"),
     _not_done("lr_scale_sqrt", False, "the learning rate is taken as written"),
-    _not_done("ema_warmup_steps", 0, "the average starts with the first step", switch="use_ema"),
     _not_done("input_perturbation_steps", 0, "the perturbation does not fade out", switch="input_perturbation"),
     _not_done("soft_min_snr_sigma_data", None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
     _not_done("snr_weight", 1.0, "the loss is not scaled", of_families=True),
@@ -259,7 +258,6 @@ NOT_DONE = (
     _not_done("flow_cubic_schedule_weights", None, "a spline over timesteps is not implemented"),
     _not_done("flux_fast_schedule", False, "the few-step schedule is not implemented", of_families=True),
     _not_done("flux_guidance_mode", "constant", _GUIDANCE, of_families=True),
-    _not_done("flux_guidance_value", 1.0, _GUIDANCE, of_families=True),
     _not_done(
         "flux_attention_masked_training", False, "attention masking is not implemented for Flux", of_families=True
     ),

@@ -147,3 +147,45 @@ def test_learning_rates_of_one_expert_of_two_are_refused(tiny_model: TinyModel, 
     with pytest.raises(NotImportableError, match="of which expert"):
         run(config)
     assert not (Path(config.output_dir) / "logs").exists()
+
+
+def steps(events: list[dict[str, Any]], name: str) -> list[float]:
+    return [event[name] for event in events if event["kind"] == "StepDone"]
+
+
+@pytest.mark.full
+def test_gradients_of_an_ai_toolkit_job_are_summed_as_ai_toolkit_sums_them(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four micro-batches to a step: their gradient is four times what it is here without the file's own way."""
+    keys = {"steps": 2, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3, "gradient_accumulation": 4}
+    job = sdxl_job(tiny_model, tmp_path, train={**keys, "disable_sampling": True}, logging={"log_every": 1})
+    _, summed = trained(capsys, str(job))
+    other = ["--set", f"output_dir={tmp_path / 'other'}"]
+    _, mean = trained(capsys, str(job), "--set", "training.accumulation=mean", *other)
+    assert steps(summed, "loss")[0] == steps(mean, "loss")[0]
+    assert steps(summed, "grad_norm")[0] == pytest.approx(4 * steps(mean, "grad_norm")[0], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_simpletuner_config_averages_from_the_first_step(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a few steps the delivered average is near the weights, not near where they began."""
+    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(pictures(tmp_path / "pictures")),
+                "caption_strategy": "textfile", "resolution": 64, "resolution_type": "pixel"}]  # fmt: skip
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    config = {"model_family": "sdxl", "model_type": "lora", "lora_rank": 4, "output_dir": str(tmp_path / "run"),
+              "pretrained_model_name_or_path": str(tiny_model("sdxl", "base-1.0")), "optimizer": "torch-adamw",
+              "learning_rate": 1e-3, "max_train_steps": 6, "num_train_epochs": 0, "train_batch_size": 1,
+              "mixed_precision": "no", "data_backend_config": str(tmp_path / "data.json"), "use_ema": True,
+              "ema_decay": 0.9999, "loss_type": "huber", "validation_disable": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = ["--set", "model.vae_path=null"]
+    sizes = []
+    for ramp in ("true", "false"):
+        told, _ = trained(capsys, str(tmp_path / "config.json"), *plain, "--set", f"training.ema.ramp={ramp}",
+                          "--set", f"output_dir={tmp_path / ramp}")  # fmt: skip
+        tensors = load_file(told["files"][0])
+        sizes.append(sum(float(one.square().sum()) for name, one in tensors.items() if "lora_B" in name) ** 0.5)
+    assert sizes[0] > 100 * sizes[1]

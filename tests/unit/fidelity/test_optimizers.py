@@ -84,6 +84,7 @@ def mean_rates(kind: str) -> list[float]:
     return found
 
 
+@pytest.mark.full
 def test_the_note_about_automagic_has_the_right_figures(tmp_path: Path) -> None:
     exact, upstream, theirs = mean_rates("exact"), mean_rates("upstream"), RATES["mean_rates"]
     assert upstream == pytest.approx(theirs, rel=0.03)

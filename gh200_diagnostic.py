@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 try:
-    from gracetune.cli.console import start
+    from gracetune.cli.console import Session, start
     from gracetune.cli.doctor import DoctorOptions, run_doctor
     from gracetune.hardware.allocation import DEFAULT_SCALE
 except ModuleNotFoundError as missing:
@@ -20,6 +20,10 @@ except ModuleNotFoundError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    return start(lambda session: run(session, arguments))
+
+
+def run(session: Session, arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description="Examine this machine (the same as: gracetune doctor).")
     parser.add_argument(
         "--oversubscription-scale",
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         output=given.output,
         json=given.json,
     )
-    return start(lambda session: run_doctor(options, session.environment))
+    return run_doctor(options, session.environment)
 
 
 if __name__ == "__main__":

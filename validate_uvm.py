@@ -21,6 +21,10 @@ except ModuleNotFoundError as missing:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    return start(lambda _session: run(arguments))
+
+
+def run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(description="Try everything the unified-memory layer relies on.")
     parser.add_argument("--device", type=int, default=0, help="GPU to use (default: %(default)s)")
     parser.add_argument(
@@ -37,13 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     given = parser.parse_args(arguments)
-    return start(
-        lambda _session: run_validation(
-            given.device,
-            scale=given.oversubscription_scale,
-            force=given.force_oversubscription,
-            as_json=given.json,
-        )
+    return run_validation(
+        given.device,
+        scale=given.oversubscription_scale,
+        force=given.force_oversubscription,
+        as_json=given.json,
     )
 
 

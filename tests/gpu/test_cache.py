@@ -13,7 +13,6 @@ from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.residence import CacheRole, Residence, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
 from gracetune.hostmem.slab import MemorySlab
@@ -22,7 +21,17 @@ from gracetune.memory.managed import ManagedHeap
 from gracetune.memory.placement import Place
 from gracetune.memory.stacked import Constant, Stacked
 from gracetune.units import MIB
-from unit.cache.made_caches import KEYS, LATENT, TEXT, fill, resident, source_of, this_machine
+from unit.cache.made_caches import (
+    KEYS,
+    LATENT,
+    TEXT,
+    fill,
+    latent_visits,
+    resident,
+    source_of,
+    text_visits,
+    this_machine,
+)
 from unit.data.folders import made_up
 
 CUDA = torch.device("cuda", 0)

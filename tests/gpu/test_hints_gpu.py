@@ -15,7 +15,6 @@ from gracetune.bench import cache as bench
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.residence import CacheRole, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.config.environment import Environment, make_cublas_deterministic
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.run_config import RunConfig
@@ -220,14 +219,12 @@ def test_a_cache_that_steps_wait_for_moves_to_the_gpu(uvm: Uvm, tmp_path: Path) 
     assert isinstance(layer, UnifiedMemory)
     hints = Hints(True, "for the test", asked=True)
     where, index, heard = Where(machine, 0, layer.heap, hints=hints), bench.index_of(256), list[str]()
-    visits = {
-        "latent_cache": latent_visits(index, bench.KEYS.latent),
-        "text_cache": text_visits(index, bench.KEYS.text),
-    }
     with bench.filled(tmp_path / "cache", index) as disk:
 
         def loaded(role: CacheRole) -> ResidentStore:
-            return load_resident([disk], visits[role], name=role, role=role, kind="unified_memory", where=where)
+            return load_resident(
+                [disk], bench.visits_in(index, role), name=role, role=role, kind="unified_memory", where=where
+            )
 
         with loaded("latent_cache") as latents, loaded("text_cache") as texts:
             slab = latents.managed

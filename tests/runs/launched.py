@@ -39,8 +39,8 @@ def command_line(*arguments: str) -> list[str]:
     return ["-c", COMMAND, *arguments]
 
 
-def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
-    """`count` processes of this machine go through the jobs; exit code, stdout and stderr of each."""
+def start_ranks(count: int, command: list[str], **environment: str) -> list[subprocess.Popen[str]]:
+    """Python with these arguments, in `count` processes of this machine that find each other as a launcher's do."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -48,12 +48,15 @@ def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
         "PYTHONFAULTHANDLER": "1",
     }
-    script = [str(Path(__file__).with_name("two_processes.py")), str(jobs)]
-    processes = [
-        start(script, RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=str(port), **shared) for rank in range(count)
-    ]
+    return [start(command, RANK=str(rank), LOCAL_RANK=str(rank), **shared, **environment) for rank in range(count)]
+
+
+def launch(jobs: Path, count: int) -> list[tuple[int, str, str]]:
+    """`count` processes of this machine go through the jobs; exit code, stdout and stderr of each."""
+    processes = start_ranks(count, [str(Path(__file__).with_name("two_processes.py")), str(jobs)])
     # At the same time: one that waits for room in its pipe would keep the others waiting for it.
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(_ended, processes))

@@ -84,5 +84,9 @@ def config_for(
     return RunConfig.model_validate(values)
 
 
+def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+
 def run(config: RunConfig, view: View | None = None, **options: Any) -> Result:
     return train(config, environment=ALONE, options=RunOptions(**options), view=view or View())

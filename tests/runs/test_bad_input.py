@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,15 +34,11 @@ from gracetune.train.run import train
 from gracetune.train.runtime import Launch
 from gracetune.train.view import Heard
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made import TinyModel, changed, config_for, pictures, run
 from runs.test_commands import gracetune
 from runs.test_resume import states
 
 ONE = {"training": {"max_steps": 1}}
-
-
-def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:
-    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 @pytest.fixture
@@ -104,6 +102,18 @@ def test_a_file_to_begin_with_that_does_not_fit_is_refused_before_the_data_is_lo
     with pytest.raises(ConfigError) as refused:
         run(config)
     assert "train with the rank, factor and targets the file was made with" in refused.value.problems[0].hint
+    changed_file, pipe = tmp_path / "changed.safetensors", tmp_path / "pipe.safetensors"
+    content = bytearray(Path(file).read_bytes())
+    content[-1] ^= 1
+    changed_file.write_bytes(content)
+    os.mkfifo(pipe)
+    for name, said in (
+        (str(changed_file), "the tensors are not those that gracetune wrote"),
+        (str(pipe), "a named pipe, not a regular file"),
+        ("a\0b.safetensors", "null"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            run(changed(config, "adapter", rank=4, init_from=name))
 
 
 @pytest.mark.parametrize(
@@ -196,10 +206,75 @@ def test_an_output_folder_that_cannot_be_written_is_said_before_the_data_is_look
     config = config_for("flux", tiny_model, tmp_path)
     (tmp_path / "out").symlink_to(tmp_path / "gone" / "away")  # in the way, for root too
     shutil.rmtree(tmp_path / "pictures")
-    with pytest.raises(ConfigError, match="a folder we may write to"):
+    with pytest.raises(ConfigError, match="output_dir"):
         run(config, dry_run=True)
     with pytest.raises(GracetuneError, match="checkpoint not written"):
         run(config)
+
+
+def link_to_nowhere(path: Path) -> None:
+    path.symlink_to(path.with_name("nowhere"))
+
+
+def link_to_a_folder(path: Path) -> None:
+    path.with_name("elsewhere").mkdir()
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def fill_a_folder(path: Path) -> None:
+    path.mkdir()
+    (path / "mine.txt").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "words", "kind"),
+    [
+        ("tiny.safetensors", link_to_nowhere, "which does not exist", "lora"),
+        ("tiny.safetensors", link_to_a_folder, "a folder", "lora"),
+        ("tiny.safetensors", link_to_itself, "leads back to itself", "lora"),
+        ("tiny.safetensors", Path.mkdir, "a folder", "lora"),
+        ("tiny.safetensors", fill_a_folder, "a folder", "lora"),
+        ("tiny.safetensors", os.mkfifo, "neither a file nor a folder", "lora"),
+        ("tiny_000000001.safetensors", link_to_nowhere, "which does not exist", "lora"),
+        ("samples", Path.touch, "a file", "lora"),
+        ("logs", link_to_nowhere, "which does not exist", "lora"),
+        ("config.yaml", Path.mkdir, "a folder", "lora"),
+        ("tiny_000000001", Path.touch, "a file", "full_finetune"),
+        ("tiny", link_to_nowhere, "which does not exist", "full_finetune"),
+    ],
+)
+def test_what_is_in_the_place_of_a_result_is_said_before_the_first_step(
+    name: str, place: Callable[[Path], None], words: str, kind: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = config_for("flux", tiny_model, tmp_path, adapter={"kind": kind}, training={"max_steps": 1})
+    (tmp_path / "out").mkdir()
+    place(tmp_path / "out" / name)
+    shutil.rmtree(tmp_path / "pictures")  # nobody has looked at the data yet
+    with pytest.raises(ConfigError) as refused:
+        run(config)
+    (problem,) = refused.value.problems
+    assert problem.file == str(tmp_path / "out" / name)
+    assert words in problem.found
+    assert "--set output_dir=FOLDER" in problem.hint
+
+
+def test_a_result_that_lies_behind_a_link_is_one(finished: RunConfig, tmp_path: Path) -> None:
+    """A disk for results, and links to it: nothing is in the way."""
+    result = tmp_path / "out" / "tiny.safetensors"
+    result.rename(tmp_path / "kept.safetensors")
+    result.symlink_to(tmp_path / "kept.safetensors")
+    (tmp_path / "out" / "samples").rmdir()
+    (tmp_path / "large disk").mkdir()
+    (tmp_path / "out" / "samples").symlink_to(tmp_path / "large disk")
+    assert run(changed(finished, "training", max_steps=2)).step == 2
+    assert result.is_file()
+    assert not result.is_symlink()
+    assert (tmp_path / "kept.safetensors").is_file()
+    assert (tmp_path / "out" / "finished-tiny_000000001.safetensors").is_symlink()
 
 
 def test_weights_that_are_not_there(tiny_model: TinyModel, tmp_path: Path) -> None:

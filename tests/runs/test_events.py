@@ -23,6 +23,7 @@ from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.lookahead import InPlace, Moving
 from gracetune.telemetry.events import (
     EVENTS,
+    CheckpointWritten,
     EffectiveBatchChanged,
     Event,
     LookAheadChanged,
@@ -30,14 +31,18 @@ from gracetune.telemetry.events import (
     MemorySampled,
     MemoryStageChanged,
     OverflowArenaChanged,
+    Record,
     StageSwitched,
     StepDone,
     step_of,
 )
+from gracetune.telemetry.progress import Standing
 from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.logs import MEMORY_SECONDS, MemorySampling
+from gracetune.train.view import View
 from gracetune.units import GIB
 from runs.launched import write_config
-from runs.made import TinyModel, config_for, pictures
+from runs.made import TinyModel, config_for, pictures, run
 from runs.test_resume import DUAL_EXPERT
 from unit.hardware.machines import MACHINES, load
 from unit.memory.conftest import Workshop, workshop  # noqa: F401 - a fixture
@@ -212,6 +217,40 @@ def test_the_screen_shows_the_ramp_and_the_memory_stage(told: Told) -> None:
     shown = [line for line in told.screen if line.startswith(("step 5/", "step 10/"))]
     stages = [next(part for part in line.split(" · ") if part.startswith("memory stage")) for line in shown]
     assert stages == ["memory stage 2"] * 2 + ["memory stage 1"] * 2
+
+
+def test_memory_is_sampled_where_it_changes(told: Told) -> None:
+    """Both log steps: the first of the process; and the last, after the memory stage has changed."""
+    assert [sample.step for sample in told.of(MemorySampled)] == [5, 10]
+
+
+def test_memory_is_not_sampled_at_every_log_step(tmp_path: Path, tiny_model: TinyModel) -> None:
+    """The first and the last, and by time between them; the progress line shows the last sample all the way."""
+    screen: list[str] = []
+
+    class Lines(View):
+        def on_standing(self, standing: Standing) -> None:
+            screen.append(standing.line())
+
+    config = config_for("sdxl", tiny_model, tmp_path)
+    run(config, Lines())
+    events = [record.event for record in read_log(tmp_path / "out" / "logs" / "events.jsonl").merged()]
+    assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3, 4, 5]
+    assert [event.step for event in events if isinstance(event, MemorySampled)] == [1, 5]
+    assert all(" · host " in line for line in screen[1:])
+    facts = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert facts["logged"] | {"steps": 5, "memory": 2} == facts["logged"]
+
+    sampling = MemorySampling()
+    assert sampling.is_due(100.0)
+    sampling.note_sample(1, 100.0)
+    assert not sampling.is_due(100.0 + MEMORY_SECONDS - 0.1)
+    assert sampling.is_due(100.0 + MEMORY_SECONDS)
+    for event in events:
+        sampling.note_sample(1, 100.0)
+        sampling.write(Record(0.0, event))
+        changes = isinstance(event, CheckpointWritten)
+        assert sampling.is_due(100.0) == changes, event
 
 
 def test_every_tier_of_known_size_has_its_capacity(told: Told) -> None:

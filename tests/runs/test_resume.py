@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gracetune.checkpoint.errors import OtherRunError
+from gracetune.checkpoint.manifest import MANIFEST, PART, read_manifest
 from gracetune.config.run_config import RunConfig
 from gracetune.telemetry.events import StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.view import Heard
-from runs.made import TinyModel, config_for, run
+from runs.made import TinyModel, changed, config_for, run
 
 STEPS = 8
 DUAL_EXPERT: dict[str, Any] = {
@@ -155,3 +160,73 @@ def test_a_dry_run_leaves_the_run_as_it_is(tiny_model: TinyModel, tmp_path: Path
     assert run(other, resume="none", dry_run=True).step == 0
     assert run(other, dry_run=True).step == 1
     assert there() == before
+
+
+def change_a_byte(file: Path) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+
+
+def change_a_setting(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+
+
+PARTS: dict[str, tuple[str, Any]] = {
+    "part vae was '": ("vae/diffusion_pytorch_model.safetensors", change_a_byte),
+    "part scheduler: shift was 3.0 and is 5.0": (
+        "scheduler/scheduler_config.json",
+        lambda file: change_a_setting(file, shift=5.0),
+    ),
+}
+
+
+def test_a_run_goes_on_only_with_the_model_it_began_with(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """`unit.models.test_part_fingerprints` has every part. The switch that allows another transformer allows these."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model("flux", "dev"), model)
+    change_a_setting(model / "scheduler/scheduler_config.json", shift=3.0)
+    config = config_for(
+        "flux", tiny_model, tmp_path, model={"path": str(model)}, training={"max_steps": 1},
+        cache={"cache_dir": str(tmp_path / "cache")},
+    )  # fmt: skip
+    view = Heard()
+    run(config, view)
+    assert {"4 latents encoded: 4 new images", "4 text embeddings encoded: 4 new captions"} <= {*view.said}
+    longer = changed(config, "training", max_steps=2)
+    for words, (name, change) in PARTS.items():
+        before = (model / name).read_bytes()
+        change(model / name)
+        with pytest.raises(OtherRunError) as refused:
+            run(longer)
+        assert words in refused.value.problem.found
+        assert "--allow-other-run" in refused.value.problem.hint
+        (model / name).write_bytes(before)
+    change_a_byte(model / "vae/diffusion_pytorch_model.safetensors")
+    elsewhere = longer.model_copy(update={"output_dir": str(tmp_path / "elsewhere")})
+    view = Heard()
+    checkpoint = Path(config.output_dir) / "checkpoints" / "checkpoint-1"
+    assert run(elsewhere, view, resume=str(checkpoint), allow_other_run=True).step == 2
+    assert "checkpoint-1 is of another run: part vae was" in "\n".join(view.said)
+    assert [line for line in view.said if " encoded" in line] == [
+        "4 latents encoded again: the VAE changed since they were cached"
+    ]
+
+
+def test_a_checkpoint_of_the_earlier_form_is_resumed_with_one_note(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 1}, checkpoints={"keep_last": 1})
+    run(config)
+    folder = Path(config.output_dir) / "checkpoints"
+    manifest = read_manifest(folder / "checkpoint-1")
+    known = {name: value for name, value in manifest.metadata.identity.items() if not name.startswith(PART)}
+    assert len(known) == 3 < len(manifest.metadata.identity)
+    earlier = replace(manifest, metadata=replace(manifest.metadata, identity=known))
+    (folder / "checkpoint-1" / MANIFEST).write_bytes(earlier.as_bytes())
+    view = Heard()
+    assert run(changed(config, "training", max_steps=2), view).step == 2
+    assert len([line for line in view.said if "is of an earlier release" in line]) == 1
+    assert not (folder / "checkpoint-1").exists(), "it is this run's own, and not kept any more"
+    assert read_manifest(folder / "checkpoint-2").metadata.identity == manifest.metadata.identity
+    view = Heard()
+    assert run(changed(config, "training", max_steps=3), view).step == 3
+    assert not [line for line in view.said if "is of an earlier release" in line]

@@ -158,11 +158,24 @@ def test_the_checkpoint_of_a_step_is_saved_before_its_samples_are_drawn(tiny_mod
     config = config_for(
         "flux", tiny_model, tmp_path, validation={**PROMPTS, "every_steps": 2}, checkpoints={"every_steps": 2}
     )
-    with pytest.raises(RuntimeError, match="fell over"):
-        run(config, Falling())
-    assert states(config, 2)
+    for _ in range(2):  # the samples of step 2 are tried again, once
+        with pytest.raises(RuntimeError, match="fell over"):
+            run(config, Falling())
+        assert states(config, 2)
     assert run(config).step == 5
     assert [one.step for one in events(config, ValidationDone)] == [4], "it went on from step 2"
+
+
+def test_samples_that_a_process_did_not_live_to_draw_are_drawn_by_the_next(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    config = config_for(
+        "flux", tiny_model, tmp_path, validation={**PROMPTS, "every_steps": 2}, checkpoints={"every_steps": 2}
+    )
+    with pytest.raises(RuntimeError, match="fell over"):
+        run(config, Falling())
+    assert run(config).step == 5
+    assert [one.step for one in events(config, ValidationDone)] == [2, 4]
 
 
 def test_a_reference_that_is_gone_meanwhile_is_said_and_the_run_goes_on(tiny_model: TinyModel, tmp_path: Path) -> None:

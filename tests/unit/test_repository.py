@@ -75,7 +75,7 @@ class TestLayers:
         shutil.copy(ROOT / "pyproject.toml", tmp_path)
         package = tmp_path / "src" / "gracetune"
         package.mkdir(parents=True)
-        for file in ("__init__.py", "errors.py", "seeded_random.py", "units.py"):
+        for file in ("__init__.py", "errors.py", "redaction.py", "seeded_random.py", "units.py"):
             shutil.copy(ROOT / "src" / "gracetune" / file, package)
         for folder in re.findall(
             r"\w+", "storage telemetry config hardware kernels models planning train baselines bench cli"
@@ -97,7 +97,7 @@ class TestLayers:
     def test_imports_from_above_are_kept(self, checkout: Path) -> None:
         self.add(checkout, "cli/__init__.py", "import gracetune.train, gracetune.hardware, gracetune.errors")
         self.add(checkout, "train/__init__.py", "import accelerate, gracetune.config")
-        self.add(checkout, "telemetry/__init__.py", "import gracetune.storage")
+        self.add(checkout, "telemetry/__init__.py", "import gracetune.storage, gracetune.redaction")
         done = self.lint(checkout)
         assert done.returncode == 0, done.stdout
 

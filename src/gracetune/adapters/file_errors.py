@@ -13,6 +13,10 @@ class UnreadableAdapterError(AdapterFileError):
     """No whole safetensors file: truncated, a pickle, a folder, missing."""
 
 
+class AlteredFileError(AdapterFileError):
+    """The data of one of our own files is not what its header says."""
+
+
 class UnknownKeysError(AdapterFileError):
     """Keys that name no layer of the family, or no tensor of an adapter."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.memory.weights.destinations import torch_dtype
 from gracetune.storage.atomic import new_folder, write_new
+from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.storage.safetensors_files import tensor_bytes
 from gracetune.storage.safetensors_headers import (
     TensorEntry,
@@ -81,7 +83,7 @@ def merge_into(
         raise ConfigError(shortened(unfit))
     with _new_folder(out) as folder:
         if (source / _CONFIG).is_file():
-            write_new(folder / _CONFIG, [(source / _CONFIG).read_bytes()])
+            write_new(folder / _CONFIG, [read_small_file(source / _CONFIG)])
         files = _write_shards(weights, changes, folder, shard_bytes)
     return MergeReport(out, files, tuple(name for name in weights.entries if name in changes), len(weights.entries))
 
@@ -137,13 +139,17 @@ def _fits(layer: Layer, shape: tuple[int, ...], is_bias: bool) -> bool:
 
 def _merged(name: str, tensor: Tensor, change: Change) -> Tensor:
     merged = tensor.detach().float()
-    for layer, strength, is_bias in change:
-        bias = bias_delta(layer)
-        merged = (
-            merged + strength * bias.to(merged.device)
-            if is_bias and bias is not None
-            else apply(layer, merged, strength=strength)
-        )
+    try:
+        for layer, strength, is_bias in change:
+            bias = bias_delta(layer)
+            merged = (
+                merged + strength * bias.to(merged.device)
+                if is_bias and bias is not None
+                else apply(layer, merged, strength=strength)
+            )
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a rotation so large that nothing of it is left
+        hint = "take an earlier checkpoint: the training run has diverged"
+        raise ConfigError([Problem(name, "a change beyond the range of numbers", "finite numbers", hint)]) from None
     result = merged.to(tensor.dtype)
     if not result.isfinite().all() and tensor.isfinite().all():
         found = f"infinite or no number as {tensor.dtype} once the adapter is in it"
@@ -247,7 +253,7 @@ def _tensor_bytes(entry: TensorEntry, change: Change | None) -> memoryview:
 def _read(entry: TensorEntry) -> bytearray:
     data = bytearray(entry.size)
     try:
-        with entry.path.open("rb", buffering=0) as file:
+        with os.fdopen(open_regular(entry.path), "rb", buffering=0) as file:
             got = read_fully(file.fileno(), memoryview(data), entry.start)
     except OSError as error:
         raise GracetuneError(f"{entry.path} cannot be read: {error.strerror or error}") from error

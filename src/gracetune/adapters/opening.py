@@ -16,8 +16,12 @@ from gracetune.adapters.formats.reading import Reading
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.config.export_formats import FormatName
-from gracetune.errors import Problem
+from gracetune.errors import ConfigError, Problem, short
 
+_OTHER_HASH = (
+    "the header's sshs_model_hash is not the hash of the tensors in this file: it was changed after it was written, or "
+    "the program that wrote it computes the hash by another rule"
+)
 _ORDER: tuple[Stage, ...] = ("", "high_noise", "low_noise")
 
 
@@ -28,6 +32,17 @@ class Opened:
     reading: Reading
     left_out: tuple[str, ...] = ()
     """Layers of text encoders, where the caller wanted the file without them."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is worth knowing and keeps nobody from using the file."""
+        if self.file.hash_matches is False and not self.reading.altered:
+            return (_OTHER_HASH,)
+        return ()
+
+    def refuse_altered(self) -> None:
+        if self.reading.altered:
+            raise self.reading.errors(str(self.file.path))[0]
 
     def states(self) -> list[AdapterState]:
         """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""
@@ -49,8 +64,18 @@ class Opened:
         return found[0]
 
 
-def open_adapter(path: Path, family: str | None = None, *, without_text_encoders: bool = False) -> Opened:
-    """Reads a file in any of the known spellings; `family` is only needed where the keys fit two."""
+def open_adapter(
+    path: Path,
+    family: str | None = None,
+    *,
+    without_text_encoders: bool = False,
+    alpha: float | None = None,
+    ignore_hash: bool = False,
+) -> Opened:
+    """Reads a file in any of the known spellings; `family` is only needed where the keys fit two.
+
+    `alpha` is that of all layers, of a file that does not tell it. `ignore_hash` takes a file of ours that was changed.
+    """
     file = files.read(path)
     left_out: tuple[str, ...] = ()
     if without_text_encoders:
@@ -61,8 +86,24 @@ def open_adapter(path: Path, family: str | None = None, *, without_text_encoders
         raise UnclearFamilyError([replace(problem, file=str(path)) for problem in error.problems]) from None
     spelled = FORMATS["comfyui" if detected.format == "other" else detected.format]
     reading = spelled.read(file.tensors, file.metadata, detected.family)
+    if alpha is not None:
+        file = _with_alpha(file, reading, alpha)
+        reading = spelled.read(file.tensors, file.metadata, detected.family)
     states = _with_stages(reading.states, detected, file)
-    return Opened(file, detected, replace(reading, states=states, contradictions=detected.contradictions), left_out)
+    altered = file.is_ours and file.hash_matches is False and not ignore_hash
+    reading = replace(reading, states=states, contradictions=detected.contradictions, altered=altered)
+    return Opened(file, detected, reading, left_out)
+
+
+def _with_alpha(file: files.AdapterFile, reading: Reading, alpha: float) -> files.AdapterFile:
+    """The file as if it had an alpha for every layer. Refused where it tells its scale itself."""
+    own = [key for key in file.tensors if (parts := split(key)) is not None and parts.tensor == "alpha"]
+    if own or not reading.without_scale:
+        found = f"alphas in the file: {short(own[0])}" if own else "a file that tells its scale"
+        expected = "a file whose scale nothing tells"
+        raise ConfigError([Problem("--alpha", found, expected, "leave --alpha out", str(file.path))])
+    given = {f"{stem}.alpha": torch.tensor(alpha, dtype=torch.float32) for stem in reading.without_scale}
+    return replace(file, tensors={**file.tensors, **given})
 
 
 def _without_text_encoders(file: files.AdapterFile) -> tuple[files.AdapterFile, tuple[str, ...]]:

@@ -9,15 +9,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.delta import delta, needs_weight
 from gracetune.adapters.shapes import columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
 
+_LARGEST_BUILT = 1 << 28
+"""Numbers of a change that is built to be measured: 1 GiB. All of our own algorithms measure their factors."""
+
 
 @dataclass(frozen=True)
 class Norms:
-    """Frobenius norms of the layers' changes; of the parameters where the change depends on the weight."""
+    """Frobenius norms of the layers' changes; of the parameters where the change depends on the weight, or where an
+    algorithm of another package does not say how to measure it and it is too large to be built."""
 
     smallest: float
     median: float
@@ -40,7 +45,7 @@ def norms(state: AdapterState) -> Norms:
 
 
 def _is_finite(layer: Layer) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in layer.tensors.values())
+    return all(map(is_finite, layer.tensors.values()))
 
 
 def change_norm(layer: Layer) -> float:
@@ -54,7 +59,7 @@ def change_norm(layer: Layer) -> float:
     if found is not None:
         return found
     rows, across = outputs(layer), columns(layer)
-    if rows is None or across is None:  # a record need not say how wide its layer is
+    if rows is None or across is None or rows * across > _LARGEST_BUILT:  # a record need not say how wide its layer is
         at_first = [tensors[name] for name in record.zero_at_first if name in tensors]
         return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else of_parameters
     # The norm does not depend on how the columns are folded into a kernel.

@@ -1,9 +1,9 @@
 """Any adapter as a LoRA: the nearest one of a given rank, and how far away it is.
 
-Exact (singular values in float64) where the matrix is small, for LoRA and LoKr always: the singular vectors of a
-product follow from its factors', those of a Kronecker product are Kronecker products. Larger matrices are projected on
-a random subspace first, which finds the leading vectors to many digits; the error told is that of the result, not an
-estimate.
+Exact (singular values in float64) where the matrix is small, for LoRA, LoCon and LoKr always, for LoHa of a small
+rank: the singular vectors of a product follow from its factors', those of a Kronecker product are Kronecker products.
+Larger matrices are projected on a random subspace first, which finds the leading vectors to many digits; the error
+told is that of the result, not an estimate. A change that has to be built and does not fit into memory is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +20,13 @@ from gracetune.adapters.delta import apply, bias_delta, delta, needs_weight
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
+from gracetune.hostmem.sensors import HostSensor
+from gracetune.units import format_bytes
 
 EXACT_UP_TO = 1536
 """Of the shorter side: a second or so on one core."""
+_BYTES_OF_A_NUMBER = 40
+"""Of a change that is taken apart: in fp32 and, with what is compared with it, four times in float64."""
 _OVERSAMPLING, _ITERATIONS, _SEED = 16, 6, 0
 
 
@@ -74,14 +78,25 @@ def _decomposed(
     layer: Layer, rank: int, weight: Tensor | Sequence[int], shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
-    record = algorithm(layer.algorithm)
+    record, rank = algorithm(layer.algorithm), min(rank, shape.numel())
     exact = None if needs_weight(layer) else record.singular_vectors(layer.tensors, layer.scale, rank)
     if exact is not None:
         left, values, right, norm = exact
         return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
+    _refuse_too_large(shape, layer.algorithm)
     change = _change(layer, weight, shape).flatten(1).double()
     left, values, right = _leading(change, rank)
     return left, values, right, float((change - (left * values) @ right).norm()), float(change.norm())
+
+
+def _refuse_too_large(shape: torch.Size, kind: str) -> None:
+    """A refusal instead of a process that the kernel kills."""
+    needed, free = shape.numel() * _BYTES_OF_A_NUMBER, HostSensor().read().headroom
+    if free is None or needed <= free:
+        return
+    found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to take it apart"
+    hint = "a machine with more memory; --to lycoris or --merge-into MODEL need no more than the layer"
+    raise ConfigError([Problem("--lora-rank", found, f"at most the {format_bytes(free)} that are free here", hint)])
 
 
 def _change(layer: Layer, weight: Tensor | Sequence[int], shape: torch.Size) -> Tensor:

@@ -74,9 +74,9 @@ def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def _left_out(adapted: Iterable[str], shapes: Shapes) -> tuple[str, ...]:
     have = set(adapted)
-    roles = {_role(path) for path in have if re.search(r"\.\d+\.", path)}
+    roles = {_role(path) for path in have if re.search(r"\.[0-9]+\.", path)}
     return tuple(path for path in shapes if path not in have and _role(path) in roles)
 
 
 def _role(path: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "#", path)
+    return re.sub(r"(?<=\.)[0-9]+(?=\.)", "#", path)

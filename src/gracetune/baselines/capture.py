@@ -28,6 +28,7 @@ from gracetune.baselines.baseline import FILE, REPORT, Baseline, Hardware, Memor
 from gracetune.baselines.machine_probe import SmiLog, both, measure_probe
 from gracetune.baselines.text import report
 from gracetune.config.environment import ALLOCATOR_VARIABLES, GH200_PREFIX, HINTS_VARIABLE, Environment
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig, Schedule, Validation
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.hardware import Machine, probe
@@ -38,7 +39,6 @@ from gracetune.telemetry.events import Event, MemorySampled, RunStarted, StepDon
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.logs import EVENTS
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import shareable
 from gracetune.train.run import Result, RunOptions, train
 from gracetune.train.view import View
 

@@ -23,19 +23,20 @@ from gracetune.bench.row import Row
 from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
+from gracetune.cache.places import Places
 from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.shards import pack
 from gracetune.cache.store import MAX_THREADS, DiskStore
-from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.cache.wanted import Visits, visits_of, wanted_latents, wanted_texts
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.loader import EpochEnd, Loader
 from gracetune.data.media.probe import ImageFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import BatchRef, Bucket
-from gracetune.data.scan import MediaFile
 from gracetune.hardware.machine import Machine
 from gracetune.units import MIB
 
@@ -121,6 +122,13 @@ def filled(folder: Path, index: DataIndex) -> Iterator[DiskStore]:
         yield disk
 
 
+def visits_in(index: DataIndex, role: CacheRole) -> dict[Key, Visits]:
+    anywhere = Places(Path(), Path(), {})
+    if role == "latent_cache":
+        return visits_of(wanted_latents(index, KEYS.latent, anywhere))
+    return visits_of(wanted_texts(index, KEYS.text, anywhere))
+
+
 def in_memory(
     disk: DiskStore, visits: dict[Key, Visits], where: Where, role: CacheRole, kind: CacheType = "memory"
 ) -> ResidentStore:
@@ -143,8 +151,8 @@ def epoch_rows(disk: DiskStore, folder: Path, machine: Machine, sizes: Sizes) ->
     files = _as_files(disk, index, folder)
     with (
         _one_thread(),
-        in_memory(disk, latent_visits(index, KEYS.latent), where, "latent_cache") as latents,
-        in_memory(disk, text_visits(index, KEYS.text), where, "text_cache") as texts,
+        in_memory(disk, visits_in(index, "latent_cache"), where, "latent_cache") as latents,
+        in_memory(disk, visits_in(index, "text_cache"), where, "text_cache") as texts,
         BatchSource(
             Loader(index, batch_size=BATCH),
             latents=latents,

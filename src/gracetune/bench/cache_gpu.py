@@ -13,13 +13,12 @@ from itertools import repeat
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from gracetune.bench.cache import KEYS
+from gracetune.bench.cache import KEYS, visits_in
 from gracetune.bench.row import Row
 from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.residence import CacheRole, Residence, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.hardware.machine import Machine
@@ -82,7 +81,7 @@ def _both_ways(
 
 
 def _loaded(disk: DiskStore, index: DataIndex, role: CacheRole, where: Where, residence: Residence) -> ResidentStore:
-    visits = latent_visits(index, KEYS.latent) if role == "latent_cache" else text_visits(index, KEYS.text)
+    visits = visits_in(index, role)
     return load_resident([disk], visits, name=role, role=role, kind="unified_memory", where=where, residence=residence)
 
 

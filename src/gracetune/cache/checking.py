@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from gracetune.cache.errors import CorruptEntryError
 from gracetune.cache.keys import Key
+from gracetune.cache.shards import DamagedFileError, read_shard
 from gracetune.cache.store import DiskStore, Located
 from gracetune.cache.upkeep import leave_out_damaged
 from gracetune.cache.wanted import LatentItem, TextItem, by_folder
@@ -42,6 +44,25 @@ def forget_damaged(
             done += size
             on_checked(done, total)
     return found
+
+
+def recheck_suspects(store: DiskStore) -> bool:
+    """Read the files anew in which an entry was found to be damaged since the last call. Entries that are not as they
+    were written count as missing from here on; one that only could not be read for a moment is there again.
+
+    False where there were no such files.
+    """
+    suspects = store.take_suspects()
+    for name in suspects:
+        with store.mutex:
+            store.catalogue.drop_shards([name] if name in store.catalogue.sizes else [])
+            store.refresh()  # which learns what is in it, or that it is damaged or gone
+        with suppress(DamagedFileError, OSError):
+            keys = [entry.key for entry in read_shard(store.shards_folder / name).entries()]
+            for some_keys, _ in _pieces(store.locate(store.find(keys).present)):
+                _damaged_among(store, some_keys)
+    store.take_suspects()
+    return bool(suspects)
 
 
 def _pieces(plan: Located) -> Iterator[tuple[tuple[Key, ...], int]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from types import TracebackType
 
 from gracetune.cache.errors import unwritable
@@ -24,6 +25,7 @@ class Claims:
     """One process's claims on the entries of one store. Between threads of one process they exclude nobody."""
 
     def __init__(self, store: DiskStore) -> None:
+        self._folder = store.folder
         try:
             self._descriptor = open_lock_file(store.folder / "work.lock")
         except OSError as error:
@@ -33,7 +35,10 @@ class Claims:
         """False once this disk turned out to have no locks."""
 
     def take(self, key: Key) -> bool:
-        grip = lock_byte(self._descriptor, _place(key))
+        try:
+            grip = lock_byte(self._descriptor, _place(key))
+        except OSError as error:
+            raise unwritable(error, self._folder, needed=0, free=None) from error
         if grip == "busy":
             return False
         if grip == "unsupported":
@@ -45,7 +50,8 @@ class Claims:
         for key in keys:
             self._held.discard(key)
             if self.are_exclusive:
-                unlock_byte(self._descriptor, _place(key))
+                with suppress(OSError):  # closing the file lets go of it too
+                    unlock_byte(self._descriptor, _place(key))
 
     def close(self) -> None:
         os.close(self._descriptor)  # which lets go of all of them

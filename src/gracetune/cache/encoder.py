@@ -16,7 +16,7 @@ An entry is what one encoder makes of one sample: named tensors without a batch 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -73,6 +73,23 @@ class KnowsMore(Protocol):
     def beside(self, ref: SampleRef) -> Entry: ...
 
 
+@runtime_checkable
+class CutsTexts(Protocol):
+    """A text encoder that knows which texts it read the beginning of only."""
+
+    @property
+    def cut(self) -> Mapping[str, Sequence[str]]:
+        """What it reads of a text (`77 tokens`) -> the texts that have more, of all that it encoded."""
+
+
+@runtime_checkable
+class MeasuresTexts(Protocol):
+    """A text encoder that computes only texts of the same length together."""
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        """In tokens. The pass hands it texts of one length at a time, as far as there are any."""
+
+
 class TextEncoder(Protocol):
     @property
     def id(self) -> EncoderId: ...
@@ -82,6 +99,9 @@ class TextEncoder(Protocol):
         """Whether an embedding depends on the sample's references (edit models), not on the caption alone."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
-        """One entry per prompt, on the CPU, of its real length: the source of batches pads."""
+        """One entry per prompt, on the CPU, of its real length: the source of batches pads.
+
+        What an entry holds does not depend on the other prompts of the call; how many they are may change last bits.
+        """
 
     def close(self) -> None: ...

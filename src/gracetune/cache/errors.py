@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from gracetune.errors import GracetuneError, Problem
+from gracetune.storage.os_errors import AGAIN, explain, problem_of
 from gracetune.units import format_bytes
 
 _SHOWN = 8
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
-_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ELOOP)
 
 
 class CacheError(GracetuneError):
@@ -97,26 +95,15 @@ def listed(names: Iterable[str]) -> str:
 
 def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None) -> CacheError:
     """The error of ours for one that writing gave."""
-    why = error.strerror or str(error)
-    where = str(folder)
-    if error.errno in _FULL:
-        found = why if free is None else f"{why}; {format_bytes(free)} free"
+    kind = explain(error, folder).kind
+    then = "then start again: it goes on" if kind == "full" else AGAIN
+    problem = problem_of(error, "cache", folder, elsewhere="set cache.cache_dir to another folder", then=then)
+    if kind == "full":
+        found = problem.found if free is None else f"{problem.found}; {format_bytes(free)} free"
         expected = f"room for {format_bytes(needed)}" if needed else "room for a few small files"
-        hint = (
-            f"free space on that disk (`df -h {where}`) or set cache.cache_dir to another, and start again: it goes on"
-        )
-        return CacheFullError(Problem("cache", found, expected, hint, where))
-    if error.errno in _FORBIDDEN:
-        hint = f"look at `ls -ld {where}` and `findmnt -T {where}`, or set cache.cache_dir to a folder of yours"
-        return ReadOnlyCacheError(Problem("cache", f"not writable: {why}", "a folder we may write to", hint, where))
-    if error.errno in _IN_THE_WAY:
-        hint = f"look at `ls -ld {where}` and the folders above it, or set cache.cache_dir to another folder"
-        return CacheError(Problem("cache", f"something else is in its place: {why}", "a folder", hint, where))
-    return CacheError(
-        Problem("cache", f"it cannot be written: {why}", "a folder that takes files", "look at the disk", where)
-    )
+        return CacheFullError(replace(problem, found=found, expected=expected))
+    return ReadOnlyCacheError(problem) if kind == "forbidden" else CacheError(problem)
 
 
 def unreadable(error: OSError, path: Path) -> CacheError:
-    hint = f"look at `ls -l {path}`"
-    return CacheError(Problem("cache", f"it cannot be read: {error.strerror}", "a folder we may read", hint, str(path)))
+    return CacheError(problem_of(error, "cache", path, access="read"))

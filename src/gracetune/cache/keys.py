@@ -11,7 +11,7 @@ the key version, the kind, the source, and then name and value of every part in 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -25,6 +25,10 @@ KEY_VERSION = 1
 
 # One for all: json.dumps would make a new one for every part of every key.
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+_NO_PICTURES = ("pictures", "[]")
+_LONG = 80
+"""Letters of a part; it is not kept for the next key then."""
 
 Key = NewType("Key", str)
 """32 lower-case hexadecimal digits."""
@@ -42,16 +46,24 @@ class Origin:
 
     @property
     def key(self) -> Key:
-        pieces = [str(KEY_VERSION), self.kind, self.source]
-        pieces += [piece for part in self.parts for piece in part]
-        return Key(_hash(pieces))
+        pieces = [_framed(str(KEY_VERSION)), _framed(self.kind), _framed(self.source)]
+        # Most parts are those of many other entries. What is long is not: it names files.
+        pieces += [_known_part(part) if len(part[1]) < _LONG else _framed_part(part) for part in self.parts]
+        return Key(blake2b(b"".join(pieces), digest_size=16).hexdigest())
 
 
 def latent_origin(ref: SampleRef, encoder: EncoderId) -> Origin:
     if encoder.kind != "latent":
         raise ValueError(f"latents made by an encoder of kind {encoder.kind!r}")
-    own = {name: _text(value) for name, value in _content(ref).items() if name != "digest"}
-    return Origin("latent", ref.digest, tuple(sorted((*own.items(), *_encoder_parts(encoder)))))
+    own = (
+        ("augmentation", _augmentation_text(ref.augmentation, ref.digest)),
+        ("bucket", _bucket_text(ref.bucket)),
+        ("clip", "null" if ref.clip is None else _text(_clip(ref.clip))),
+        ("conditioning", _text([_content(other) for other in ref.conditioning]) if ref.conditioning else "[]"),
+        ("fit", "null" if ref.fit is None else _text(_fit(ref.fit))),
+        ("mask", "null" if ref.mask is None else _text(_mask(ref.mask))),
+    )
+    return Origin("latent", ref.digest, tuple(sorted((*own, *_encoder_parts(encoder)))))
 
 
 def latent_key(ref: SampleRef, encoder: EncoderId) -> Key:
@@ -65,22 +77,37 @@ def text_origin(text: str, encoder: EncoderId, pictures: Sequence[SampleRef] = (
     """
     if encoder.kind != "text":
         raise ValueError(f"a text embedding made by an encoder of kind {encoder.kind!r}")
-    own = ("pictures", _text([_content(picture) for picture in pictures]))
-    return Origin("text", _hash([text]), tuple(sorted((own, *_encoder_parts(encoder)))))
+    own = ("pictures", _text([_content(picture) for picture in pictures])) if pictures else _NO_PICTURES
+    return Origin("text", _digest(text), _sorted_parts(own, encoder))
 
 
 def text_key(text: str, encoder: EncoderId, pictures: Sequence[SampleRef] = ()) -> Key:
     return text_origin(text, encoder, pictures).key
 
 
-def _hash(pieces: Iterable[str]) -> str:
-    # surrogatepass: file names and captions may hold what is no Unicode
-    raws = [piece.encode("utf-8", "surrogatepass") for piece in pieces]
-    return blake2b(b"".join([b"%d:%b" % (len(raw), raw) for raw in raws]), digest_size=16).hexdigest()
+def _digest(text: str) -> str:
+    return blake2b(_framed(text), digest_size=16).hexdigest()
+
+
+def _framed(piece: str) -> bytes:
+    raw = piece.encode("utf-8", "surrogatepass")  # file names and captions may hold what is no Unicode
+    return b"%d:%b" % (len(raw), raw)
+
+
+def _framed_part(part: tuple[str, str]) -> bytes:
+    return _framed(part[0]) + _framed(part[1])
+
+
+_known_part = lru_cache(maxsize=1 << 13)(_framed_part)
 
 
 def _text(value: Any) -> str:
     return _ENCODER.encode(value)
+
+
+@lru_cache(maxsize=64)
+def _sorted_parts(own: tuple[str, str], encoder: EncoderId) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((own, *_encoder_parts(encoder))))
 
 
 @lru_cache(maxsize=64)
@@ -100,6 +127,22 @@ def _content(ref: SampleRef) -> dict[str, Any]:
         "mask": None if ref.mask is None else _mask(ref.mask),
         "conditioning": [_content(other) for other in ref.conditioning],
     }
+
+
+@lru_cache(maxsize=1 << 10)
+def _bucket_text(bucket: Bucket) -> str:
+    return _text(_bucket(bucket))
+
+
+def _augmentation_text(augmentation: Augmentation, digest: str) -> str:
+    if augmentation.seed is None or not augmentation.transforms:
+        return _flips_text(augmentation.flip_x, augmentation.flip_y)
+    return _text(_augmentation(augmentation, digest))
+
+
+@lru_cache(maxsize=4)
+def _flips_text(flip_x: bool, flip_y: bool) -> str:
+    return _text(_augmentation(Augmentation(flip_x, flip_y), ""))
 
 
 def _bucket(bucket: Bucket) -> list[int]:

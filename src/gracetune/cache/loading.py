@@ -24,7 +24,7 @@ from gracetune.cache.reading import Located
 from gracetune.cache.residence import Residence
 from gracetune.cache.shards import Layout, layout_as_json, layout_from_json
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import Visits
+from gracetune.cache.wanted import Visits
 from gracetune.errors import Problem
 from gracetune.memory.batch_hints import wish_of
 from gracetune.units import format_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 import time
 from collections import deque
@@ -14,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gracetune.cache.claims import Claims
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.keys import Key
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import CacheItem, by_folder
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Exclusions
 from gracetune.errors import Problem
 from gracetune.units import GIB
 
@@ -100,19 +101,23 @@ class Work(Generic[CacheItem, Decoded]):
         flush: Flush,
         on_progress: Callable[[Progress], None],
         stop: threading.Event,
+        lengths: Callable[[Sequence[CacheItem]], Sequence[int]] = lambda items: [0] * len(items),
     ) -> None:
         """`relieve` is asked when a single item does not fit: it frees memory, or raises.
 
-        `limits` are pairs of volume and batch size: from that volume on, batches hold no more.
+        `limits` are pairs of volume and batch size: from that volume on, batches hold no more. Items of one of
+        `lengths` come one after the other.
         """
-        self.index, self.tally = index, tally
+        self._index, self.tally = index, tally
+        self._excluded = Exclusions(index)
         self._decode, self._encode, self._relieve = decode, encode, relieve
         self._batch_size, self._limits, self._workers = batch_size, limits, workers
         self._flush, self._on_progress, self._stop = flush, on_progress, stop
         self._places = {folder: _Place(store_of(folder)) for folder in by_folder(items)}
         missing = [item for folder, some in by_folder(items).items() for item in self._places[folder].missing(some)]
         # The largest first: what does not fit into memory shows itself in the first minute.
-        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, item.key))
+        long = dict(zip((item.key for item in missing), lengths(missing), strict=True))
+        missing.sort(key=lambda item: (-item.volume, str(item.folder), item.shape, -long[item.key], item.key))
         first = len(missing) * share.rank // share.world_size
         self._missing = [*missing[first:], *missing[:first]]
         self._total = len(missing)
@@ -121,6 +126,11 @@ class Work(Generic[CacheItem, Decoded]):
         self._done = self._done_volume = 0
         self._checked_room = False
         self._began = time.monotonic()
+
+    @property
+    def index(self) -> DataIndex:
+        """Without the files that turned out to be damaged."""
+        return self._excluded.apply()
 
     def run(self) -> bool:
         """Until everything is there; False where it was stopped before."""
@@ -140,7 +150,7 @@ class Work(Generic[CacheItem, Decoded]):
         waiting: deque[_Batch[CacheItem, Decoded]] = deque()
         for items in self._claimed():
             if items:
-                waiting.append(_Batch(items, [pool.submit(self._decode, self.index, item) for item in items]))
+                waiting.append(_Batch(items, [self._decoding(pool, item) for item in items]))
             while waiting and (not items or _is_enough(waiting)):
                 if self._stop.is_set():
                     return False
@@ -149,6 +159,13 @@ class Work(Generic[CacheItem, Decoded]):
                 for place in self._places.values():
                     place.flush()
         return not self._stop.is_set()
+
+    def _decoding(self, pool: ThreadPoolExecutor, item: CacheItem) -> Future[Decoded]:
+        if item.decoded_bytes:
+            return pool.submit(self._decode, self._index, item)
+        ready: Future[Decoded] = Future()  # a text: waking a thread up would take longer than there is to do
+        ready.set_result(self._decode(self._index, item))
+        return ready
 
     # -- who does what
 
@@ -269,7 +286,7 @@ class Work(Generic[CacheItem, Decoded]):
     def _exclude(self, item: CacheItem, error: UnreadableMediaError) -> None:
         dataset = error.dataset or ""
         self.tally.damaged[dataset, error.path] = Damaged(dataset, error.path, error.reason)
-        self.index = self.index.without(dataset, {error.path: error.reason})
+        self._excluded.add(dataset, error.path, error.reason)
         self._places[item.folder].claims.release([item.key])
         self._count([item])
 
@@ -306,13 +323,16 @@ class _Place:
 
     def look(self) -> None:
         """Learn what others have written, where anybody has."""
-        now = self.store.shards_folder.stat().st_mtime_ns  # compared for equality: it may be any number
+        try:
+            now = self.store.shards_folder.stat().st_mtime_ns  # compared for equality: it may be any number
+        except OSError as error:
+            raise unreadable(error, self.folder) from error
         if now != self._seen:
             self.store.refresh()
             self._seen = now
 
     def add(self, item: CacheItem, entry: Entry) -> None:
-        self.writer.add(item.origin, entry)
+        self.writer.add(item.origin, entry, key=item.key)
         self._unwritten.append(item.key)
 
     def flush(self) -> None:
@@ -344,6 +364,9 @@ def _size(entry: Entry) -> int:
 def _check_finite(what: str, entry: Entry) -> None:
     """A cache would hand such numbers out for as long as it lives."""
     for name, tensor in entry.items():
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        ends = tensor.aminmax()  # both are nan where any number is
+        if not (math.isfinite(ends.min) and math.isfinite(ends.max)):
             hint = "take a VAE or text encoder that works in that precision, or training.mixed_precision: bf16"
             raise CacheError(Problem(f"{name} of {what}", "infinite or undefined numbers", "finite numbers", hint))

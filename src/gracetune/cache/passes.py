@@ -1,7 +1,8 @@
 """Encode passes: whatever a cache lacks is decoded ahead, encoded in batches of one shape, and written.
 
-    outcome = encode_texts(text_encoder, index, places, caches.store, how=How(batch_size=8))
-    outcome = encode_latents(latent_encoder, outcome.index, places, caches.store, how=How(batch_size=4))
+    wanted = needs(config, index, encoders, places)
+    outcome = encode_texts(text_encoder, wanted.texts, index, caches.store, how=How(batch_size=8))
+    outcome = encode_latents(latent_encoder, wanted.latents, outcome.index, caches.store, wanted_anew, how=How())
 
 Afterwards every entry of `outcome.encoder` is there, made by this process or by another one: ranks share the work by
 claiming entries (see claims.py), and wait for each other at the end. A pass may be ended at any moment, by Ctrl-C, an
@@ -15,23 +16,22 @@ ranks end with different `outcome.encoder`s, those with the untiled one have to 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.encoder import CutsTexts, EncoderId, LatentEncoder, MeasuresTexts, Prompt, TextEncoder
 from gracetune.cache.errors import CacheError
 from gracetune.cache.pass_work import Damaged, Progress, Share, Tally, Work
-from gracetune.cache.places import Places
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import LatentItem, Part, TextItem, wanted_latents, wanted_texts
+from gracetune.cache.wanted import LatentItem, TextItem
 from gracetune.cache.writer import Flush
 from gracetune.data.index import DataIndex
 from gracetune.data.media.load import Sample
 from gracetune.data.refs import Bucket
-from gracetune.data.words import counted
+from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
 if TYPE_CHECKING:
@@ -90,21 +90,23 @@ class Outcome:
 
 def encode_latents(
     encoder: LatentEncoder,
+    items: Sequence[LatentItem],
     index: DataIndex,
-    places: Places,
     store_of: StoreOf,
+    wanted_anew: Callable[[DataIndex, EncoderId], list[LatentItem]],
     *,
-    epoch: int = 0,
-    part: Part = "all",
     how: How | None = None,
 ) -> Outcome:
-    """Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more than the threshold), ..."""
+    """`items` are those of the encoder's id; `wanted_anew` gives those of another.
+
+    Raises EncodeMemoryError, CacheFullError, UnreadableFilesError (more than the threshold), ...
+    """
     how = how or How()
     tally = Tally()
     relief = _Relief(encoder, may_tile=how.may_tile)
     while True:
         identity = encoder.id
-        items = wanted_latents(index, identity, places, epoch=epoch, part=part)
+        _check_id(identity, items)
         work: Work[LatentItem, Sample] = Work(
             items, store_of, index, tally,
             decode=_decode_latent, encode=partial(_encode_latents, encoder), relieve=relief.ask,
@@ -115,6 +117,7 @@ def encode_latents(
             complete = work.run()
         except _OtherIdError:
             index = work.index
+            items = wanted_anew(index, encoder.id)
             continue
         found = _outcome(identity, len(items), work.index, tally, complete=complete, notes=relief.notes)
         return replace(found, tiled_because=relief.tiled_because)
@@ -122,29 +125,50 @@ def encode_latents(
 
 def encode_texts(
     encoder: TextEncoder,
+    items: Sequence[TextItem],
     index: DataIndex,
-    places: Places,
     store_of: StoreOf,
     *,
-    prompts: Iterable[str] = (),
-    epoch: int = 0,
-    part: Part = "all",
     how: How | None = None,
 ) -> Outcome:
-    """`prompts` are texts beside the captions, such as `wanted.validation_texts`."""
     how = how or How()
     tally = Tally()
-    items = wanted_texts(
-        index, encoder.id, places, reads_pictures=encoder.reads_pictures, prompts=prompts, epoch=epoch, part=part
-    )
+    _check_id(encoder.id, items)
+
+    def lengths(missing: Sequence[TextItem]) -> Sequence[int]:
+        if not isinstance(encoder, MeasuresTexts):
+            return [0] * len(missing)
+        return encoder.lengths([item.text for item in missing])
+
     work: Work[TextItem, Prompt] = Work(
         items, store_of, index, tally,
-        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief,
+        decode=_decode_text, encode=encoder.encode, relieve=_no_text_relief, lengths=lengths,
         batch_size=how.batch_size, limits=[], workers=how.workers, share=how.share, flush=how.flush,
         on_progress=how.on_progress, stop=how.stop,
     )  # fmt: skip
     complete = work.run()
-    return _outcome(encoder.id, len(items), work.index, tally, complete=complete)
+    notes = _about_cut_texts(encoder.cut, index) if isinstance(encoder, CutsTexts) else []
+    return _outcome(encoder.id, len(items), work.index, tally, complete=complete, notes=notes)
+
+
+def _about_cut_texts(cut: Mapping[str, Sequence[str]], index: DataIndex) -> list[str]:
+    """One note for each limit, however many texts go beyond it."""
+    notes = []
+    for limit, texts in cut.items():
+        long = {*texts}
+        datasets = (*index.datasets, *index.held_out)
+        paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
+        prompts = long - {*index.captions()}
+        what = [f"{counted(len(paths), 'sample')}: {some(paths)}"] if paths else []
+        what += [f"{counted(len(prompts), 'validation prompt')}"] if prompts else []
+        notes.append(f"captions longer than {limit}, of which only the beginning is read: {'; '.join(what)}")
+    return notes
+
+
+def _check_id(encoder: EncoderId, items: Sequence[LatentItem | TextItem]) -> None:
+    """Entries of one encoder must never be kept under the keys of another."""
+    if items and items[0].encoder != encoder:
+        raise ValueError(f"entries wanted of {items[0].encoder}, and {encoder} is there to make them")
 
 
 def _outcome(

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.config.run_config import RunConfig
+from gracetune.storage.os_errors import explained
 
 _NUMBER = re.compile(r"0|[1-9][0-9]*")
 
@@ -46,9 +47,11 @@ class Places:
     def epochs(self) -> Iterator[tuple[int, Path]]:
         """Every epoch some entries were made for, with the store that holds them."""
         for folder in self.epoch_folders():
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-                if _NUMBER.fullmatch(path.name) and path.is_dir():
-                    yield int(path.name), path
+            with explained("cache", folder, access="read", elsewhere="set cache.cache_dir to another folder"):
+                inside = sorted(folder.iterdir()) if folder.is_dir() else []
+                epochs = [path for path in inside if _NUMBER.fullmatch(path.name) and path.is_dir()]
+            for path in epochs:
+                yield int(path.name), path
 
 
 def places_of(config: RunConfig) -> Places:

@@ -33,7 +33,7 @@ from gracetune.cache.session import Built, Caches, Encoders, build, is_cache, ne
 from gracetune.cache.upkeep import Removal, remove, remove_if_empty, sweep_removed
 from gracetune.cache.wanted import LatentItem, TextItem, is_refreshed
 from gracetune.config.run_config import RunConfig
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Unreadable
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +104,9 @@ class Refresher:
         self.current = job.epoch
         return Swap(job.epoch, built, time.monotonic() - began)
 
-    def leave_out(self, dataset: str, unreadable: Mapping[str, str]) -> None:
+    def leave_out(self, unreadable: Unreadable) -> None:
         """Files that only other processes found to be damaged: from the next preparation on they are left out here."""
-        self._index = self._index.without(dataset, unreadable)
+        self._index = self._index.without(unreadable)
 
     @property
     def created(self) -> dict[Path, set[Key]]:

@@ -1,6 +1,6 @@
 """The resident store: entries of disk stores in memory, for as long as a run reads them.
 
-    visits = latent_visits(index, encoder_id)
+    visits = visits_of(wanted_latents(index, encoder_id, places))
     with load_resident([disk], visits, name="latents", role="latent_cache", kind="memory", where=where) as store:
         for line in store.report.lines(): ...
         entry = store.get(key)              # views of the slab, or read from disk where it stayed there
@@ -37,7 +37,7 @@ from gracetune.cache.loading import (
 from gracetune.cache.residence import CacheRole, CacheType, Residence, Where, choose_residence
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import Visits
+from gracetune.cache.wanted import Visits
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.errors import HostMemoryError, StagingError

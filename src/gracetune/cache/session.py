@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from gracetune.cache.checking import OnChecked, forget_damaged
 from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
-from gracetune.cache.errors import CacheError
+from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.imports import ImportReport
 from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, OnProgress, Outcome, encode_latents, encode_texts, nothing_to_do, with_notes
@@ -42,7 +42,7 @@ from gracetune.cache.wanted import (
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.data.backends.errors import too_many
 from gracetune.data.errors import UnreadableMediaError
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Exclusions
 from gracetune.memory.reclaim import trim_heap
 from gracetune.storage.atomic import is_temporary
 from gracetune.storage.locks import is_at
@@ -140,8 +140,12 @@ def open_store(folder: Path) -> DiskStore:
             if FileNotFoundError not in (type(error), type(error.__cause__)) and folder.exists():
                 raise
             continue
-        if store.users is None or is_at(store.users, store.folder / "users.lock"):
-            return store
+        try:
+            if store.users is None or is_at(store.users, store.folder / "users.lock"):
+                return store
+        except OSError as error:
+            store.close()
+            raise unreadable(error, folder) from error
         store.close()
     return DiskStore.open(folder, writable=True)
 
@@ -163,6 +167,8 @@ class Needs:
     latent_encoder: EncoderId
     texts: list[TextItem]
     latents: list[LatentItem]
+    index: DataIndex
+    """Whose samples they are of."""
 
     @property
     def all(self) -> list[LatentItem | TextItem]:
@@ -175,6 +181,8 @@ class Built:
     latents: Outcome
     index: DataIndex
     """Without the files that turned out to be damaged."""
+    wanted: Needs
+    """As the entries are now: of `index`, and of the ids the encoders ended with."""
     notes: tuple[str, ...]
     imported_texts: ImportReport | None = None
     imported_latents: ImportReport | None = None
@@ -198,6 +206,7 @@ def needs(
             epoch=epoch, part=part,
         ),
         wanted_latents(index, latent, places, epoch=epoch, part=part),
+        index,
     )  # fmt: skip
 
 
@@ -209,34 +218,42 @@ def build(
     *,
     epoch: int = 0,
     part: Part = "all",
+    wanted: Needs | None = None,
     check: bool = False,
     take_over: bool = False,
     how: How | None = None,
     on_text: OnProgress = lambda progress: None,
     on_latents: OnProgress = lambda progress: None,
     on_checked: OnChecked = lambda done, total: None,
+    on_missing: Callable[[Sequence[LatentItem] | Sequence[TextItem]], None] = lambda items: None,
 ) -> Built:
     """Encode whatever is missing. An encoder nothing is missing of is not loaded; each is gone when its pass ends.
 
+    `wanted` is what `needs` says of the same, where that is known: for a large dataset it takes seconds.
     `check` reads every entry that is there; damaged ones are made again. Loading them into memory checks them too.
     `take_over` looks for caches of ai-toolkit beside the data before anything is encoded (see takeover.py).
+    `on_missing` gets what is missing of either kind, all or nothing of it, before anything is encoded.
     The batch sizes and callbacks of `how` are replaced by the config's and by those given here.
     """
     how = how or How()
-    wanted = needs(config, index, encoders, caches.places, epoch=epoch, part=part)
+
+    def anew(index: DataIndex) -> Needs:
+        return needs(config, index, encoders, caches.places, epoch=epoch, part=part)
+
+    wanted = wanted or anew(index)
     damaged = forget_damaged(caches.store, wanted.all, on_checked) if check else 0
     spoken = pictured = None
+    on_missing(missing_among(caches, wanted.texts))
+    on_missing(missing_among(caches, wanted.latents))
     texts = nothing_to_do(wanted.text_encoder, len(wanted.texts), index)
     if _lacks(caches, wanted.texts):
         text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
-        prompts = encoders.prompts(config.validation)
         with _loaded(encoders.load_text) as encoder:
             if take_over:
                 spoken = take_texts(encoder, index, config.model, missing_among(caches, wanted.texts), caches.store)
-            texts = encode_texts(
-                encoder, index, caches.places, caches.store, prompts=prompts, epoch=epoch, part=part, how=text_how
-            )
+            texts = encode_texts(encoder, wanted.texts, index, caches.store, how=text_how)
     index = texts.index
+    wanted = wanted if index is wanted.index else anew(index)
     latents = nothing_to_do(wanted.latent_encoder, len(wanted.latents), index)
     if _lacks(caches, wanted.latents) and texts.complete:
         latent_how = replace(how, batch_size=config.cache.vae_batch_size, on_progress=on_latents)
@@ -244,10 +261,13 @@ def build(
             if take_over:
                 pictured = take_latents(vae, index, config.model, missing_among(caches, wanted.latents), caches.store)
             latents = encode_latents(
-                vae, index, caches.places, caches.store, epoch=epoch, part=part, how=latent_how
+                vae, wanted.latents, index, caches.store,
+                lambda index, id_: wanted_latents(index, id_, caches.places, epoch=epoch, part=part), how=latent_how,
             )  # fmt: skip
     if latents.tiled_because:
         encoders.tile(latents.tiled_because)
+    if latents.index is not wanted.index or latents.encoder != wanted.latent_encoder:
+        wanted = anew(latents.index)
     if how.share.rank == 0:
         _tidy(caches)
     latents = with_notes(latents, [] if part == "epoch" else left_out(latents.index))
@@ -256,7 +276,7 @@ def build(
     if damaged:
         again = "1 damaged entry" if damaged == 1 else f"{damaged} damaged entries"
         notes.append(f"{again} made again; look at the disk (`dmesg`, `smartctl -a`)")
-    return Built(texts, latents, latents.index, tuple(dict.fromkeys(notes)), spoken, pictured)
+    return Built(texts, latents, latents.index, wanted, tuple(dict.fromkeys(notes)), spoken, pictured)
 
 
 def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, places: Places) -> int:
@@ -276,9 +296,10 @@ def without_unreadable(index: DataIndex, missing: Sequence[LatentItem]) -> DataI
 
     Only where so few of a dataset are missing that this can be the reason: each of them is decoded.
     """
+    excluded = Exclusions(index)
     suspects: dict[str, dict[str, LatentItem]] = {}
     for item in missing:
-        suspects.setdefault(item.ref.dataset, {}).setdefault(item.ref.path, item)
+        suspects.setdefault(item.dataset.id, {}).setdefault(item.item.path, item)
     for dataset in (*index.datasets, *index.held_out):
         found = suspects.get(dataset.id, {})
         if too_many(len(found), len(dataset.items), dataset.dataset.corrupt_threshold):
@@ -287,8 +308,8 @@ def without_unreadable(index: DataIndex, missing: Sequence[LatentItem]) -> DataI
             try:
                 index.load(item.ref)
             except UnreadableMediaError as error:
-                index = index.without(error.dataset or dataset.id, {error.path: error.reason})
-    return index
+                excluded.add(error.dataset or dataset.id, error.path, error.reason)
+    return excluded.apply()
 
 
 def missing_among(caches: Caches, items: Sequence[CacheItem]) -> list[CacheItem]:
@@ -306,6 +327,8 @@ def is_cache(folder: Path) -> bool:
         return any(not is_temporary(path.name) for path in folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError as error:
+        raise unreadable(error, folder) from error
 
 
 def _lacks(caches: Caches, items: Sequence[CacheItem]) -> bool:

@@ -103,6 +103,7 @@ class DiskStore:
         """Descriptor of the lock that says the cache is in use; None where the folder cannot be locked."""
         self._damaged: dict[str, DamagedShard] = {}
         self._created: set[Key] = set()
+        self._suspects: set[str] = set()
         self._files = OpenFiles(self.shards_folder)
         self._unindexed = 0
 
@@ -120,6 +121,9 @@ class DiskStore:
         store = cls(folder, _indexed(folder), users, writable=writable)
         try:
             store._begin()
+        except OSError as error:
+            store.close()
+            raise unreadable(error, folder) from error
         except BaseException:
             store.close()
             raise
@@ -320,6 +324,13 @@ class DiskStore:
             damaged = damaged or (self.shards_folder / copies[0].shard).exists()
             with self.mutex:
                 self.catalogue.drop_copy(copies[0])
+                self._suspects.add(copies[0].shard)
+
+    def take_suspects(self) -> frozenset[str]:
+        """Files in which an entry was not as it was written; each is told once."""
+        with self.mutex:
+            found, self._suspects = frozenset(self._suspects), set()
+        return found
 
     def read_copy(self, place: Place) -> NDArray[np.uint8] | None:
         """The bytes of one copy; None where they are not what was written."""
@@ -363,15 +374,18 @@ class DiskStore:
         with self.mutex:
             self._created.difference_update(keys)
 
-    def free_bytes(self) -> int:
-        """What this user may still write to the disk the cache lies on."""
-        found = os.statvfs(self.folder)
+    def free_bytes(self) -> int | None:
+        """What this user may still write to the disk the cache lies on; None where the disk does not say."""
+        try:
+            found = os.statvfs(self.folder)
+        except OSError:
+            return None
         return found.f_bavail * found.f_frsize
 
     def check_room(self, size: int) -> None:
         """Before a pass: raises CacheFullError where `size` more bytes would not fit."""
         free = self.free_bytes()
-        if free >= size:
+        if free is None or free >= size:
             return
         hint = f"free space on that disk (`df -h {self.folder}`), or set cache.cache_dir to another"
         found, expected = f"{format_bytes(free)} free", f"room for {format_bytes(size)}"

@@ -111,11 +111,11 @@ def remove_if_empty(store: DiskStore) -> None:
     _check_writable(store)
     with _alone(store), _upkeep(store):
         store.refresh()
-        strange = {path.name for path in store.folder.iterdir()} - {*_SKELETON}
-        if strange or any(store.shards_folder.iterdir()):
-            return
         gone = store.folder.with_name(temporary_name())
         try:
+            strange = {path.name for path in store.folder.iterdir()} - {*_SKELETON}
+            if strange or any(store.shards_folder.iterdir()):
+                return
             store.folder.rename(gone)
         except OSError as error:
             raise unwritable(error, store.folder, needed=0, free=None) from error

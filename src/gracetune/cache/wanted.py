@@ -2,24 +2,29 @@
 
 items = wanted_latents(index, encoder_id, places)       # and wanted_texts(...)
 missing = [item for item in items if item.key not in store_of(item.folder)]
+
+A run has an item for every entry, and most of them are there already: of those only keys and visits are asked. So an
+item is one small object. What an entry is made of (`ref`, `origin`) is put together again when it has to be made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, TypeVar
 
 from gracetune.cache.audit import Wanted
 from gracetune.cache.encoder import EncoderId
-from gracetune.cache.keys import Key, Origin, latent_origin, text_origin
+from gracetune.cache.keys import Key, Origin, latent_key, latent_origin, text_key, text_origin
 from gracetune.cache.places import Places
 from gracetune.config.run_config import Validation
 from gracetune.data.index import NO_CAPTION, DataIndex, Turn, freshness
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.refs import Bucket, SampleRef
 from gracetune.data.words import counted
+from gracetune.memory.reclaim import rare_collections
 
 Part = Literal["all", "lasting", "epoch"]
 """What stays right for the whole run, what is drawn anew for each epoch, or both."""
@@ -27,29 +32,58 @@ Part = Literal["all", "lasting", "epoch"]
 _SHOWN = 60
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
+class Visits:
+    """How often an epoch reads an entry. Sorts by how hot it is: what is read least is the first to stay on disk."""
+
+    per_epoch: float
+    """0 for held-out samples, which validation alone reads."""
+    probability: float = 1.0
+    """Of its dataset: an epoch visits everything, the more probable sooner, and a run may end inside an epoch."""
+
+    def __add__(self, other: Visits) -> Visits:
+        return Visits(self.per_epoch + other.per_epoch, max(self.probability, other.probability))
+
+
+Uses = tuple[tuple[str, Visits], ...]
+"""Dataset ids, and how often each of them visits the entry in an epoch. Empty: validation prompts."""
+
+
+@dataclass(slots=True, eq=False)
 class LatentItem:
     """Latents of one appearance of a sample."""
 
-    ref: SampleRef
-    """Its caption is left empty."""
-    origin: Origin
     key: Key
     folder: Path
     """Of the store the entry belongs to."""
+    uses: Uses
+    encoder: EncoderId
+    index: DataIndex
+    dataset: DatasetIndex
+    item: Item
+    turn: Turn
+
+    @property
+    def ref(self) -> SampleRef:
+        """Its caption is left empty."""
+        return self.index.describe(self.dataset, self.item, self.turn, NO_CAPTION)
+
+    @property
+    def origin(self) -> Origin:
+        return latent_origin(self.ref, self.encoder)
 
     @property
     def what(self) -> str:
-        flips = [name for name, on in zip("xy", _flips(self.ref), strict=True) if on]
+        ref = self.ref
+        flips = [name for name, on in zip("xy", _flips(ref), strict=True) if on]
         flipped = f", flipped in {' and '.join(flips)}" if flips else ""
-        clip = self.ref.clip
-        piece = f", from {clip.start:g} s" if clip is not None and clip.start else ""
-        return f"{self.ref.path} of {self.ref.dataset}{piece}{flipped}"
+        piece = f", from {ref.clip.start:g} s" if ref.clip is not None and ref.clip.start else ""
+        return f"{ref.path} of {ref.dataset}{piece}{flipped}"
 
     @property
     def shape(self) -> tuple[Bucket, ...]:
         """Samples of one shape are encoded together."""
-        return (self.ref.bucket, *(one.bucket for one in self.ref.conditioning))
+        return self.item.shape
 
     @property
     def volume(self) -> int:
@@ -61,15 +95,20 @@ class LatentItem:
         return sum(_decoded(bucket) for bucket in self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class TextItem:
     """The embedding of one text, with pictures where it depends on them."""
 
-    text: str
-    pictures: tuple[SampleRef, ...]
-    origin: Origin
     key: Key
     folder: Path
+    uses: Uses
+    encoder: EncoderId
+    text: str
+    pictures: tuple[SampleRef, ...]
+
+    @property
+    def origin(self) -> Origin:
+        return text_origin(self.text, self.encoder, self.pictures)
 
     @property
     def what(self) -> str:
@@ -97,15 +136,21 @@ def wanted_latents(
     index: DataIndex, encoder: EncoderId, places: Places, *, epoch: int = 0, part: Part = "all"
 ) -> list[LatentItem]:
     """For an epoch. Datasets whose samples look different at every visit are not cached: see `left_out`."""
-    found: dict[Hashable, LatentItem] = {}
-    for dataset, when in _cached(index, epoch, part):
-        folder = places.latents(dataset.id, when)
-        for item in dataset.items:
-            for ref in _appearances(index, dataset, item, when or 0):
-                origin = latent_origin(ref, encoder)
-                key = origin.key
-                found.setdefault((folder, key), LatentItem(ref, origin, key, folder))
-    return [*found.values()]
+    found: dict[Path, dict[Key, LatentItem]] = {}
+    with rare_collections():
+        for dataset, trained, when in _cached(index, epoch, part):
+            folder = places.latents(dataset.id, when)
+            there, uses_of = found.setdefault(folder, {}), _Uses(dataset, trained)
+            for item in dataset.items:
+                turns = _turns(when or 0, index.appearances(dataset, item))
+                uses = uses_of(item.visits / len(turns))
+                for turn in turns:
+                    key = latent_key(index.describe(dataset, item, turn, NO_CAPTION), encoder)
+                    if key in there:
+                        there[key].uses = _joined(there[key].uses, uses)
+                    else:
+                        there[key] = LatentItem(key, folder, uses, encoder, index, dataset, item, turn)
+    return [item for some in found.values() for item in some.values()]
 
 
 def wanted_texts(
@@ -123,26 +168,73 @@ def wanted_texts(
     Where an embedding depends on pictures it is one for every caption of every appearance of a sample. Prompts have no
     such pictures among the data: with an encoder that reads pictures they are embedded when they are drawn.
     """
-    found: dict[Hashable, TextItem] = {}
+    found: dict[Path, dict[Key, TextItem]] = {}
 
-    def add(text: str, pictures: tuple[SampleRef, ...], folder: Path) -> None:
-        origin = text_origin(text, encoder, pictures)
-        key = origin.key
-        found.setdefault((folder, key), TextItem(text, pictures, origin, key, folder))
+    def add(text: str, pictures: tuple[SampleRef, ...], folder: Path, uses: Uses) -> None:
+        there = found.setdefault(folder, {})
+        key = text_key(text, encoder, pictures)
+        if key in there:
+            there[key].uses = _joined(there[key].uses, uses)
+        else:
+            there[key] = TextItem(key, folder, uses, encoder, text, pictures)
 
-    for dataset in (*index.datasets, *index.held_out):
-        seen = reads_pictures and any(item.references for item in dataset.items)
-        if seen and freshness(dataset.dataset) == "visit":
-            continue  # the pictures are new at every visit, and so are the embeddings
-        for item in dataset.items:
-            for pictures, when in _pictures(index, dataset, item, epoch) if seen else [((), None)]:
-                if part == "all" or (part == "epoch") == (when is not None):
-                    for text in _texts(dataset, item):
-                        add(text, pictures, places.text(when))
-    if not reads_pictures and part != "epoch":
-        for text in prompts:
-            add(text, (), places.text())
-    return [*found.values()]
+    lasting, drawn = places.text(), places.text(epoch)
+    with rare_collections():
+        for dataset, trained in _datasets(index):
+            seen = reads_pictures and any(item.references for item in dataset.items)
+            if seen and freshness(dataset.dataset) == "visit":
+                continue  # the pictures are new at every visit, and so are the embeddings
+            uses_of = _Uses(dataset, trained)
+            for item in dataset.items:
+                shown = [*_pictures(index, dataset, item, epoch)] if seen else _NOTHING_SHOWN
+                for pictures, when in shown:
+                    if part == "all" or (part == "epoch") == (when is not None):
+                        for text, share in _texts(dataset, item):
+                            uses = uses_of(item.visits / len(shown) * share)
+                            add(text, pictures, lasting if when is None else drawn, uses)
+        if not reads_pictures and part != "epoch":
+            for text in prompts:
+                add(text, (), lasting, ())
+    return [item for some in found.values() for item in some.values()]
+
+
+def visits_of(
+    items: Iterable[LatentItem | TextItem], counts: Callable[[str], bool] = lambda dataset: True
+) -> dict[Key, Visits]:
+    """How often an epoch reads each entry for the datasets that count; entries that none of them reads are left out."""
+    found: dict[Key, Visits] = {}
+    for item in items:
+        for dataset, visits in item.uses:
+            if counts(dataset):
+                found[item.key] = found[item.key] + visits if item.key in found else visits
+    return found
+
+
+@lru_cache(maxsize=256)
+def _turns(variant: int, appearances: int) -> tuple[Turn, ...]:
+    return tuple(Turn(variant, count) for count in range(appearances))
+
+
+class _Uses:
+    """The uses of one dataset's entries: one object for all that are visited equally often, which most are."""
+
+    def __init__(self, dataset: DatasetIndex, trained: bool) -> None:
+        self._dataset, self._trained = dataset.dataset, trained
+        self._made: dict[float, Uses] = {}
+
+    def __call__(self, per_epoch: float) -> Uses:
+        if per_epoch not in self._made:
+            visits = Visits(per_epoch if self._trained else 0.0, self._dataset.probability)
+            self._made[per_epoch] = ((self._dataset.id, visits),)
+        return self._made[per_epoch]
+
+
+def _joined(one: Uses, other: Uses) -> Uses:
+    """Two appearances, datasets or captions with the same entry."""
+    found = dict(one)
+    for dataset, visits in other:
+        found[dataset] = found[dataset] + visits if dataset in found else visits
+    return (*found.items(),)
 
 
 def validation_texts(validation: Validation, *, no_wish: str = "") -> list[str]:
@@ -190,33 +282,41 @@ def for_audit(items: Iterable[LatentItem | TextItem]) -> list[Wanted]:
     return [Wanted(item.origin, item.what) for item in items]
 
 
-def _cached(index: DataIndex, epoch: int, part: Part) -> Iterator[tuple[DatasetIndex, int | None]]:
+_NOTHING_SHOWN: list[tuple[tuple[SampleRef, ...], int | None]] = [((), None)]
+
+
+def _datasets(index: DataIndex) -> Iterator[tuple[DatasetIndex, bool]]:
+    """Each with whether it is trained on."""
+    yield from ((dataset, True) for dataset in index.datasets)
+    yield from ((dataset, False) for dataset in index.held_out)
+
+
+def _cached(index: DataIndex, epoch: int, part: Part) -> Iterator[tuple[DatasetIndex, bool, int | None]]:
     """Datasets whose latents are cached, and the epoch they are cached for, if only for one."""
-    for dataset in (*index.datasets, *index.held_out):
+    for dataset, trained in _datasets(index):
         kept = freshness(dataset.dataset)
         if kept == "visit" or part == ("lasting" if kept == "epoch" else "epoch"):
             continue
-        yield dataset, epoch if kept == "epoch" else None
-
-
-def _appearances(index: DataIndex, dataset: DatasetIndex, item: Item, variant: int) -> Iterator[SampleRef]:
-    for count in range(index.appearances(dataset, item)):
-        yield index.describe(dataset, item, Turn(variant, count), NO_CAPTION)
+        yield dataset, trained, epoch if kept == "epoch" else None
 
 
 def _pictures(
     index: DataIndex, dataset: DatasetIndex, item: Item, epoch: int
 ) -> Iterator[tuple[tuple[SampleRef, ...], int | None]]:
     anew = freshness(dataset.dataset) == "epoch"
-    for ref in _appearances(index, dataset, item, epoch if anew else 0):
+    for turn in _turns(epoch if anew else 0, index.appearances(dataset, item)):
+        ref = index.describe(dataset, item, turn, NO_CAPTION)
         # Without references nothing is drawn that the embedding could depend on.
         yield ref.conditioning, epoch if anew and ref.conditioning else None
 
 
-def _texts(dataset: DatasetIndex, item: Item) -> Iterator[str]:
-    yield from item.captions
-    if dataset.dataset.captions.dropout > 0:
-        yield ""
+def _texts(dataset: DatasetIndex, item: Item) -> Iterator[tuple[str, float]]:
+    """Each text with the share of the item's visits that draws it."""
+    dropout = dataset.dataset.captions.dropout
+    for caption in item.captions:
+        yield caption, (1 - dropout) / len(item.captions)
+    if dropout > 0:
+        yield "", dropout
 
 
 def _flips(ref: SampleRef) -> tuple[bool, bool]:

@@ -41,13 +41,14 @@ class Writer:
         self.added = 0
         """Entries taken; those that were there already are not counted."""
 
-    def add(self, origin: Origin, entry: Entry, note: str = "") -> Key:
+    def add(self, origin: Origin, entry: Entry, note: str = "", *, key: Key | None = None) -> Key:
         """Copies the tensors. An entry that is there already is left as it is. CacheFullError, CacheError.
 
-        `note` says where an entry came from that we did not encode ourselves; audits show it.
+        `note` says where an entry came from that we did not encode ourselves; audits show it. `key` is the origin's,
+        where it is known already.
         After such an error the entry waits on: `flush` may be called again once there is room.
         """
-        key = origin.key
+        key = key or origin.key
         with self._mutex:
             if key in self._waiting or key in self._store:
                 return key

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable
 from pathlib import Path
 
 from gracetune.errors import GracetuneError, Problem
+from gracetune.storage.os_errors import explain, problem_of
 from gracetune.units import format_bytes
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
+_ELSEWHERE = "set output_dir to another disk"
+_AGAIN = "then start again with --resume latest"
 
 
 class CheckpointError(GracetuneError):
@@ -47,34 +47,25 @@ class MissingPieceError(CheckpointError):
 
 def unwritable(error: OSError, folder: Path, *, needed: int, free: int | None, last: Path | None) -> CheckpointError:
     """The error of ours for one that writing gave. `last` is the newest whole checkpoint."""
-    why = error.strerror or str(error)
-    if isinstance(error.filename, str):
-        why += f", writing {Path(error.filename).name}"
     safe = "there is no earlier checkpoint" if last is None else f"{last} is whole"
-    key, where = f"checkpoint not written; {safe}", str(folder)
-    if error.errno in _FULL:
-        return full(key, folder, found=why, needed=needed, free=free)
-    if error.errno in _FORBIDDEN:
-        hint = f"look at `ls -ld {where}` and `findmnt -T {where}`, or set output_dir to a folder of yours"
-        return CheckpointError(Problem(key, f"not writable: {why}", "a folder we may write to", hint, where))
-    hint = f"look at the disk (`dmesg`, `df -h {where}`), then start again with --resume latest"
-    return CheckpointError(Problem(key, why, "a folder that takes files", hint, where))
+    key, cause = f"checkpoint not written; {safe}", explain(error, folder)
+    if cause.kind == "full":
+        return full(key, folder, found=cause.found, needed=needed, free=free, remedy=cause.remedy)
+    return CheckpointError(problem_of(error, key, folder, elsewhere=_ELSEWHERE, then=_AGAIN))
 
 
-def full(key: str, folder: Path, *, found: str, needed: int, free: int | None) -> CheckpointFullError:
+def full(
+    key: str, folder: Path, *, found: str, needed: int, free: int | None, remedy: str | None = None
+) -> CheckpointFullError:
     left = "an unknown amount" if free is None else format_bytes(free)
     found = f"{found}; {left} free" if found else f"{left} free"
-    hint = (
-        f"free space on that disk (`df -h {folder}`), keep fewer (--set checkpoints.keep_last=1) or set output_dir to "
-        "another disk; then start again with --resume latest"
-    )
+    remedy = remedy or f"free space on that disk (`df -h {folder}`)"
+    hint = f"{remedy}, keep fewer (--set checkpoints.keep_last=1) or {_ELSEWHERE}; {_AGAIN}"
     return CheckpointFullError(Problem(key, found, f"room for {format_bytes(needed)}", hint, str(folder)))
 
 
 def unreadable(error: OSError, path: Path) -> CheckpointError:
-    hint = f"look at `ls -ld {path}`"
-    why = error.strerror or str(error)
-    return CheckpointError(Problem("checkpoint", f"it cannot be read: {why}", "a folder we may read", hint, str(path)))
+    return CheckpointError(problem_of(error, "checkpoint", path, access="read", then=_AGAIN))
 
 
 def listed(names: Iterable[object], none: str = "none") -> str:

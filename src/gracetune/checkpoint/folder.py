@@ -3,7 +3,7 @@
 checkpoint-<step>/           whole checkpoints (see `manifest`)
 set-aside-checkpoint-<step>/ later than the step a run was resumed from; never read, never deleted
 .gracetune-<32 hex>.tmp/     being written, or being deleted; removed by the next run if a process left it
-.gracetune.lock              held by the process that writes
+.gracetune.lock              held by the process that writes; its first line is the journal (see `journal`)
 """
 
 from __future__ import annotations
@@ -16,10 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.checkpoint.errors import BusyFolderError, listed, unreadable
-from gracetune.checkpoint.manifest import MANIFEST, BadManifestError, Manifest, read_manifest, step_of
+from gracetune.checkpoint.journal import Journal
+from gracetune.checkpoint.manifest import (
+    MANIFEST,
+    BadManifestError,
+    Manifest,
+    identity_differences,
+    read_manifest,
+    step_of,
+)
 from gracetune.errors import Problem
 from gracetune.storage.atomic import sync_folder, temporary_name
 from gracetune.storage.locks import lock, open_lock_file
+from gracetune.storage.os_errors import explain
 
 LOCK_FILE = ".gracetune.lock"
 _ASIDE = "set-aside-"
@@ -36,12 +45,11 @@ class Found:
 def checkpoints(folder: Path) -> list[Found]:
     """The oldest first; empty where there is no such folder."""
     try:
-        inside = [*folder.iterdir()]
+        found = [(step_of(path.name), path) for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise unreadable(error, folder) from error
-    found = [(step_of(path.name), path) for path in inside if path.is_dir() and not path.is_symlink()]
     return sorted((Found(step, path) for step, path in found if step is not None), key=lambda one: one.step)
 
 
@@ -51,8 +59,8 @@ def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None
         manifest = read_manifest(path)
     except (BadManifestError, OSError):
         return None
-    same = dict(manifest.metadata.identity) == dict(identity) and manifest.step == step_of(path.name)
-    return manifest if same else None
+    different = identity_differences(manifest.metadata.identity, identity)
+    return manifest if not different and manifest.step == step_of(path.name) else None
 
 
 def take_lock(folder: Path) -> tuple[int, bool]:
@@ -122,9 +130,13 @@ class Removal:
 
 
 def remove_superfluous(
-    folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int]
-) -> Removal:
-    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note."""
+    folder: Path, identity: Mapping[str, str], keep_last: int, keep_every: int | None, protected: Sequence[int],
+    journal: Journal,
+) -> Removal:  # fmt: skip
+    """Delete whole checkpoints of this run that are not to be kept. What cannot be deleted stays, with a note.
+
+    Those that are deleted stay in the journal as `retiring`, until their weights are deleted too.
+    """
     ours: dict[int, tuple[Path, Manifest]] = {}
     for one in checkpoints(folder):
         manifest = manifest_if_ours(one.path, identity)
@@ -135,14 +147,16 @@ def remove_superfluous(
         if step in protected:
             continue
         path, manifest = ours[step]
+        journal.begin("retiring", step)  # what fails now, the next start tries again
         try:
             strangers = {entry.name for entry in path.iterdir()} - {MANIFEST, *manifest.files}
             if strangers:
                 notes.append(f"{path} is not deleted: it holds files that are not ours: {listed(sorted(strangers))}")
+                journal.end("retiring", step)
                 continue
             _delete(folder, path)
         except OSError as error:
-            notes.append(f"{path} could not be deleted: {error.strerror or error}")
+            notes.append(f"{path} could not be deleted: {explain(error, path).found}")
             continue
         removed.append(path.name)
     return Removal(tuple(removed), tuple(notes))
@@ -152,8 +166,9 @@ def _delete(folder: Path, path: Path) -> None:
     """Out of sight in one step, so that nobody ever sees half of it; then for good."""
     trash = folder / temporary_name()
     path.rename(trash)
-    sync_folder(folder)
-    shutil.rmtree(trash)
+    with suppress(OSError):  # out of sight it is; what stays of it, the next start removes
+        sync_folder(folder)
+        shutil.rmtree(trash)
 
 
 def set_aside(folder: Path, later: Sequence[Found]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,14 @@ from typing import Any
 import xxhash
 
 from gracetune.storage.checksums import Fact
+from gracetune.storage.regular_files import read_small_file
 
 FORMAT = "gracetune-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
+PART = "part "
+"""How names of an identity begin that are about one part of a model; checkpoints of earlier releases have none."""
+_UNSET = object()
 _FOLDER = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
@@ -96,10 +100,10 @@ def file_stem(piece: str, rank: int | None) -> str:
 def read_manifest(folder: Path) -> Manifest:
     """BadManifestError where it is not one of ours; OSError where it cannot be read."""
     try:
-        value = json.loads((folder / MANIFEST).read_bytes())
+        value = json.loads(read_small_file(folder / MANIFEST))
     except FileNotFoundError:
         raise BadManifestError("it is missing") from None
-    except ValueError as error:  # no JSON, or no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, or no UTF-8
         raise BadManifestError(f"it is no JSON: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise BadManifestError(f"its format is not {FORMAT!r}")
@@ -131,10 +135,44 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def identity_differences(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for each name whose value is another."""
+    """One line for each name whose value is another, or for each value in it where both are JSON objects.
+
+    Parts of a checkpoint that names none are unknown, which is no difference: see `has_unknown_parts`.
+    """
     names = [*before, *(name for name in now if name not in before)]
-    return tuple(
-        f"{name} was {before.get(name, 'not set')!r} and is {now.get(name, 'not set')!r}"
-        for name in names
-        if before.get(name) != now.get(name)
-    )
+    if has_unknown_parts(before, now):
+        names = [name for name in names if not name.startswith(PART)]
+    return tuple(line for name in names for line in _difference(name, before.get(name), now.get(name)))
+
+
+def has_unknown_parts(before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether `before` is of a release that recorded no parts of the model beside the trained weights."""
+    return any(name.startswith(PART) for name in now) and not any(name.startswith(PART) for name in before)
+
+
+def _difference(name: str, before: str | None, now: str | None) -> Iterator[str]:
+    if before == now:
+        return
+    old, new = _object(before), _object(now)
+    if old is None or new is None:
+        yield f"{name} was {_said(before)} and is {_said(now)}"
+        return
+    for key in [*old, *(key for key in new if key not in old)]:
+        if old.get(key, _UNSET) != new.get(key, _UNSET):
+            yield f"{name}: {key} was {_shown(old, key)} and is {_shown(new, key)}"
+
+
+def _object(text: str | None) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text or "")
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _said(value: str | None) -> str:
+    return "not set" if value is None else repr(value)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key]) if key in values else "not set"

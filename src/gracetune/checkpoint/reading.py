@@ -45,7 +45,10 @@ class Checkpoint:
     def saved(self, piece: str, rank: int | None = None) -> Saved:
         """The contents of a piece; `rank` for one that each process has for itself."""
         stem = file_stem(piece, rank)
-        value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
+        try:
+            value: dict[str, Any] = json.loads((self.path / f"{stem}.json").read_bytes())
+        except OSError as error:
+            raise unreadable(error, self.path) from error
         tensors = f"{stem}.safetensors"
         if tensors not in self.manifest.files:
             return Saved(value)

@@ -6,12 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gracetune.checkpoint.errors import ResumeError, listed
+from gracetune.checkpoint.errors import ResumeError, listed, unreadable
 from gracetune.checkpoint.folder import checkpoints
-from gracetune.checkpoint.manifest import MANIFEST, step_of
+from gracetune.checkpoint.manifest import MANIFEST, has_unknown_parts, step_of
 from gracetune.checkpoint.reading import Checkpoint
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.errors import Problem
+
+_UNKNOWN_PARTS = (
+    "is of an earlier release, which recorded only the trained weights: whether VAE, text encoders, tokenizers and "
+    "scheduler are the same as then is not known; from the next checkpoint on it is checked"
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,8 @@ def begin(
         if different and not allow_other_run:
             checkpoint.refuse_other_run(identity)
         notes = tuple(f"{path.name} is of another run: {line}" for line in different)
+        if has_unknown_parts(checkpoint.manifest.metadata.identity, identity):
+            notes += (f"{path.name} {_UNKNOWN_PARTS}",)
     if take:
         return Start(checkpoint, reason, notes + store.begin(identity, checkpoint), newest)
     store.refuse_others(identity)
@@ -66,9 +73,12 @@ def resolve(asked: str, store: CheckpointStore) -> tuple[Path | None, str]:
             return None, f"begins anew: no checkpoint in {store.folder}"
         return path, f"goes on from {path.name}, the latest"
     path = Path(asked).expanduser().absolute()
-    if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
-        return path, f"goes on from {path}, as asked"
-    raise _no_checkpoint(asked, path, store)
+    try:
+        if (path / MANIFEST).is_file() or (path.is_dir() and step_of(path.name) is not None):
+            return path, f"goes on from {path}, as asked"
+        raise _no_checkpoint(asked, path, store)
+    except OSError as error:
+        raise unreadable(error, path) from error
 
 
 def _no_checkpoint(asked: str, path: Path, store: CheckpointStore) -> ResumeError:

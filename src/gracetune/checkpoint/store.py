@@ -14,6 +14,7 @@ from types import TracebackType
 
 from gracetune.checkpoint.errors import CheckpointError, DamagedCheckpointError, full, unwritable
 from gracetune.checkpoint.folder import (
+    LOCK_FILE,
     check_lock,
     checkpoints,
     manifest_if_ours,
@@ -22,6 +23,7 @@ from gracetune.checkpoint.folder import (
     take_lock,
     temporary_folder,
 )
+from gracetune.checkpoint.journal import Journal, Work, read_journal
 from gracetune.checkpoint.manifest import (
     MANIFEST,
     BadManifestError,
@@ -109,6 +111,7 @@ class CheckpointStore:
         self._future: concurrent.futures.Future[Written] | None = None
         self._finished: list[Written] = []
         self._lock: int | None = None
+        self._journal: Journal | None = None
         self._identity: dict[str, str] | None = None
         self._there: set[int] = set()
         """Steps whose checkpoint holds exactly what `write` would write again."""
@@ -157,6 +160,7 @@ class CheckpointStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock, locked = take_lock(self.folder)
+            self._journal = Journal(self._lock, is_fresh=not locked)
             if locked:
                 sweep_folders(self.folder)
         except OSError as error:
@@ -187,11 +191,13 @@ class CheckpointStore:
     def begin(self, identity: Mapping[str, str], checkpoint: Checkpoint | None) -> tuple[str, ...]:
         """Claim the folder for a run that goes on from `checkpoint`, or begins at step 0.
 
-        Checkpoints after that step are set aside, never deleted. Returns what was done, for the user to see.
+        What a killed process has begun is ended as far as it is about checkpoints: see `unfinished`. Checkpoints after
+        that step are set aside, never deleted. Returns what was done, for the user to see.
         """
         self.claim(identity)
         if self._ranks.rank != 0:
             return ()
+        retired = self._end_retirement(identity, checkpoint)
         step, path = (-1, None) if checkpoint is None else (checkpoint.step, checkpoint.path.resolve())
         later = [
             one
@@ -204,7 +210,43 @@ class CheckpointStore:
             raise unwritable(error, self.folder, needed=0, free=None, last=path) from error
         if path is not None and path.parent == self.folder.resolve():
             self._there.add(step)
-        return notes
+        return (*retired, *notes)
+
+    def _end_retirement(self, identity: Mapping[str, str], resumed: Checkpoint | None) -> tuple[str, ...]:
+        """After a kill between a checkpoint and the deletion of those that it makes superfluous."""
+        assert self._journal is not None, "the folder is claimed"
+        there = {one.step for one in checkpoints(self.folder)}
+        saved = there.intersection(self._journal.steps("saving"))
+        if not saved and there.isdisjoint(self._journal.steps("retiring")):
+            return ()
+        protected = [*saved, *(() if resumed is None else (resumed.step,))]
+        removal = remove_superfluous(
+            self.folder, identity, self._keep_last, self._keep_every, protected, self._journal
+        )  # fmt: skip
+        self._journal.end("saving", *saved)
+        self._journal.end("retiring", *(one.step for one in checkpoints(self.folder)))
+        return removal.notes
+
+    @property
+    def is_writer(self) -> bool:
+        """Of all ranks, the one that writes."""
+        return self._ranks.rank == 0
+
+    # -- what is begun and not ended (see `journal`) ------------------------------------------------------------------
+
+    def begin_work(self, work: Work, step: int) -> None:
+        if self._journal is not None:
+            self._journal.begin(work, step)
+
+    def end_work(self, work: Work, *steps: int) -> None:
+        if self._journal is not None:
+            self._journal.end(work, *steps)
+
+    def unfinished(self, work: Work) -> tuple[int, ...]:
+        """Of which steps. Before the folder is claimed: of whoever had it last, or has it now."""
+        if self._journal is not None:
+            return self._journal.steps(work)
+        return tuple(sorted(read_journal(self.folder / LOCK_FILE)[work]))
 
     def write(self, step: int, pieces: Sequence[Piece], *, metadata: Metadata, per_rank: Sequence[Piece] = ()) -> Path:
         """Copy the state of all pieces, and write it in the background. Call it at a window's boundary, on all ranks.
@@ -220,9 +262,14 @@ class CheckpointStore:
             return target
         self.wait()
         self.claim(metadata.identity)
-        if step in self._there and target.is_dir():
+        try:
+            is_there, is_taken = target.is_dir(), target.exists() or target.is_symlink()
+        except OSError as error:
+            raise unwritable(error, self.folder, needed=0, free=None, last=self._last_whole()) from error
+        if step in self._there and is_there:
+            self.end_work("saving", step)
             return target
-        if target.exists() or target.is_symlink():
+        if is_taken:
             raise _occupied(target)
         needed = sum(saved_size(name, one) for name, one in saved.items())
         needed += sum(len(one) + 8192 for ranks in gathered.values() for one in ranks) + _MARGIN
@@ -271,7 +318,7 @@ class CheckpointStore:
                 self._executor = None
             if self._lock is not None:
                 os.close(self._lock)
-                self._lock = None
+                self._lock = self._journal = None
             self._identity = None
 
     def __enter__(self) -> CheckpointStore:
@@ -300,7 +347,11 @@ class CheckpointStore:
             raise unwritable(error, self.folder, needed=job.needed, free=free, last=last) from error
         write_ms = (time.perf_counter() - begin) * 1000
         self._there.add(job.step)
-        removal = remove_superfluous(self.folder, job.metadata.identity, self._keep_last, self._keep_every, (job.step,))
+        assert self._journal is not None, "the folder is claimed"
+        removal = remove_superfluous(
+            self.folder, job.metadata.identity, self._keep_last, self._keep_every, (job.step,), self._journal
+        )  # fmt: skip
+        self._journal.end("saving", job.step)  # last: until then the next process ends the deletion
         return Written(job.step, target, size, job.snapshot_ms, write_ms, removal.removed, removal.notes)
 
     def _write_whole(self, job: _Job, target: Path) -> int:
@@ -320,8 +371,8 @@ class CheckpointStore:
 
     def _free(self) -> int | None:
         """Before the folder is made, of the nearest one above it."""
-        place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
         try:
+            place = next((path for path in (self.folder, *self.folder.parents) if path.is_dir()), self.folder)
             return shutil.disk_usage(place).free
         except OSError:
             return None

@@ -12,6 +12,7 @@ import typer
 
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_json, say_error
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.export_formats import FORMAT_NAMES
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.spelling import nearest
@@ -25,6 +26,7 @@ if TYPE_CHECKING:  # torch and diffusers are loaded by the command that needs th
     from gracetune.adapters.state import AdapterState, Stage
     from gracetune.cli.adapter_view import Converted
 
+_LARGEST_ALPHA = 1e6
 app = typer.Typer(help="Look into adapter files, check them, convert them.", no_args_is_help=True)
 
 
@@ -94,6 +96,12 @@ def convert(
     merge_into: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Merge into this model's weights, into the folder --output.")
     ] = None,
+    alpha: Annotated[
+        float | None, typer.Option(metavar="X", help="The alpha of all layers, where nothing tells it.")
+    ] = None,
+    ignore_hash: Annotated[
+        bool, typer.Option("--ignore-hash", help="Take a file of gracetune's that was changed since it was written.")
+    ] = False,
     split: Annotated[bool, typer.Option("--split", help="A file of both experts becomes two files.")] = False,
     without_text_encoders: Annotated[
         bool, typer.Option("--without-text-encoders", help="Leave layers of text encoders out.")
@@ -105,9 +113,16 @@ def convert(
     from gracetune.adapters.opening import open_adapter
     from gracetune.cli.adapter_view import conversions_json, print_conversions
 
+    ignore_lost_stdout()
     others = {"--to": to, "--lora-rank": lora_rank, "--model": model, "--dtype": dtype, "--split": split or None}
     _refuse_contradictions(merge_into, output, others)
-    opened = open_adapter(file, _family(family), without_text_encoders=without_text_encoders)
+    opened = open_adapter(
+        file,
+        _family(family),
+        without_text_encoders=without_text_encoders,
+        alpha=None if alpha is None else _positive(alpha),
+        ignore_hash=ignore_hash,
+    )
     states = opened.states() if split or merge_into else [opened.state()]
     if merge_into is not None:
         assert output is not None
@@ -116,9 +131,11 @@ def convert(
         assert to is not None
         done = _converted(opened, states, str(to), output, dtype, lora_rank, model)
     if as_json:
-        print_json(conversions_json(done, opened.left_out))
+        print_json(conversions_json(done, opened.left_out, opened.notes))
     else:
         print_conversions(done, out())
+        for note in opened.notes:
+            out().print(f"    note: {note}")
         if without_text_encoders:
             out().print(f"    {len(opened.left_out)} layers of text encoders left out")
 
@@ -143,6 +160,7 @@ def verify(
         found = "neither" if model is None else "both"
         raise ConfigError([Problem("--model, --flavour", found, "one of them", "--model FOLDER")])
     opened = open_adapter(file, _family(family))
+    opened.refuse_altered()
     found = opened.detected.family
     if model is not None:
         against, shapes = model, Base(found, model).shapes()
@@ -279,6 +297,12 @@ def _family(name: str | None) -> str | None:
         return name
     hint = f"--family {nearest(name, FAMILIES) or FAMILIES[0]}"
     raise ConfigError([Problem("--family", name, ", ".join(FAMILIES), hint)])
+
+
+def _positive(alpha: float) -> float:
+    if not 0 < alpha <= _LARGEST_ALPHA:  # not NaN either
+        raise ConfigError([Problem("--alpha", f"{alpha:g}", "a number above 0", "--alpha 16")])
+    return alpha
 
 
 def _refuse_other_family(found: str, flavour: str) -> None:

@@ -19,7 +19,7 @@ from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import norms, zero_tensors
 from gracetune.adapters.verify import Verified
 from gracetune.cli.console import mark, shown
-from gracetune.config.draft import visible
+from gracetune.errors import short, visible
 from gracetune.units import format_bytes
 
 _SHOWN = 8
@@ -58,6 +58,7 @@ def inspected(opened: Opened) -> dict[str, Any]:
         "not_finite": list(opened.reading.not_finite),
         "zero": list(zero_tensors(tensors)),
         "problems": problems,
+        "notes": list(opened.notes),
         "metadata": dict(opened.file.metadata),
     }
 
@@ -120,6 +121,8 @@ def print_inspected(report: dict[str, Any], console: Console) -> None:
         if key in report["metadata"]:
             table.add_row(key, _plain(report["metadata"][key][:200]))
     console.print(table, soft_wrap=False)
+    for note in report["notes"]:
+        console.print(f"note  {shown(note)}")
     for problem in report["problems"]:
         first, *more = problem.splitlines()
         console.print(f"[bold red]wrong[/] {shown(first)}", *(shown(line) for line in more), sep="\n")
@@ -140,9 +143,10 @@ def _listed_counts(counts: dict[str, int]) -> str:
 # -- convert ----------------------------------------------------------------------------------------------------------
 
 
-def conversions_json(done: Sequence[Converted], left_out: Sequence[str]) -> dict[str, Any]:
+def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
     return {
         "left_out": list(left_out),
+        "notes": list(notes),
         "written": [
             {
                 "path": one.path,
@@ -175,6 +179,7 @@ def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> 
     return {
         "file": str(opened.file.path),
         "model": against,
+        "notes": list(opened.notes),
         "ok": all(report.ok for report in reports),
         "adapters": [
             {
@@ -225,4 +230,4 @@ def _table() -> Table:
 
 def _some(entries: Sequence[str]) -> str:
     more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
-    return ", ".join(entries[:_SHOWN]) + more
+    return ", ".join(short(entry, 300) for entry in entries[:_SHOWN]) + more

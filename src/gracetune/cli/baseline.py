@@ -15,7 +15,7 @@ from gracetune.bench.results import git_commit
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import mark, out, print_json, session, shown
 from gracetune.cli.quiet import libraries_quiet
-from gracetune.config import load
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
 
@@ -49,10 +49,9 @@ def capture(
     as_json: AsJson = False,
 ) -> None:
     """Train for some steps in a folder of its own and keep what they cost: baseline.json, baseline_report.txt."""
+    ignore_lost_stdout()
     environment = session(context).environment
-    resolved = load(
-        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
-    )
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     problems = path_problems(resolved)
     if problems:
         raise ConfigError(dict.fromkeys(problems))

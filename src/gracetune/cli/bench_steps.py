@@ -16,6 +16,7 @@ from gracetune import __version__
 from gracetune.bench.results import command_line, git_commit, result_of, write_result
 from gracetune.cli.bench import AsJson, Output
 from gracetune.cli.console import out, print_json
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.units import parse_bytes
@@ -93,6 +94,8 @@ def suite(
     from gracetune.bench.step.suite import chosen, measured
 
     chosen(only or ())  # a misspelt name is an error before anything is loaded
+    if output is not None:
+        ignore_lost_stdout()
     rows: list[StepRow] = []
     # Taken before libraries are kept off stdout.
     console = Console(file=sys.stderr if as_json else sys.stdout, highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,10 +13,13 @@ import typer
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.quiet import libraries_quiet
-from gracetune.config import Resolved, load
+from gracetune.cli.streams import ignore_lost_stdout
+from gracetune.config import Resolved
 from gracetune.config.run_config import RunConfig, Validation
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError
+from gracetune.storage.folders import private_if_new
+from gracetune.train.control import Control, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     import torch
@@ -55,7 +59,9 @@ class Job:
     """Whose entries count, where some are drawn anew for each."""
     notes: tuple[str, ...]
 
-    def needs(self) -> Needs:
+    @cached_property
+    def wanted(self) -> Needs:
+        """Made once: for a large dataset that takes seconds."""
         from gracetune.cache.session import needs
 
         return needs(self.config, self.index, self.encoders, self.places, epoch=self.epoch)
@@ -81,16 +87,17 @@ def build(
     from gracetune.cache.session import build as build_caches
     from gracetune.cli.cache_view import BuiltView, bars
 
-    with libraries_quiet(), bars(quiet=json_output) as progress:
+    ignore_lost_stdout()
+    with listening(Control()), libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         with Caches(job.places, writable=True) as caches:
             if not take_over:
                 _tell_of_others(job, caches)
             try:
                 built = build_caches(
-                    job.config, job.index, job.encoders, caches, epoch=job.epoch, check=True, take_over=take_over,
-                    how=How(workers=_workers()), on_text=progress.on_text, on_latents=progress.on_latents,
-                    on_checked=progress.on_checked,
+                    job.config, job.index, job.encoders, caches, epoch=job.epoch, wanted=job.wanted, check=True,
+                    take_over=take_over, how=How(workers=_workers()), on_text=progress.on_text,
+                    on_latents=progress.on_latents, on_checked=progress.on_checked,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 progress.stop()
@@ -123,7 +130,7 @@ def audit(
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         job = _without_unreadable(job)
-        wanted = job.needs()
+        wanted = job.wanted
         audits = _audits(wanted, progress)
     view = AuditView.of(audits, wanted, job.notes)
     if json_output:
@@ -145,6 +152,7 @@ def clear(
     """Remove the entries this configuration wants, and files of the cache that are damaged. All others stay."""
     from gracetune.cli.cache_view import ClearedView, bars
 
+    ignore_lost_stdout()
     with libraries_quiet(), bars(quiet=json_output) as progress:
         job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
         cleared = _without_damaged(job) if only_damaged else _cleared(job)
@@ -167,13 +175,13 @@ def _open(
     from gracetune.models.encoders import encoders_of
     from gracetune.models.registry import geometry_of
 
-    resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
-                    allow_unsupported=allow_unsupported)  # fmt: skip
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     _check_paths(resolved)
     config = resolved.config
     geometry, assumption = geometry_of(config.model)
     encoders = encoders_of(config, _device())
-    index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
+    with private_if_new(Path(config.output_dir).expanduser()):  # where caches and scans are, unless put elsewhere
+        index = build_index(config, geometry, memory=scan_folder(config), on_scanned=progress.on_scanned)
     places = places_of(config)
     epoch = current_epoch(config, index, encoders, places)
     notes = [*([assumption] if assumption else []), *resolved.notes, *index.notes]
@@ -208,8 +216,10 @@ def _without_unreadable(job: Job) -> Job:
     from gracetune.cache.session import Caches, missing_among, without_unreadable
 
     with Caches(job.places, writable=False) as caches:
-        missing = missing_among(caches, job.needs().latents)
+        missing = missing_among(caches, job.wanted.latents)
     index = without_unreadable(job.index, missing)
+    if index is job.index:
+        return job
     before = {(one.id, file.path) for one in (*job.index.datasets, *job.index.held_out) for file in one.unreadable}
     notes = [
         f"left out, unreadable: {file.path} of {one.id}: {file.reason}"
@@ -225,7 +235,7 @@ def _tell_of_others(job: Job, caches: Caches) -> None:
     from gracetune.cache.session import missing_among
     from gracetune.cache.takeover import folders_there
 
-    if job.encoders.reads_pictures() or not missing_among(caches, job.needs().latents):
+    if job.encoders.reads_pictures() or not missing_among(caches, job.wanted.latents):
         return
     found = folders_there(job.index)
     if found:

@@ -11,11 +11,10 @@ from rich.console import Console
 
 from gracetune.cli.console import mark, out, print_json, print_problems, problem_json, session, shown
 from gracetune.config import Environment, Resolved, UnresolvedError, load, native
-from gracetune.config.draft import visible
 from gracetune.config.explain import schema as config_schema
 from gracetune.config.places import look
 from gracetune.config.this_machine import limits_memory, path_problems, size_warnings
-from gracetune.errors import ConfigError, Problem
+from gracetune.errors import ConfigError, Problem, visible
 from gracetune.hardware import probe
 
 app = typer.Typer(help="Check, resolve and describe configuration files.", no_args_is_help=True)
@@ -120,22 +119,21 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print the resolved config as our own dialect, with where each value came from."""
-    environment = session(context).environment
-    resolved = load(file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported)
+    resolved = session(context).load(file, overrides, allow_unsupported=allow_unsupported)
     if as_json:
         print_json(_as_json(resolved))
         return
     print(f"# {visible(str(file))}, read as {resolved.dialect}")
     for note in resolved.notes:
         print(f"# note: {visible(note)}")
-    print(native.write(resolved.config, resolved.origins), end="")
+    print(native.show(resolved.config, resolved.origins, resolved.redactor), end="")
 
 
 def _as_json(resolved: Resolved) -> dict[str, Any]:
     return {
         "path": str(resolved.file),
         "dialect": resolved.dialect,
-        "config": resolved.config.model_dump(mode="json"),
+        "config": resolved.redactor.redact_values(resolved.config.model_dump(mode="json")),
         "origins": native.flat(resolved.config, resolved.origins),
         "notes": list(resolved.notes),
     }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gracetune.config.draft import visible
+from gracetune.cli.streams import CLOSED_PIPE, OutputLostError, StandardStreams, open_streams
+from gracetune.config import Resolved, load
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
-from gracetune.errors import ConfigError, GracetuneError, Problem
+from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
+from gracetune.redaction import Redactor, redact, redact_values
 from gracetune.telemetry.errors import TelemetryError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -24,26 +27,55 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True)
 class Session:
-    """What `start` saw before any command ran: the environment as the user set it."""
+    """What `start` saw before any command ran: the environment as the user set it, and where output goes."""
 
     environment: Environment
+    streams: StandardStreams = field(default_factory=StandardStreams)
+    redactor: Redactor = field(default_factory=Redactor)
+    """What it knows is not printed."""
+
+    def load(self, path: Path, overrides: Sequence[str] | None = None, *, allow_unsupported: bool = False) -> Resolved:
+        """A config of any dialect. From here on its secrets are known."""
+        resolved = load(
+            path, environment=self.environment, overrides=overrides or (), allow_unsupported=allow_unsupported
+        )
+        self.redactor.merge(resolved.redactor)
+        return resolved
 
 
 def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     """Every entry point begins here. Returns the exit code; an error of ours becomes a message on stderr and 1.
 
-    With `as_json` an object about it is on stdout, where a script looks for the result.
+    With `as_json` an object about it is on stdout, where a script looks for the result. Output that cannot be written
+    raises nothing. If the result of a command is lost with it, the exit code says so (`StandardStreams`).
     """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # A terminal that cannot show a character gets its escape, not a traceback.
-            stream.reconfigure(errors="backslashreplace")
+    redactor = Redactor()
+    streams = open_streams(redactor)
+    gone = False
+    try:
+        code = _run(run, streams, redactor, as_json=as_json)
+    except SystemExit as ended:
+        if ended.code is not None and not isinstance(ended.code, int):
+            raise
+        code, gone = ended.code or 0, isinstance(ended, OutputLostError)
+    finally:
+        lost = streams.close()
+    if lost is None:
+        return code
+    if lost.errno == errno.EPIPE:  # the reader has all it wants
+        return CLOSED_PIPE if gone else code or CLOSED_PIPE
+    say_error(GracetuneError(f"the output is incomplete: stdout cannot be written: {lost.strerror}"))
+    return 1
+
+
+def _run(run: Callable[[Session], int], streams: StandardStreams, redactor: Redactor, *, as_json: bool) -> int:
     try:
         environment = Environment.capture()
+        redactor.learn(environment.variables)
         # Before anything can import torch: a stock PyTorch stops at allocator options it does not know.
         for line in claim_allocator_options(torch_takes_them=torch_accepts_uvm_options()):
             print(line, file=sys.stderr)
-        return run(Session(environment))
+        return run(Session(environment, streams, redactor))
     except GracetuneError as error:
         ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
@@ -56,7 +88,8 @@ def start(run: Callable[[Session], int], *, as_json: bool = False) -> int:
     say_error(ours)
     if as_json:
         problems = ours.problems if isinstance(ours, ConfigError) else ()
-        print_json({"ok": False, "error": str(ours), "problems": [problem_json(one) for one in problems]})
+        with suppress(OutputLostError):
+            print_json({"ok": False, "error": str(ours), "problems": [problem_json(one) for one in problems]})
     return 1
 
 
@@ -71,12 +104,20 @@ def out() -> Console:
 
 
 def print_json(value: Any) -> None:
+    value = redact_values(value)  # before quotes and escapes are around it
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # JSON's own escapes can be read back; a terminal's could not
+    # JSON's own escapes can be read back, unlike a terminal's; and what steers a terminal must not reach it.
+    if not (text.isascii() or _can_be_shown(text)):
         text = json.dumps(value, indent=2)
     print(text)
+
+
+def _can_be_shown(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return text.replace("\n", "").isprintable()
 
 
 def mark(console: Console, *, ok: bool) -> str:
@@ -90,7 +131,8 @@ def say_error(error: GracetuneError) -> None:
     if isinstance(error, ConfigError):
         print_problems(console, error.problems)
     else:
-        console.print(f"[bold red]error[/] {escape(str(error))}")
+        lines = "\n".join(visible(line) for line in str(error).split("\n"))
+        console.print(f"[bold red]error[/] {escape(lines)}")
     sys.stderr.flush()
 
 
@@ -103,12 +145,12 @@ def print_problems(console: Console, problems: tuple[Problem, ...], file: str | 
     """`file` is the one already named above the list."""
     for problem in problems:
         where = f"{problem.file}: " if problem.file and problem.file != file else ""
-        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{shown(problem.key)}[/]")
+        console.print(f"{mark(console, ok=False)} {shown(where)}[bold]{escape(short(problem.key))}[/]")
         console.print(f"    found     {shown(problem.found)}")
         console.print(f"    expected  {shown(problem.expected)}")
         console.print(f"    try       {shown(problem.hint)}")
 
 
 def shown(text: str) -> str:
-    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal."""
-    return escape(visible(text))
+    """What users wrote is quoted in what we say; it must neither style it nor steer the terminal, nor be a secret."""
+    return escape(visible(redact(text)))

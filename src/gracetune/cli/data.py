@@ -14,10 +14,11 @@ import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
-from gracetune.config import Resolved, load
+from gracetune.config import Resolved
 from gracetune.config.run_config import Validation
 from gracetune.config.this_machine import path_problems
 from gracetune.errors import ConfigError, Problem
+from gracetune.storage.folders import private_if_new
 
 if TYPE_CHECKING:  # numpy, Pillow and FFmpeg are loaded by the command that needs them, not by every `--help`
     from gracetune.data.build import OnDataset
@@ -57,13 +58,12 @@ def show(
     from gracetune.data.words import counted
     from gracetune.models.registry import geometry_of
 
-    resolved = load(config_file, environment=session(context).environment, overrides=overrides or (),
-                    allow_unsupported=allow_unsupported)  # fmt: skip
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     config = resolved.config
     _check_folders(resolved)
     geometry, assumption = geometry_of(config.model)
     rehearsal = Rehearsal(config.datasets)
-    with _progress(quiet=json_output) as on_scanned:
+    with _progress(quiet=json_output) as on_scanned, private_if_new(Path(config.output_dir).expanduser()):
         index = build_index(
             config, geometry, open_backend=rehearsal.open, memory=scan_folder(config), on_scanned=on_scanned
         )

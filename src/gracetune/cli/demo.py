@@ -15,6 +15,7 @@ from gracetune.cli.config import check_file, print_checked
 from gracetune.cli.console import mark, out, session, shown
 from gracetune.cli.doctor import DoctorOptions, run_doctor
 from gracetune.cli.quiet import libraries_quiet
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.config import Environment
 from gracetune.errors import ConfigError, MachineError, Problem
 
@@ -26,6 +27,7 @@ def demo(
     ] = None,
 ) -> None:
     """Examine this machine, check the examples, and train a tiny model with two noise experts from start to end."""
+    ignore_lost_stdout()
     console = out()
     environment = session(context).environment
     folder = _folder(output)

@@ -14,7 +14,6 @@ from gracetune.cache.residence import placement_lines
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
 from gracetune.cli.console import out, print_json, session
 from gracetune.cli.estimate_view import as_json, print_plan
-from gracetune.config import load
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
@@ -64,10 +63,7 @@ def estimate(
     json_output: AsJson = False,
 ) -> None:
     """Plan the memory of a run before anything is loaded. Exit code 1 if it does not fit."""
-    environment = session(context).environment
-    resolved = load(
-        config_file, environment=environment, overrides=overrides or (), allow_unsupported=allow_unsupported
-    )
+    resolved = session(context).load(config_file, overrides, allow_unsupported=allow_unsupported)
     machine = probe() if machine_file is None else read_machine(machine_file)
     if fsdp and processes == 1:
         expected = "--processes N with N above 1: one process has nothing to share"
@@ -94,7 +90,7 @@ def demand_of(
     """What a run of this config would ask of such a machine, and what was assumed about the model."""
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
-    facts = survey(config, samples)
+    facts = survey(config, samples, option="--samples")
     return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
 
 

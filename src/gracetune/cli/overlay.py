@@ -11,6 +11,7 @@ from rich.console import Console
 
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import mark, out, print_json, session, shown
+from gracetune.cli.streams import ignore_lost_stdout
 from gracetune.data.words import counted
 from gracetune.integrations.check import Finding, Report, Status
 from gracetune.integrations.check import check as check_points
@@ -70,6 +71,7 @@ def run(
     """Start an upstream with our features inside, or with --off without them. Its exit code is ours."""
     from gracetune.integrations.launch import run_upstream
 
+    ignore_lost_stdout()
     raise typer.Exit(run_upstream(upstream, arguments or [], off=off, environment=session(context).environment))
 
 

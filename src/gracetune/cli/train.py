@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gracetune.cli.config import AllowUnsupported, AsJson, Overrides
-from gracetune.cli.console import out, print_json, session
+from gracetune.cli.console import Session, out, print_json, session
 from gracetune.cli.log_level import LogLevel, logging_at
 from gracetune.cli.quiet import libraries_quiet
-from gracetune.config import Environment, Resolved, load
+from gracetune.cli.streams import ignore_lost_stdout
+from gracetune.config import Resolved
 from gracetune.config.this_machine import named_path_problems
 from gracetune.errors import ConfigError, Problem
+from gracetune.memory.reclaim import rare_collections
+from gracetune.train.control import Control, InterruptedBySignal, listening
 
 if TYPE_CHECKING:  # torch and the models' code are loaded by the command that needs them, not by every `--help`
     from gracetune.train.run import Result
@@ -97,7 +100,7 @@ def train(
         log_level=log_level,
         json=json_output,
     )
-    raise typer.Exit(run_training(request, session(context).environment))
+    raise typer.Exit(run_training(request, session(context)))
 
 
 def steps_override(max_steps: int | None) -> list[str]:
@@ -105,23 +108,30 @@ def steps_override(max_steps: int | None) -> list[str]:
     return [] if max_steps is None else [f"training.max_steps={max_steps}", "training.epochs=null"]
 
 
-def run_training(request: TrainRequest, environment: Environment) -> int:
+def run_training(request: TrainRequest, started: Session) -> int:
     """The exit code; errors of ours are raised."""
+    try:
+        with listening(Control()) as control:
+            return _trained(request, started, control)
+    except KeyboardInterrupt as interrupt:
+        what = f"interrupted by {interrupt}" if isinstance(interrupt, InterruptedBySignal) else "interrupted"
+        print(f"{what}; what is staged is lost, what is cached and saved stays", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _trained(request: TrainRequest, started: Session, control: Control) -> int:
     _check_resume(request.resume)
-    resolved = load(
-        request.config,
-        environment=environment,
-        overrides=request.overrides,
-        allow_unsupported=request.allow_unsupported,
-    )
+    environment = started.environment
+    resolved = started.load(request.config, request.overrides, allow_unsupported=request.allow_unsupported)
     first = (environment.get("RANK") or "0") == "0"
     # Libraries print as they like; stdout is for results.
     level = request.log_level if first else LogLevel.WARNING  # one process speaks for all
     with contextlib.redirect_stdout(sys.stderr), libraries_quiet(), logging_at(level):
-        from gracetune import gh200
-        from gracetune.cli.train_view import QuietView, TerminalView
-        from gracetune.train.run import RunOptions
-        from gracetune.train.run import train as run
+        with rare_collections():  # importing torch and diffusers makes half a million objects
+            from gracetune import gh200
+            from gracetune.cli.train_view import QuietView, TerminalView
+            from gracetune.train.run import RunOptions
+            from gracetune.train.run import train as run
 
         options = RunOptions(
             request.resume,
@@ -132,19 +142,16 @@ def run_training(request: TrainRequest, environment: Environment) -> int:
             force_oversubscription=request.force_oversubscription,
         )
         view = TerminalView() if first and not request.json else QuietView(first=first)
+        started.streams.serve_a_run(view.record)
         for note in resolved.notes:
             view.warn(note)
-        try:
-            with view, libraries_quiet(view.warn):
-                result = run(
-                    resolved.config, environment=environment, options=options, view=view, on_memory=gh200.attach,
-                    known=_missing_paths(resolved),
-                )  # fmt: skip
-        except KeyboardInterrupt:
-            print("interrupted; what is staged is lost, what is cached and saved stays", file=sys.stderr)
-            return INTERRUPTED
+        with view, libraries_quiet(view.warn):
+            result = run(
+                resolved.config, environment=environment, options=options, view=view, control=control,
+                on_memory=gh200.attach, known=_missing_paths(resolved),
+            )  # fmt: skip
     if first:
-        _show(result, request, resolved)
+        _show(result, request, resolved, started)
     return _exit_code(result)
 
 
@@ -161,13 +168,17 @@ def _exit_code(result: Result) -> int:
     return {"finished": DONE, "interrupted": INTERRUPTED, "failed": WRONG}[result.stop.kind]
 
 
-def _show(result: Result, request: TrainRequest, resolved: Resolved) -> None:
+def _show(result: Result, request: TrainRequest, resolved: Resolved, started: Session) -> None:
+    """The run is over and saved: where stdout fails, its exit code stays."""
     from gracetune.cli.train_view import as_json, print_result
 
     if request.json:
         print_json(as_json(result, resolved.config, request.price_per_hour))
     else:
         print_result(out(), result, resolved.config, request.price_per_hour)
+    stdout = started.streams.stdout
+    if stdout is not None and stdout.lost is not None:
+        print(f"warning: {stdout.what_is_lost}; the run is not affected", file=sys.stderr)
 
 
 def _missing_paths(resolved: Resolved) -> list[tuple[str, Problem]]:
@@ -185,4 +196,5 @@ def validate_now(
     """Ask a running job for a validation: it draws its samples after the step it is at."""
     from gracetune.train.request import ask_for_validation
 
+    ignore_lost_stdout()
     print(ask_for_validation(run_folder))

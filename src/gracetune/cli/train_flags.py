@@ -36,17 +36,17 @@ _VALUES = ("config", "set", "resume", "max-steps", "price-per-hour", "log-level"
 
 def main(arguments: Sequence[str], *, help: str | None) -> int:
     """The exit code. `help` is the script's own description."""
-    if not arguments or "-h" in arguments or "--help" in arguments:
-        print(help)
-        return 0 if arguments else 2
 
     def run(session: Session) -> int:
+        if not arguments or "-h" in arguments or "--help" in arguments:
+            print(help)
+            return 0 if arguments else 2
         launch = read_arguments(arguments)
         for note in launch.notes:
             print(note, file=sys.stderr)
-        return run_training(launch.request, session.environment)
+        return run_training(launch.request, session)
 
-    return start(run)
+    return start(run, as_json="--json" in arguments)
 
 
 @dataclass(frozen=True)

@@ -180,14 +180,16 @@ def print_result(console: Console, result: Result, config: RunConfig, price: flo
     if result.stop is None:
         return
     good = result.stop.kind == "finished"
-    words = {"finished": "finished", "interrupted": "interrupted, and saved", "failed": "stopped, and saved"}
+    saved = ", and saved" if result.step else ", with nothing to save"
+    words = {"finished": "finished", "interrupted": f"interrupted{saved}", "failed": f"stopped{saved}"}
     end = f"of {result.steps}" if result.step <= result.steps else f"already, past the {result.steps} asked for"
     console.print(f"{mark(console, ok=good)} [bold]{words[result.stop.kind]}[/] at step {result.step} {end}")
     if result.dry is None:
         console.print(f"    {shown(result.stop.reason)}")
     if not good:
         console.print(f"    {shown(result.stop.reason)}")
-        console.print("    go on with the same command: it resumes from here")
+        if result.step:
+            console.print("    go on with the same command: it resumes from here")
     for path in result.files:
         console.print(f"    {shown(str(path))}")
 

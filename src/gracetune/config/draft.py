@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from gracetune.errors import Problem
+from gracetune.config.limits import MOST_PROBLEMS
+from gracetune.errors import ConfigError, Problem, visible
+from gracetune.redaction import HIDDEN, Redactor, redact_values
 
 Path = tuple[str | int, ...]
 Kind = Literal["file", "flag", "environment", "default"]
@@ -29,6 +31,11 @@ class Origin:
 
 
 OUR_DEFAULT = Origin("default")
+
+
+def too_many_problems(file: str | None) -> Problem:
+    hint = "check that this is the right file, mend what is listed, and check it again"
+    return Problem("(file)", f"more than {MOST_PROBLEMS} problems", "a configuration of one dialect", hint, file)
 
 
 class Said(str):
@@ -78,6 +85,8 @@ class Draft:
     """Where a stand-in is, put by a reader that has said why; no rule is held against it."""
     refused: set[Path] = field(default_factory=set)
     """What a refused key would have given; only who passes it with `--allow-unsupported` is asked for it."""
+    redactor: Redactor = field(default_factory=Redactor)
+    """Knows the secrets of every file that is read."""
 
     def put(self, path: Path, value: Any, origin: Origin) -> None:
         if isinstance(self.get(path), dict | list):
@@ -139,12 +148,19 @@ class Draft:
 
     def problem(self, key: str, found: Any, expected: str, hint: str, file: str | None = None) -> None:
         # A file may well have a key without a name; a problem must name it all the same.
-        self.problems.append(Problem(key or '""', describe(found), expected, hint, file or self.file))
+        self.problems.append(problem_with(key or '""', found, expected, hint, file or self.file))
+        self._stop_at_too_many()
 
     def refuse(self, key: str, found: Any, why: str, hint: str = "", file: str | None = None) -> None:
         """A key that is known and would change the result, but that we do not do. `--allow-unsupported` passes it."""
         hint = hint or f"remove `{key}`, or train without it: --allow-unsupported"
-        self.unsupported.append(Problem(key, describe(found), why, hint, file or self.file))
+        self.unsupported.append(problem_with(key, found, why, hint, file or self.file))
+        self._stop_at_too_many()
+
+    def _stop_at_too_many(self) -> None:
+        """Each may have taken a search for what was meant."""
+        if len(self.problems) + len(self.unsupported) > MOST_PROBLEMS:
+            raise ConfigError([*self.unsupported, too_many_problems(self.file)])
 
     def note(self, text: str) -> None:
         if text not in self.notes:
@@ -184,8 +200,24 @@ def _child(node: Any, step: str | int, empty: dict[str, Any] | list[Any]) -> Any
     return child
 
 
-def describe(value: Any) -> str:
-    """A found value as its writer would recognise it, with its type where that is the point."""
+def problem_with(
+    key: str, found: Any, expected: str, hint: str, file: str | None = None, *, sentence: str = "{}"
+) -> Problem:
+    """A problem about a value. A key whose name says that it holds a secret is named without it.
+
+    `sentence` is what is said of the value, which is `{}` in it.
+    """
+    words = describe(found, key)
+    if words == HIDDEN:  # a hint may repeat what was written
+        hint = re.sub(rf"(?<!\w){re.escape(str(found).strip())}(?!\w)", lambda _: HIDDEN, hint)
+    return Problem(key, sentence.format(words), expected, hint, file)
+
+
+def describe(value: Any, key: str = "") -> str:
+    """A found value as its writer would recognise it, with its type where that is the point.
+
+    `key` is where it was found: what its name calls a secret is not shown.
+    """
     if isinstance(value, Said):
         return str(value)
     if isinstance(value, bool):
@@ -196,12 +228,6 @@ def describe(value: Any) -> str:
         return f"a mapping with {len(value)} keys" if value else "an empty mapping"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}" if value else "an empty list"
-    text = f'"{visible(value)}"' if isinstance(value, str) else str(value)
+    shown = redact_values(value, key)  # before it is cut: half a secret is not recognised
+    text = f'"{visible(shown)}"' if isinstance(shown, str) and shown != HIDDEN else str(shown)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def visible(text: str) -> str:
-    """The text on one line, with an escape for whatever a terminal or a comment would act on."""
-    if text.isprintable():
-        return text
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

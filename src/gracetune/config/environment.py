@@ -22,6 +22,9 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """In PyTorch's own order: the first that is set is the one it reads."""
 HINTS_VARIABLE = "SIMPLETUNER_GH200_ENABLE_UVM_HINTS"
 GH200_PREFIX = "GH200_UVM_"
+SIGUSR1_VARIABLE = "GRACETUNE_SIGUSR1"
+"""What the signal SIGUSR1 does to a run: `validate` (the default) or `stop`. No option of a config: it says how the
+scheduler of this machine warns a job, whatever the job is."""
 
 _GH200_OPTIONS = {f"GH200_{name.upper()}": name for name in OPTION_NAMES if name != "use_uvm"}
 _SWITCHES = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -48,9 +51,19 @@ class Environment:
             return Path(named) / "gracetune"
         return Path(home) / ".cache" / "gracetune" if home else None
 
+    @property
+    def stops_on_sigusr1(self) -> bool:
+        return (self.get(SIGUSR1_VARIABLE) or "").strip() == "stop"
+
+    def sigusr1_problems(self) -> list[Problem]:
+        given = self.get(SIGUSR1_VARIABLE) or ""
+        if given.strip() in ("", "stop", "validate"):
+            return []
+        return [Problem(SIGUSR1_VARIABLE, given, "validate or stop", f"export {SIGUSR1_VARIABLE}=stop")]
+
     def without_memory_options(self) -> Environment:
-        """The same environment as seen from a machine where nobody set a memory option."""
-        ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE)
+        """The same environment as seen from a machine where nobody set a memory option, nor what signals do."""
+        ours = (*ALLOCATOR_VARIABLES, HINTS_VARIABLE, SIGUSR1_VARIABLE)
         kept = {name: value for name, value in self.variables.items() if name not in ours}
         return Environment({name: value for name, value in kept.items() if not name.startswith(GH200_PREFIX)})
 

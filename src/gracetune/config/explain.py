@@ -12,7 +12,8 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from gracetune.config.base import LONGEST_FILE_NAME, file_name
-from gracetune.config.draft import Draft, Path, describe, dotted
+from gracetune.config.draft import Draft, Path, describe, dotted, problem_with
+from gracetune.config.limits import MOST_PROBLEMS
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt, nearest
 from gracetune.errors import Problem
@@ -28,6 +29,8 @@ def problems_of(errors: Iterable[ErrorDetails], draft: Draft) -> list[Problem]:
     """One problem a place, however many members of a union complained about it."""
     by_path: dict[Path, ErrorDetails] = {}
     for error in errors:
+        if len(by_path) > MOST_PROBLEMS:
+            break
         path = known_path(error["loc"], error["type"])
         if not (error["type"] == "missing" and path in draft.reported_missing):
             by_path.setdefault(path, error)
@@ -57,7 +60,7 @@ def _problem(path: Path, error: ErrorDetails, draft: Draft) -> Problem:
     found = draft.get(path) if error["type"] == "missing" else error["input"]
     origin = draft.origin(path)
     by_flag = origin is not None and origin.kind == "flag"
-    return Problem(key, describe(found), expected, suggestion(path, found, key, by_flag=by_flag), file)
+    return problem_with(key, found, expected, suggestion(path, found, key, by_flag=by_flag), file)
 
 
 def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
@@ -67,8 +70,8 @@ def _unknown_key(path: Path, key: str, value: Any, draft: Draft) -> Problem:
         hint = f"write `--set {dotted(ours)}=…`, which is our name for it"
     else:
         hint = misspelt(str(path[-1]), names, f"remove it; known here: {', '.join(names)}" if names else "remove it")
-    found = f"an unknown key (value {describe(value)})"
-    return Problem(key, found, "a key of the configuration", hint, draft.place(path)[1])
+    file = draft.place(path)[1]
+    return problem_with(key, value, "a key of the configuration", hint, file, sentence="an unknown key (value {})")
 
 
 def _peers_name(path: Path, draft: Draft) -> Path | None:

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted, visible
+from gracetune.config.draft import OUR_DEFAULT, Draft, Origin, Path, describe, dotted
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
-from gracetune.config.syntax import Document, one_line_yaml
+from gracetune.config.syntax import Document
+from gracetune.config.yaml_syntax import one_line_yaml
+from gracetune.errors import visible
+from gracetune.redaction import Redactor, redact_values
 
 VERSION_KEY = "gracetune"
 VERSION = 1
@@ -44,7 +47,8 @@ def read_block(value: Any, key: str, file: str, draft: Draft) -> None:
     for path, (old, origin) in before.items():
         now, new = draft.get(path), draft.origin(path)
         if new is not None and new != origin and now != old:
-            draft.note(f"{new.key}: {describe(now)} takes the place of `{origin.key}` ({describe(old)})")
+            before_it = describe(old, origin.key)
+            draft.note(f"{new.key}: {describe(now, new.key)} takes the place of `{origin.key}` ({before_it})")
 
 
 def _sections(data: Mapping[Any, Any], draft: Draft, prefix: str, file: str) -> None:
@@ -65,10 +69,29 @@ def _without_retired(cache: Mapping[Any, Any], draft: Draft) -> dict[Any, Any]:
     return {key: value for key, value in cache.items() if key != "image_embeds_dir"}
 
 
-def write(config: RunConfig, origins: Mapping[Path, Origin] | None = None) -> str:
-    """The config as this dialect, each value followed by where it came from when `origins` are given."""
+def shareable(config: RunConfig) -> dict[str, Any]:
+    """The configuration as it may be shown to others: without secrets. `write` and `config.yaml` have them."""
+    shown: dict[str, Any] = redact_values(config.model_dump(mode="json"))
+    return shown
+
+
+def has_secrets(config: RunConfig) -> bool:
+    return shareable(config) != config.model_dump(mode="json")
+
+
+def write(config: RunConfig) -> str:
+    """The config as this dialect, complete: a run can be started from it."""
+    return _written(config.model_dump(mode="json"))
+
+
+def show(config: RunConfig, origins: Mapping[Path, Origin], redactor: Redactor) -> str:
+    """The same without secrets, and each value followed by where it came from."""
+    return _written(redactor.redact_values(config.model_dump(mode="json")), origins)
+
+
+def _written(values: Mapping[str, Any], origins: Mapping[Path, Origin] | None = None) -> str:
     lines: list[tuple[str, str]] = [(f"{VERSION_KEY}: {VERSION}", "")]
-    _write_mapping(config.model_dump(mode="json"), (), "", lines, origins)
+    _write_mapping(values, (), "", lines, origins)
     width = min(max((len(text) for text, origin in lines if origin), default=0), 60)
     return "".join(f"{f'{text:<{width}}  # {origin}' if origin else text}\n" for text, origin in lines)
 

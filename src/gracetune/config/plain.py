@@ -14,26 +14,18 @@ from datetime import date, datetime, time
 from typing import Any
 
 from gracetune.config.draft import Path, describe
-
-DEEPEST = 50
-MOST_VALUES = 50_000
-"""Aliases are counted as often as they are used."""
-_LONGEST_NUMBER = 1024
-"""In bits: what still fits a float."""
-_LONGEST_KEY = 1000
-"""As YAML writes it: a longer one could not be read back from what `config show` prints."""
-
-
-class NotPlainError(ValueError):
-    """Data whose very shape is wrong: nothing in it can be used."""
-
-    def __init__(self, found: str, expected: str, hint: str) -> None:
-        super().__init__(f"{found}; expected {expected}")
-        self.found, self.expected, self.hint = found, expected, hint
-
-
-def too_deep() -> NotPlainError:
-    return NotPlainError("nesting deeper than any configuration needs", f"at most {DEEPEST} levels", "nest less deeply")
+from gracetune.config.limits import (
+    DEEPEST,
+    LONGEST_KEY,
+    LONGEST_NUMBER,
+    LONGEST_TEXT,
+    MOST_ENTRIES,
+    MOST_VALUES,
+    NotPlainError,
+    too_deep,
+    too_many_entries,
+    too_many_values,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +57,7 @@ class _Gate:
     def copy(self, value: Any, path: Path) -> Any:
         self.seen += 1
         if self.seen > MOST_VALUES:
-            raise NotPlainError(f"more than {MOST_VALUES:,} values", "fewer", "write out what the aliases repeat")
+            raise too_many_values("check that this is the right file; aliases count as often as they are used")
         if isinstance(value, Mapping | list | tuple):
             return self._container(value, path)
         if isinstance(value, date | datetime | time):
@@ -85,6 +77,8 @@ class _Gate:
         if isinstance(value, Mapping):
             copied: Any = self._mapping(value, path)
         else:
+            if sum(isinstance(item, Mapping) for item in value) > MOST_ENTRIES:
+                raise too_many_entries(len(value))
             copied = [self.copy(item, (*path, index)) for index, item in enumerate(value)]
         self.around.pop()
         return copied
@@ -96,7 +90,7 @@ class _Gate:
             name = str(key) if isinstance(key, int) and not isinstance(key, bool) else key
             odd = _odd_key(name) or (_TWICE if name in copied else None)
             if odd is not None:
-                self.oddities.append(Oddity((*path, str(name)), *odd))
+                self.oddities.append(Oddity((*path, str(name)[:LONGEST_KEY]), *odd))
             else:
                 copied[name] = self.copy(item, (*path, name))
         return copied
@@ -108,7 +102,7 @@ _TWICE = ("the key twice", "each key once", "keep one of the two")
 def _odd_key(key: Any) -> tuple[str, str, str] | None:
     if not isinstance(key, str):
         return f"a key that is {describe(key)} to YAML", "text as a key", "put the key in quotes"
-    if len(json.dumps(key)) > _LONGEST_KEY:
+    if len(key) > LONGEST_KEY or len(json.dumps(key)) > LONGEST_KEY:
         return f"a key of {len(key)} characters", "a name", "shorten it"
     return _odd(key)
 
@@ -118,12 +112,14 @@ def _odd(value: Any) -> tuple[str, str, str] | None:
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
+        if len(value) > LONGEST_TEXT:
+            return f"a text of {len(value):,} characters", f"at most {LONGEST_TEXT:,}", "shorten it"
         half = next((character for character in value if "\ud800" <= character <= "\udfff"), None)
         if half is None:
             return None
         return f"half a character (\\u{ord(half):04x})", "text", f"take \\u{ord(half):04x} out, or write both halves"
     if isinstance(value, int):
-        if value.bit_length() <= _LONGEST_NUMBER:
+        if value.bit_length() <= LONGEST_NUMBER:
             return None
         return "a number of hundreds of digits", "a number one could mean", "shorten it"
     if isinstance(value, float):

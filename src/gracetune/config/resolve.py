@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -13,17 +13,19 @@ from pydantic import ValidationError
 
 from gracetune.config.dialects import DIALECTS
 from gracetune.config.dialects.table import Dialect
-from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
+from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path, too_many_problems
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
 from gracetune.config.families import FAMILIES
-from gracetune.config.limits import beyond_limits
-from gracetune.config.plain import DEEPEST, NotPlainError, plain
+from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
+from gracetune.config.plain import plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
-from gracetune.config.syntax import Document, open_document, parse_scalar
+from gracetune.config.syntax import Document, open_document
 from gracetune.config.without_effect import without_effect
+from gracetune.config.yaml_syntax import parse_scalar
 from gracetune.errors import ConfigError, Problem
+from gracetune.redaction import Redactor
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Resolved:
     file: FilePath
     origins: Mapping[Path, Origin]
     notes: tuple[str, ...]
+    redactor: Redactor = field(default_factory=Redactor, compare=False)
+    """Knows the secrets of the config, of its files and of the environment."""
 
 
 class UnresolvedError(ConfigError):
@@ -53,16 +57,42 @@ def load(
     overrides: Sequence[str] = (),
     allow_unsupported: bool = False,
 ) -> Resolved:
-    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults."""
-    document = _read(path)
+    """Read any dialect. Flags beat the file, the file beats the environment, the environment beats defaults.
+
+    What is said about the file holds none of its secrets; the config itself has them.
+    """
+    redactor = Redactor(environment.variables, dict(text.partition("=")[::2] for text in overrides))
+    try:
+        resolved = _load(path, environment, overrides, allow_unsupported, redactor)
+    except UnresolvedError as error:
+        notes = map(redactor.redact, error.notes)
+        raise UnresolvedError(_without_secrets(error.problems, redactor), error.dialect, [*notes]) from None
+    except ConfigError as error:
+        raise ConfigError(_without_secrets(error.problems, redactor)) from None
+    redactor.learn(resolved.config.model_dump(mode="json"))
+    return replace(resolved, notes=tuple(map(redactor.redact, resolved.notes)), redactor=redactor)
+
+
+def _without_secrets(problems: Iterable[Problem], redactor: Redactor) -> list[Problem]:
+    return [Problem(**redactor.redact_values(vars(problem))) for problem in problems]
+
+
+def _load(
+    path: FilePath, environment: Environment, overrides: Sequence[str], allow_unsupported: bool, redactor: Redactor
+) -> Resolved:
+    document = _read(path, redactor)
+    redactor.learn(document.data)
     dialect = _recognise(document)
-    draft = Draft(document.name, problems=list(document.problems))
+    draft = Draft(document.name, problems=list(document.problems), redactor=redactor)
     _read_environment(draft, environment)
     try:
         dialect.read(document, draft, environment)
+        _read_overrides(draft, overrides)
     except ConfigError as error:  # a file too broken to read on
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
-    _read_overrides(draft, overrides)
+    except NotPlainError as error:  # a text that grew too long when it was filled in
+        problem = Problem("(file)", error.found, error.expected, error.hint, draft.file)
+        raise UnresolvedError(_once([*draft.problems, problem]), dialect.name, draft.notes) from None
     _overrule_hints_variable(draft)
     for settle in dialect.settle:
         settle(draft)
@@ -72,9 +102,10 @@ def load(
 _VARIABLE = re.compile(r"\$\{\w+\}")
 
 
-def _read(path: FilePath) -> Document:
+def _read(path: FilePath, redactor: Redactor) -> Document:
     """Where a dialect fills `${NAME}` in before it parses, a file need not be well-formed until then."""
     document = open_document(path)
+    redactor.learn(document.text)
     try:
         return document.reparsed()
     except ConfigError:
@@ -114,6 +145,7 @@ def _recognise(document: Document) -> Dialect:
 
 
 def _read_environment(draft: Draft, environment: Environment) -> None:
+    draft.problems += environment.sigusr1_problems()
     found = memory_settings(environment)
     draft.problems += found.problems
     for name, setting in found.settings.items():
@@ -127,7 +159,10 @@ def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             path = parse_path(key.strip())
         except ValueError:
             path = ()
-        if not equals or not path:
+        if len(text) > LONGEST_TEXT:
+            found = Said(f"a text of {len(text):,} characters")
+            draft.problem("--set", found, f"at most {LONGEST_TEXT:,}", "write long values into the file")
+        elif not equals or not path:
             draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
         elif len(path) > DEEPEST:
             draft.problem("--set", Said(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it")
@@ -185,7 +220,7 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
     config, unknown, schema_problems = _validate(draft)
     unknown |= draft.unread | (set() if allow_unsupported else draft.refused)
     problems += schema_problems
-    for broken in (*broken_rules(config), *beyond_limits(config)) if config is not None else ():
+    for broken in broken_rules(config) if config is not None else ():
         if not _rests_on(broken, unknown):
             key, where = draft.place(broken.path)
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
@@ -212,6 +247,8 @@ def _once(problems: Sequence[Problem]) -> list[Problem]:
             continue
         gone.add(place)
         kept.append(problem)
+        if len(kept) == MOST_PROBLEMS:
+            return [*kept, too_many_problems(problem.file)]
     return kept
 
 

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
+from gracetune.config.adapter_kinds import algorithms
 from gracetune.config.dataset_backends import is_installed, validated
 from gracetune.config.dataset_config import BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
 from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
 from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
+from gracetune.redaction import HIDDEN
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ _MODEL: tuple[Path, ...] = (("model", "family"), ("model", "flavour"), ("model",
 
 
 def broken_rules(config: RunConfig) -> list[Broken]:
-    return list(chain.from_iterable(rule(config) for rule in RULES))
+    """No more than a list of problems shows: each may have taken a search for what was meant."""
+    return list(islice(chain.from_iterable(rule(config) for rule in RULES), MOST_PROBLEMS + 1))
 
 
 def _length(config: RunConfig) -> Iterator[Broken]:
@@ -147,7 +152,7 @@ def _datasets(config: RunConfig) -> Iterator[Broken]:
     ids = [dataset.id for dataset in config.datasets]
     flavour = known_flavour(config)
     for index, dataset in enumerate(config.datasets):
-        for rule in (_sizes, _frames, _periods, _backend):
+        for rule in (_sizes, _frames, _periods, _backend, _megapixels):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
         if flavour is not None:
@@ -249,6 +254,54 @@ def _edit_sources(config: RunConfig) -> Iterator[Broken]:
                      (*_MODEL, *others))  # fmt: skip
 
 
+def _ranks(config: RunConfig) -> Iterator[Broken]:
+    adapter = config.adapter
+    ranks: list[tuple[Path, Any, Any]] = [
+        (("adapter", "rank"), adapter.kind, adapter.rank),
+        (("adapter", "conv_rank"), adapter.kind, adapter.conv_rank),
+    ]
+    for module, options in adapter.by_module.items():
+        kind = options.get("algo", adapter.kind)
+        ranks += [(("adapter", "by_module", module, name), kind, options.get(name)) for name in ("dim", "linear_dim")]
+    wide = [one for one in algorithms() if one.rank_is_width]
+    limited = [*(one.name for one in wide), *(one.lycoris_name for one in wide if one.lycoris_name is not None)]
+    for path, kind, rank in ranks:
+        if kind in limited and isinstance(rank, int | float) and rank > LARGEST_RANK:
+            yield Broken(path, str(rank), f"at most {LARGEST_RANK:,} for {kind}",
+                         "write 16, for example; whole matrices are learnt by full_delta, or by lokr with "
+                         "`full_rank: true`", (("adapter", "kind"),))  # fmt: skip
+
+
+def _megapixels(dataset: Dataset, path: Path) -> Iterator[Broken]:
+    if dataset.resolution_type != "area":
+        return
+    for name, size in (("resolution", dataset.resolution), ("downsample_to", dataset.downsample_to)):
+        if size is not None and size > MOST_MEGAPIXELS:
+            yield Broken((*path, name), f"{size:g} megapixels",
+                         f"at most {MOST_MEGAPIXELS:g} with resolution_type area",
+                         f"if {size:g} is in pixels, write `resolution_type: pixel_area`, or {size * size / 1e6:.2g} "
+                         "for as many megapixels", ((*path, "resolution_type"),))  # fmt: skip
+
+
+def _hidden(config: RunConfig) -> Iterator[Broken]:
+    """What `config show` and a checkpoint hide cannot be used."""
+    for path, text in _texts(config.model_dump(mode="json"), ()):
+        if text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2]):
+            yield Broken(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",
+                         "write the whole value; the config.yaml in a run's folder has it")  # fmt: skip
+
+
+def _texts(value: Any, path: Path) -> Iterator[tuple[Path, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _texts(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _texts(item, (*path, index))
+
+
 RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _length,
     _ramp,
@@ -262,4 +315,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _something_to_train_on,
     _datasets,
     _edit_sources,
+    _ranks,
+    _hidden,
 )

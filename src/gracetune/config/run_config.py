@@ -100,7 +100,7 @@ class Cache(Section):
     persistent_cache: Flag = True
     """False removes at a clean end what this run added."""
     vae_batch_size: BatchSize = 4
-    text_encoder_batch_size: BatchSize = 1
+    text_encoder_batch_size: BatchSize = 4
 
 
 class Ema(Section):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
+
+from gracetune.config.limits import LONGEST_NAME, MOST_NAMES
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The known name most like a misspelt one, if any is like it."""
-    matches = difflib.get_close_matches(name.lower(), list(names), n=1, cutoff=0.6)
+    """The known name most like a misspelt one, if any is like it. Of very many names, the first ones are compared."""
+    if len(name) > LONGEST_NAME:
+        return None
+    short = (one for one in names if len(one) <= LONGEST_NAME)
+    matches = difflib.get_close_matches(name.lower(), list(islice(short, MOST_NAMES)), n=1, cutoff=0.6)
     return matches[0] if matches else None
 
 

@@ -15,7 +15,22 @@ from typing import Any
 import yaml
 
 from gracetune.config.draft import dotted
-from gracetune.config.plain import MOST_VALUES, NotPlainError, plain, too_deep
+from gracetune.config.limits import (
+    DEEPEST,
+    LARGEST_FILE,
+    LONGEST_NAME,
+    LONGEST_TEXT,
+    MOST_VALUES,
+    NotPlainError,
+    joined,
+    substituted,
+    too_deep,
+    too_large,
+    too_long,
+    too_many_values,
+)
+from gracetune.config.plain import plain
+from gracetune.config.yaml_syntax import UNREADABLE, DuplicateKeyError, parse_yaml
 from gracetune.errors import ConfigError, Problem
 
 FORMATS = {
@@ -66,7 +81,11 @@ def open_document(path: Path) -> Document:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:  # whatever it is: no more is read of a device or a pipe either
+            content = file.read(LARGEST_FILE + 1)
+        if len(content) > LARGEST_FILE:
+            raise _shapeless(str(path), too_large())
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         hint = f"check the spelling; {path.parent} {'holds no such file' if path.parent.is_dir() else 'does not exist'}"
         raise _cannot_read(path, "no file there", "a configuration file", hint) from None
@@ -95,7 +114,7 @@ def _cannot_read(path: Path, found: str, expected: str, hint: str) -> ConfigErro
 def _parse(text: str, file_format: str, file: str) -> tuple[Any, tuple[Problem, ...]]:
     parse = {"JSON": _parse_json, "YAML": _parse_yaml, "TOML": _parse_toml, "env": parse_env}[file_format]
     try:
-        data, oddities = plain(parse(text, file))
+        data, oddities = plain(parse(joined([text]), file))
     except RecursionError:
         raise _shapeless(file, too_deep()) from None
     except NotPlainError as error:
@@ -121,12 +140,6 @@ def _unreadable_value(file: str, file_format: str, error: Exception) -> Problem:
     return _broken(file, file_format, "", f"a value that cannot be read ({error})")
 
 
-class DuplicateKeyError(ValueError):
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
-
-
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
@@ -136,8 +149,10 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return seen
 
 
-_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.DOTALL)
-_STRING_OR_TRAILING_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
+_STRING = r'"[^"\\\n]*(?:\\.[^"\\\n]*)*"?'
+"""Also one that is not closed: from where it begins nothing has to be looked at twice."""
+_STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
+_STRING_OR_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
 
 
 def _strict_json(text: str) -> str:
@@ -145,7 +160,8 @@ def _strict_json(text: str) -> str:
 
     def blank(match: re.Match[str]) -> str:
         piece = match[0]
-        return piece if piece.startswith('"') else re.sub(r"[^\n]", " ", piece)
+        is_open = piece.startswith("/*") and not piece.endswith("*/")
+        return piece if piece.startswith('"') or is_open else re.sub(r"[^\n]", " ", piece)
 
     return _STRING_OR_TRAILING_COMMA.sub(blank, _STRING_OR_COMMENT.sub(blank, text))
 
@@ -185,96 +201,13 @@ def _json_line(text: str) -> int:
 
 
 def _twice(file: str, key: str, line: int) -> Problem:
-    return Problem(key, f"the key twice, again at line {line}", "each key once", f"keep one of the two `{key}`", file)
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads `1e-4` as text and 2025-01-01 as a date; everyone means a number and text."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._checked: set[int] = set()
-
-    def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Called for each mapping, and again for one that others merge. Only as written can a key stand twice in it."""
-        if id(node) not in self._checked:
-            self._checked.add(id(node))
-            _refuse_yaml_duplicates(node)
-        super().flatten_mapping(node)
-        if len(node.value) > MOST_VALUES:  # merges of merges double without end
-            raise NotPlainError(f"more than {MOST_VALUES:,} keys", "fewer", "write out what the merges repeat")
-
-
-def _refuse_yaml_duplicates(node: yaml.MappingNode) -> None:
-    seen: set[tuple[str, str]] = set()
-    for key, _ in node.value:
-        if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
-            continue
-        if (key.tag, key.value) in seen:
-            raise _DuplicateYamlKeyError(key.value, key.start_mark.line + 1)
-        seen.add((key.tag, key.value))
-
-
-def _as_text(loader: _Loader, node: yaml.Node) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        raise yaml.constructor.ConstructorError(None, None, "expected a date", node.start_mark)
-    return str(loader.construct_scalar(node))
-
-
-_MERGE = "tag:yaml.org,2002:merge"
-_DATE = "tag:yaml.org,2002:timestamp"
-
-
-class _DuplicateYamlKeyError(DuplicateKeyError):
-    def __init__(self, key: str, line: int) -> None:
-        super().__init__(key)
-        self.line = line
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes what `_Loader` reads back as the same value, one value a line."""
-
-    def represent_str(self, text: str) -> yaml.ScalarNode:
-        # Line breaks (U+0085 is one to YAML) and whatever else cannot be seen are written as escapes.
-        style = None if text.isprintable() else '"'
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _Dumper.represent_str)
-_Loader.add_constructor(_DATE, _as_text)
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d+)[eE][-+]?\d+$"),
-        list("-+.0123456789"),
-    )
-
-
-def one_line_yaml(value: Any) -> str:
-    """A value on one line, readable back to the same value."""
-    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=2**31, sort_keys=False, allow_unicode=True)
-    return text.removesuffix("...\n").rstrip("\n")
-
-
-# KeyError and IndexError: `!!bool maybe`, `!!int ""`; ValueError: `!!int x`; TypeError: a list used as a key
-_UNREADABLE = (yaml.YAMLError, LookupError, ValueError, TypeError)
-
-
-def parse_scalar(text: str) -> Any:
-    """A value typed on the command line, read as YAML: `4`, `1e-4`, `true`, `[a, b]`; anything unreadable is text."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except RecursionError:
-        raise too_deep() from None
-    except NotPlainError:
-        raise
-    except _UNREADABLE:
-        return text
+    name = key[:LONGEST_NAME] or '""'
+    return Problem(name, f"the key twice, again at line {line}", "each key once", f"keep one of the two `{name}`", file)
 
 
 def _parse_yaml(text: str, file: str) -> Any:
     try:
-        return yaml.load(text, Loader=_Loader)
+        return parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -282,9 +215,9 @@ def _parse_yaml(text: str, file: str) -> Any:
         raise ConfigError([_broken(file, "YAML", where, found, _yaml_hint(found))]) from None
     except NotPlainError:
         raise
-    except _DuplicateYamlKeyError as error:
+    except DuplicateKeyError as error:
         raise ConfigError([_twice(file, error.key, error.line)]) from None
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise ConfigError([_unreadable_value(file, "YAML", error)]) from None
 
 
@@ -296,7 +229,25 @@ def _yaml_hint(problem: str) -> str:
     return ""
 
 
+_TOML_KEY = re.compile(
+    r""""{3}(?:\\.?|[^\\])*?(?:"{3,5}|\Z)|\'{3}.*?(?:\'{3,5}|\Z)"""
+    r"""|"[^"\\\n]*(?:\\.[^"\\\n]*)*"?|\'[^\'\n]*\'?|\#[^\n]*|(?P<dot>\.)|(?P<end>[=,\n\[\]{}])""",
+    re.DOTALL,
+)
+"""Text and comments, and between them dots and what ends a key."""
+
+
+def _refuse_long_toml_keys(text: str) -> None:
+    """A key with many dots is as many tables, and the parser keeps the whole key for each of them."""
+    dots = 0
+    for token in _TOML_KEY.finditer(text):
+        dots = dots + 1 if token["dot"] else 0 if token["end"] else dots
+        if dots >= DEEPEST:
+            raise too_deep()
+
+
 def _parse_toml(text: str, file: str) -> Any:
+    _refuse_long_toml_keys(text)
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -317,6 +268,7 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
     With `variable`, `$NAME` is what an earlier line or else `variable` says; without it, such names stay as written.
     """
     values: dict[str, str] = {}
+    assignments = 0
 
     def known(found: re.Match[str]) -> str:
         name = found[1] or found[2]
@@ -325,16 +277,26 @@ def parse_env(text: str, file: str, variable: Callable[[str], str | None] | None
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        match = _ASSIGNMENT.fullmatch(line)
-        if match is None:
-            hint = "write NAME=VALUE, without blanks around the sign"
-            raise ConfigError([_broken(file, "env", f"line {number}, column 1", line.strip()[:60], hint)])
-        name, adds, written = match.groups()
+        name, adds, written, column = _assignment(line, number, file)
         try:
             value = " ".join(shlex.split(written, comments=True))
         except ValueError as error:
-            place = f"line {number}, column {match.start(3) + 1}"
-            raise ConfigError([_broken(file, "env", place, str(error))]) from None
-        value = value if written.lstrip().startswith("'") else _REFERENCE.sub(known, value)
-        values[name] = values.get(name, "") + value if adds else value
+            raise ConfigError([_broken(file, "env", f"line {number}, column {column}", str(error))]) from None
+        value = value if written.lstrip().startswith("'") else substituted(_REFERENCE, known, value)
+        values[name] = joined([values.get(name, ""), value], LONGEST_TEXT) if adds else value
+        assignments += 1
+        if assignments > MOST_VALUES:
+            raise too_many_values("check that this is the right file")
     return values
+
+
+def _assignment(line: str, number: int, file: str) -> tuple[str, bool, str, int]:
+    """Name, whether it adds to what there is, what is written behind the sign, and the column of that."""
+    if len(line) > LONGEST_TEXT:
+        raise too_long()
+    match = _ASSIGNMENT.fullmatch(line)
+    if match is None:
+        hint = "write NAME=VALUE, without blanks around the sign"
+        raise ConfigError([_broken(file, "env", f"line {number}, column 1", line.strip()[:60], hint)])
+    name, adds, written = match.groups()
+    return name, bool(adds), written, match.start(3) + 1

@@ -10,15 +10,20 @@ import csv
 import importlib
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from gracetune.config.dataset_config import CaptionTable
+from gracetune.config.draft import describe
+from gracetune.config.limits import LARGEST_TABLE, LONGEST_TEXT, MOST_CAPTIONS, MOST_COLUMNS
 from gracetune.config.spelling import nearest
 from gracetune.data.backend import Backend
+from gracetune.data.backends.paths import split_suffix
 from gracetune.data.errors import DataError
+from gracetune.data.words import some
+from gracetune.units import format_bytes
 
 TableKind = Literal["parquet", "csv", "jsonl", "json"]
 Row = tuple[str, Mapping[str, Any]]
@@ -45,8 +50,8 @@ class Table:
 
     def find(self, path: str) -> Entry | None:
         """By the whole path first; by the name alone only where the table itself names no folder."""
-        whole = path if self._options.identifier_includes_extension else str(PurePosixPath(path).with_suffix(""))
-        return self._entries.get(whole) or self._entries.get(PurePosixPath(whole).name)
+        whole = path if self._options.identifier_includes_extension else split_suffix(path)[0]
+        return self._entries.get(whole) or self._entries.get(whole.rpartition("/")[2])
 
 
 def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:
@@ -58,15 +63,18 @@ def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable,
     roots = _spellings(root)
     captions: dict[str, list[str]] = {}
     sizes: dict[str, tuple[int, int]] = {}
-    for where, row in _ROWS[kind](data, options):
+    for where, row in _rows(data, kind, options):
         name = _cell(row, options.filename_column, where)
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{where}: `{options.filename_column}` is {name!r}, expected the name of a file")
+            raise DataError(f"{where}: `{options.filename_column}` is {_cut(name)}, expected the name of a file")
         key = _below(name, roots)
         own = _captions(_cell(row, options.caption_column, where), where)
         if not own and options.fallback_caption_column is not None:
             own = _captions(_cell(row, options.fallback_caption_column, where), where)
         captions.setdefault(key, []).extend(own)
+        wrong = why_no_captions(captions[key])
+        if wrong is not None:
+            raise DataError(f"{where}: {wrong}")
         size = _size(row, options, where)
         if size is not None:
             sizes[key] = size
@@ -75,11 +83,46 @@ def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable,
     return Table({key: Entry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
 
 
+def why_no_captions(texts: Sequence[str]) -> str | None:
+    """What keeps these texts from being the captions of one picture, or None."""
+    if len(texts) > MOST_CAPTIONS:
+        return f"{len(texts):,} captions of one picture; expected at most {MOST_CAPTIONS:,}"
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_TEXT:
+        return f"a caption of {longest:,} characters; expected at most {LONGEST_TEXT:,}: shorten it"
+    return None
+
+
+def _rows(data: bytes | memoryview, kind: TableKind, options: CaptionTable) -> Iterator[Row]:
+    if len(data) > LARGEST_TABLE:
+        raise _too_large(options.path, len(data))
+    try:
+        yield from _ROWS[kind](data, options)
+    except RecursionError:
+        raise DataError(f"{options.path}: nesting too deep for a table; expected rows of text") from None
+
+
+def _too_large(path: str, size: int) -> DataError:
+    expected = f"at most {format_bytes(LARGEST_TABLE)}"
+    return DataError(f"{path}: a table of {format_bytes(size)}; expected {expected}. Divide the dataset into several")
+
+
+def _cut(value: Any) -> str:
+    """As it is written, if it is short."""
+    return describe(value) if isinstance(value, Mapping | list | tuple) else repr(value)[:80]
+
+
 def _bytes(path: str, backend: Backend) -> bytes | memoryview:
     inside = PurePosixPath(_below(path, _spellings(backend.root)))
     if not inside.is_absolute() and ".." not in inside.parts and backend.exists(str(inside)):
+        size = backend.stat(str(inside)).size
+        if size > LARGEST_TABLE:
+            raise _too_large(path, size)
         return backend.read(str(inside))
     try:
+        size = Path(path).stat().st_size
+        if size > LARGEST_TABLE:
+            raise _too_large(path, size)
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(
@@ -110,11 +153,13 @@ def _captions(value: Any, where: str) -> list[str]:
         return []
     if isinstance(value, str):
         if any("\ud800" <= letter <= "\udfff" for letter in value):  # JSON can spell half a character
-            raise DataError(f"{where}: the caption {value!r} holds half a character; correct its \\u escapes")
+            raise DataError(f"{where}: the caption {_cut(value)} holds half a character; correct its \\u escapes")
         return [value.strip()] if value.strip() else []
     if isinstance(value, list | tuple):
+        if any(isinstance(item, list | tuple) for item in value):
+            raise DataError(f"{where}: the caption is a list of lists, expected text or a list of texts")
         return [text for item in value for text in _captions(item, where)]
-    raise DataError(f"{where}: the caption is {value!r}, expected text or a list of texts")
+    raise DataError(f"{where}: the caption is {_cut(value)}, expected text or a list of texts")
 
 
 def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[int, int] | None:
@@ -124,8 +169,8 @@ def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[in
     sides = [_cell(row, column, where) for column in columns]
     try:
         width, height = (int(side) for side in sides)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: the size is {sides[0]!r} x {sides[1]!r}, expected whole numbers") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DataError(f"{where}: the size is {_cut(sides[0])} x {_cut(sides[1])}, expected whole numbers") from error
     return width, height
 
 
@@ -134,7 +179,8 @@ def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
         return row[column]
     near = nearest(column, [str(name) for name in row])
     hint = f"write `{near}`" if near else "name one of them in captions.table"
-    raise DataError(f"{where}: no column `{column}`; it has {', '.join(map(str, row))}. {hint}")
+    columns = some([str(name)[:80] for name in row], 20)
+    raise DataError(f"{where}: no column `{column}`; it has {columns}. {hint}")
 
 
 def _text(data: bytes | memoryview, path: str) -> str:
@@ -149,6 +195,9 @@ def _csv_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
     separator = "\t" if options.path.lower().endswith(".tsv") else ","
     reader = csv.DictReader(io.StringIO(_text(data, options.path), newline=""), delimiter=separator, strict=True)
     try:
+        columns = reader.fieldnames or ()
+        if len(columns) > MOST_COLUMNS:
+            raise DataError(f"{options.path}: {len(columns):,} columns; expected at most {MOST_COLUMNS:,}")
         for row in reader:
             where = f"{options.path}, line {reader.line_num}"
             if None in row:
@@ -179,6 +228,9 @@ def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]
         yield f"{options.path}, {name}", {**row, options.filename_column: name}
 
 
+_PARQUET_ROWS = 1024
+
+
 def _parquet_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
     try:
         parquet = importlib.import_module("pyarrow.parquet")
@@ -192,17 +244,20 @@ def _parquet_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[R
     try:
         file = parquet.ParquetFile(arrow.BufferReader(arrow.py_buffer(data)))
         columns = [name for name in file.schema_arrow.names if name in wanted]
-        rows: Iterable[Mapping[str, Any]] = file.read(columns=columns or None).to_pylist()
+        number = 0
+        # Rows in small groups: a few bytes of Parquet can stand for gigabytes.
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns or None):
+            for row in batch.to_pylist():
+                yield f"{options.path}, row {number}", row
+                number += 1
     except arrow.ArrowException as error:
         raise DataError(f"{options.path}: damaged Parquet file: {error}") from error
-    for number, row in enumerate(rows):
-        yield f"{options.path}, row {number}", row
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # also a number of more digits than Python converts
         raise DataError(f"{where}: not JSON: {error}") from error
 
 

@@ -11,22 +11,25 @@ for the count.
 
 from __future__ import annotations
 
-import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Literal
 
 from gracetune.config.dataset_config import Captions
+from gracetune.config.limits import LARGEST_FILE, LONGEST_KEY
 from gracetune.data.backend import Backend
-from gracetune.data.caption_tables import Table, load_table
-from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.backends.paths import split_suffix
+from gracetune.data.caption_tables import Table, load_table, why_no_captions
+from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.refs import CaptionRef
 from gracetune.errors import ConfigError, Problem
 from gracetune.seeded_random import below, shuffled, uniform
+from gracetune.units import format_bytes
 
 PLACEHOLDER = "[trigger]"
+_A_CAPTION = f"text of at most {format_bytes(LARGEST_FILE)}"
 Origin = Literal["own", "empty", "default", "folder", "missing"]
 
 
@@ -60,6 +63,8 @@ class CaptionBook:
         A sample is not trained without a caption that it has.
         """
         self.options, self._backend, self.table, self._withheld = options, backend, table, withheld or {}
+        extension = options.extension
+        self._spellings = tuple(dict.fromkeys([extension, extension.lower(), extension.upper()]))
 
     def find(self, path: str, folder_name: str | None = None) -> Found:
         """`folder_name` stands in for a missing caption, after the dataset's own default."""
@@ -100,14 +105,23 @@ class CaptionBook:
         return entry.captions or None if entry is not None else None
 
     def _text_file(self, path: str) -> tuple[str, ...] | None:
-        extension = self.options.extension
-        names = [caption_path(path, spelling) for spelling in (extension, extension.lower(), extension.upper())]
-        name = next((name for name in names if name in self._withheld or self._backend.exists(name)), None)
-        if name is None:
-            return None
-        if name in self._withheld:
-            raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
-        return lines(decoded(bytes(self._backend.read(name)), name), self.options.split_lines)
+        for spelling in self._spellings:
+            name = caption_path(path, spelling)
+            if name in self._withheld:
+                raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
+            try:  # rather than asking first whether it is there: nearly every file is there
+                size = self._backend.stat(name).size
+                if size > LARGEST_FILE:
+                    raise UnreadableMediaError(name, f"a caption file of {format_bytes(size)}; expected {_A_CAPTION}")
+                data = self._backend.read(name)
+            except MissingFileError:
+                continue
+            found = lines(decoded(bytes(data), name), self.options.split_lines)
+            wrong = why_no_captions(found)
+            if wrong is not None:
+                raise UnreadableMediaError(name, wrong)
+            return found
+        return None
 
 
 def open_captions(
@@ -136,11 +150,11 @@ def is_dropped(rate: float, seed: int, index: int) -> bool:
 
 def caption_path(path: str, extension: str) -> str:
     """The text file next to a picture."""
-    return path.removesuffix(PurePosixPath(path).suffix) + "." + extension.lstrip(".")
+    return f"{split_suffix(path)[0]}.{extension.lstrip('.')}"
 
 
 def from_filename(path: str) -> str:
-    return PurePosixPath(path).stem.replace("_", " ").strip()
+    return split_suffix(path)[0].rpartition("/")[2].replace("_", " ").strip()
 
 
 def lines(text: str, split: bool) -> tuple[str, ...]:
@@ -168,7 +182,7 @@ def shuffles(text: str, options: Captions, seed: int) -> tuple[str, ...]:
     glue = separator if separator.isspace() else f"{separator} "
     written = glue.join(tags)
     others: dict[str, None] = {}
-    wanted = min(options.shuffle_variants, _orders(free) - 1)
+    wanted = _orders(free, options.shuffle_variants + 1) - 1
     attempt = 0
     while len(others) < wanted:
         order = shuffled(len(free), seed, "tags", text, attempt)
@@ -204,16 +218,20 @@ def _without_placeholder(text: str) -> str:
     if PLACEHOLDER not in text:
         return text
     text = text.replace(PLACEHOLDER, "")
-    text = re.sub(r"\s*,(\s*,)+", ",", text)
+    text = re.sub(r"(?<!\s)\s*,(\s*,)+", ",", text)  # a run of blanks is looked at once
     return re.sub(r"[ \t]{2,}", " ", text).strip(" \t\n,")
 
 
-def _orders(tags: list[str]) -> int:
-    """In how many ways the tags can be written down; equal ones make no difference."""
-    count = math.factorial(len(tags))
-    for tag in set(tags):
-        count //= math.factorial(tags.count(tag))
-    return count
+def _orders(tags: list[str], most: int) -> int:
+    """In how many ways the tags can be written down, or `most` where there are more; equal ones make no difference."""
+    orders, placed = 1, 0
+    for count in Counter(tags).values():
+        for number in range(1, count + 1):  # one more of this tag among those placed before: a binomial coefficient
+            placed += 1
+            orders = orders * placed // number
+            if orders >= most:
+                return most
+    return orders
 
 
 def _problems(options: Captions, where: str) -> Iterator[Problem]:
@@ -227,5 +245,8 @@ def _problems(options: Captions, where: str) -> Iterator[Problem]:
     if strategy in ("parquet", "csv", "jsonl", "json") and options.table is None:
         yield Problem(f"{where}.table", "nothing", f"where the captions are: strategy is {strategy}",
                       f'add table: {{path: "captions.{strategy}"}}')  # fmt: skip
+    if len(options.trigger_word or "") > LONGEST_KEY:
+        yield Problem(f"{where}.trigger_word", f"a text of {len(options.trigger_word or ''):,} characters",
+                      f"at most {LONGEST_KEY:,}: it is put into captions", "shorten it")  # fmt: skip
     if options.shuffle_tags and not options.tag_separator:
         yield Problem(f"{where}.tag_separator", '""', "what stands between two tags", 'write ","')

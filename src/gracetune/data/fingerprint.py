@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import xxhash
@@ -19,6 +20,8 @@ import xxhash
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.errors import DataError
 from gracetune.data.items import DatasetIndex, Item
+from gracetune.data.refs import Bucket
+from gracetune.memory.reclaim import rare_collections
 
 FINGERPRINT_VERSION = 2
 
@@ -58,7 +61,8 @@ class Fingerprint:
 
 
 def fingerprint(datasets: Iterable[DatasetIndex]) -> Fingerprint:
-    return Fingerprint({index.id: _of_dataset(index) for index in datasets})
+    with rare_collections():
+        return Fingerprint({index.id: _of_dataset(index) for index in datasets})
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
@@ -87,7 +91,7 @@ def _of_dataset(index: DatasetIndex) -> DatasetPrint:
     return DatasetPrint(
         items=len(index.items),
         files=_digest([_files(item) for item in index.items]),
-        shapes=_digest([[item.visits, *map(asdict, item.shape)] for item in index.items]),
+        shapes=_digest([[item.visits, *map(_bucket, item.shape)] for item in index.items]),
         captions=_digest([[item.path, *item.captions] for item in index.items]),
         settings=_digest(_settings(index.dataset)),
     )
@@ -96,6 +100,11 @@ def _of_dataset(index: DatasetIndex) -> DatasetPrint:
 def _files(item: Item) -> list[Any]:
     references = [[one.dataset.id, one.file.path, one.file.digest] for one in item.references]
     return [item.path, item.file.digest, references, None if item.mask is None else asdict(item.mask)]
+
+
+@lru_cache(maxsize=1 << 10)
+def _bucket(bucket: Bucket) -> dict[str, int]:
+    return asdict(bucket)
 
 
 def _settings(dataset: Dataset) -> dict[str, Any]:

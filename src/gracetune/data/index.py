@@ -36,6 +36,9 @@ from gracetune.seeded_random import below, draw
 Freshness = Literal["once", "epoch", "visit"]
 """How long a random crop, clip or transform stays as it was drawn."""
 
+Unreadable = Mapping[str, Mapping[str, str]]
+"""Files that turned out to be damaged: dataset id -> path -> reason."""
+
 NO_CAPTION = CaptionRef("")
 MOST_MADE = 1 << 15
 """References that are kept; about 1 KB each."""
@@ -211,29 +214,77 @@ class DataIndex:
         """Decode one sample."""
         return load(ref, self.backend_of, limits)
 
-    def without(self, dataset_id: str, unreadable: Mapping[str, str]) -> DataIndex:
-        """The same index without files that turned out to be damaged when they were decoded: path -> reason.
+    def without(self, unreadable: Unreadable) -> DataIndex:
+        """The same index without files that turned out to be damaged when they were decoded. It looks at every item:
+        where files are found one after the other, `Exclusions` collects them.
 
         Raises UnreadableFilesError where these and the ones known before are more than `corrupt_threshold` allows, or
         leave nothing of a dataset. In a run this is the loader's to do: `Loader.exclude`.
         """
         return replace(
             self,
-            datasets=tuple(_without(index, dataset_id, unreadable) for index in self.datasets),
-            held_out=tuple(_without(index, dataset_id, unreadable) for index in self.held_out),
+            datasets=tuple(_without(index, unreadable) for index in self.datasets),
+            held_out=tuple(_without(index, unreadable) for index in self.held_out),
         )
 
 
-def _without(index: DatasetIndex, dataset_id: str, unreadable: Mapping[str, str]) -> DatasetIndex:
+class Exclusions:
+    """Damaged files of an index, found one after the other. The index without them is made once, at the end."""
+
+    def __init__(self, index: DataIndex) -> None:
+        self._index = index
+        self._found: dict[str, dict[str, str]] = {}
+        self._gone: dict[str, set[str]] = {}
+        """Of each dataset that is trained on or held out, the items that go with them."""
+
+    def add(self, dataset_id: str, path: str, reason: str) -> None:
+        """Raises as `DataIndex.without` does, with the first file that is one too many."""
+        self._found.setdefault(dataset_id, {})[path] = reason
+        for number, item in self._owners.get((dataset_id, path), ()):
+            index = self._datasets[number]
+            gone = self._gone.setdefault(index.id, set())
+            gone.add(item)
+            known, total = len(index.unreadable), len(index.items) + len(index.unreadable) + len(index.dropped)
+            if len(gone) == len(index.items) or too_many(known + len(gone), total, index.dataset.corrupt_threshold):
+                self.apply()
+
+    def apply(self) -> DataIndex:
+        return self._index.without(self._found) if self._found else self._index
+
+    @property
+    def _datasets(self) -> tuple[DatasetIndex, ...]:
+        return (*self._index.datasets, *self._index.held_out)
+
+    @cached_property
+    def _owners(self) -> dict[tuple[str, str], list[tuple[int, str]]]:
+        """Which items go with a file: dataset and path -> position of a dataset, and the item's path."""
+        found: dict[tuple[str, str], list[tuple[int, str]]] = {}
+        for number, index in enumerate(self._datasets):
+            for item in index.items:
+                for file in ((index.id, item.path), *_parts(item)):
+                    found.setdefault(file, []).append((number, item.path))
+        return found
+
+
+def _parts(item: Item) -> list[tuple[str, str]]:
+    """The files an item needs besides its own: dataset and path."""
+    if not item.references and item.mask is None:
+        return []
+    parts = [(one.dataset.id, one.file.path) for one in item.references]
+    return parts if item.mask is None else [*parts, (item.mask.dataset, item.mask.path)]
+
+
+def _without(index: DatasetIndex, unreadable: Unreadable) -> DatasetIndex:
     """A reference or mask that cannot be read takes its target with it."""
+    own = unreadable.get(index.id, {})
 
     def damaged(item: Item) -> str | None:
-        if index.id == dataset_id and item.path in unreadable:
-            return unreadable[item.path]
-        parts = [(one.dataset.id, one.file.path) for one in item.references]
-        parts += [(item.mask.dataset, item.mask.path)] if item.mask is not None else []
-        bad = next((path for owner, path in parts if owner == dataset_id and path in unreadable), None)
-        return None if bad is None else f"its {bad} of {dataset_id}: {unreadable[bad]}"
+        if item.path in own:
+            return own[item.path]
+        for owner, path in _parts(item):
+            if path in unreadable.get(owner, {}):
+                return f"its {path} of {owner}: {unreadable[owner][path]}"
+        return None
 
     found = tuple(LeftOut(item.path, reason) for item in index.items if (reason := damaged(item)) is not None)
     if not found:

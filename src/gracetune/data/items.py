@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.listing import LeftOut
+from gracetune.data.backends.paths import split_suffix
 from gracetune.data.buckets import (
     Size,
     Unfit,
@@ -23,8 +23,8 @@ from gracetune.data.clips import available_frames
 from gracetune.data.geometry import Geometry
 from gracetune.data.media.image import MAX_PIXELS
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket, MaskRef, Transform
-from gracetune.data.scan import MediaFile
 from gracetune.seeded_random import draw
 
 MOST_FOLDER_VISITS = 500
@@ -153,12 +153,14 @@ def sort_into_buckets(
 ) -> tuple[list[Item], list[Dropped]]:
     items: list[Item] = []
     dropped: list[Dropped] = []
+    buckets: dict[Bucket, Bucket] = {}
     for file in files:
         bucket = bucket_of(file, dataset, geometry, seed)
         if isinstance(bucket, Unfit):
             dropped.append(Dropped(file.path, bucket.reason, bucket.detail))
         else:
-            items.append(Item(file, bucket, visits=1 + dataset.repeats))
+            # One object for each bucket, not for each file: the garbage collector visits all objects of an index.
+            items.append(Item(file, buckets.setdefault(bucket, bucket), visits=1 + dataset.repeats))
     return items, dropped
 
 
@@ -182,7 +184,7 @@ def kohya_folders(paths: Sequence[str]) -> dict[str, KohyaFolder]:
 
     Anything less is not taken for it: a folder `2023_holiday` must not be visited 2,023 times.
     """
-    tops = {PurePosixPath(path).parts[0] if len(PurePosixPath(path).parts) > 1 else "" for path in paths}
+    tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
     found = {name: kohya_folder(name) for name in tops}
     folders = {name: folder for name, folder in found.items() if folder is not None}
     numbered = len(folders) == len(found) and all(folder.visits <= MOST_FOLDER_VISITS for folder in folders.values())
@@ -199,4 +201,4 @@ def same_stem(paths: Iterable[str]) -> dict[str, list[str]]:
 
 def stem_of(path: str) -> str:
     """The path without its extension."""
-    return str(PurePosixPath(path).with_suffix(""))
+    return split_suffix(path)[0]

@@ -6,13 +6,14 @@ Everything about the order is in `sampler`; this adds the rank's share, looking 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gracetune.data.errors import DataError
 from gracetune.data.fingerprint import Fingerprint, differences
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Unreadable
+from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.data.sampler import Cursor, Drawn, Order
 
@@ -121,23 +122,18 @@ class Loader:
             self._forecasts.append(forecast)
         return tuple(forecast.outcome for forecast in list(self._forecasts)[:count])
 
-    def exclude(self, dataset_id: str, unreadable: Mapping[str, str]) -> None:
-        """Leave out files that turned out to be damaged when they were decoded, from now on: path -> reason.
+    def exclude(self, unreadable: Unreadable) -> None:
+        """Leave out files that turned out to be damaged when they were decoded, from now on.
 
         Everything else comes as it would have: what was visited in this epoch is not visited again, what was not is.
         What is excluded is part of the state. All ranks exclude the same before the same call. Raises
         UnreadableFilesError where that makes more than `corrupt_threshold` allows; then nothing has changed.
         """
-        index = self._index.without(dataset_id, unreadable)
-        order = index.order(self._order.batch_size)
-        kept = [{item.path for item in found.items} for found in index.datasets]
-        taken = []
-        for name, group in zip(_names(order), order.groups, strict=True):
-            items = self._index.datasets[group.source].items
-            visited = self._order.handed_out(self._cursor, self._names.index(name))
-            taken.append(sum(items[int(sample)].path in kept[group.source] for sample in visited))
-        self._excluded.setdefault(dataset_id, {}).update(unreadable)
-        self._use(index, order, replace(self._cursor, taken=tuple(taken)))
+        index = self._index.without(unreadable)
+        order, taken = self._order.without(self._cursor, _gone(self._index.datasets, index.datasets))
+        for dataset_id, files in unreadable.items():
+            self._excluded.setdefault(dataset_id, {}).update(files)
+        self._use(index, order, replace(self._cursor, taken=taken))
 
     def _use(self, index: DataIndex, order: Order, cursor: Cursor) -> None:
         self._index, self._order, self._cursor = index, order, cursor
@@ -178,15 +174,16 @@ class Loader:
                 + "\n  ".join(changed)
                 + "\nPut it back as it was, or resume with --allow-other-data: the epoch goes on with what is there"
             )
-        index, excluded = self._whole, {} if changed else dict(state["excluded"])
-        for name, files in excluded.items():
-            index = index.without(name, files)
-        order = index.order(self._order.batch_size)
+        excluded = {} if changed else {name: dict(files) for name, files in state["excluded"].items()}
+        index, order = self._index, self._order
+        if excluded != self._excluded:
+            index = self._whole.without(excluded) if excluded else self._whole
+            order = index.order(self._order.batch_size)
         taken = tuple(
             min(int(state["taken"].get(name, 0)), group.total)
             for name, group in zip(_names(order), order.groups, strict=True)
         )
-        self._excluded = {name: dict(files) for name, files in excluded.items()}
+        self._excluded = excluded
         self._use(index, order, Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"]))
         return changed
 
@@ -235,6 +232,16 @@ class Loader:
             samples = tuple(without_weight(sample) for sample in samples)
         indexes = tuple(drawn.first_index + number for number in mine)
         return BatchRef(samples, drawn.shape[0], indexes, epoch, count, padding)
+
+
+def _gone(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict[int, list[int]]:
+    """By the position of a dataset that lost some, the positions its lost samples had."""
+    found = {}
+    for position, (one, other) in enumerate(zip(before, after, strict=True)):
+        if one is not other:
+            kept = {item.path for item in other.items}
+            found[position] = [number for number, item in enumerate(one.items) if item.path not in kept]
+    return found
 
 
 def _names(order: Order) -> list[str]:

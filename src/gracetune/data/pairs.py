@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 
 from gracetune.config.dataset_config import Dataset, Mask
 from gracetune.data.backends.errors import SHOWN, too_many
@@ -13,8 +12,8 @@ from gracetune.data.errors import DataError
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem, size_of, stem_of
 from gracetune.data.media.probe import ImageFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket, MaskRef
-from gracetune.data.scan import MediaFile
 from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
@@ -54,14 +53,18 @@ class ByStem:
         self._whole = {stem_of(file.path): file for file in self._files}
         names: dict[str, list[MediaFile]] = {}
         for file in self._files:
-            names.setdefault(PurePosixPath(file.path).stem, []).append(file)
+            names.setdefault(_bare_name(file.path), []).append(file)
         self._bare = {name: found[0] for name, found in names.items() if len(found) == 1}
 
     def find(self, path: str) -> MediaFile | None:
-        return self._whole.get(stem_of(path)) or self._bare.get(PurePosixPath(path).stem)
+        return self._whole.get(stem_of(path)) or self._bare.get(_bare_name(path))
 
     def unused(self, found: set[str]) -> list[str]:
         return [file.path for file in self._files if file.path not in found]
+
+
+def _bare_name(path: str) -> str:
+    return stem_of(path).rpartition("/")[2]
 
 
 def with_references(

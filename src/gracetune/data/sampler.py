@@ -10,10 +10,10 @@ know how many there are; what is left of a group makes a smaller batch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import numpy as np
 import numpy.typing as npt
@@ -184,6 +184,38 @@ class Order:
         """The samples of a group that were visited in the cursor's epoch, one for every visit."""
         rounds = self._rounds(cursor.epoch, number, 0, cursor.taken[number])
         return np.concatenate([np.empty(0, np.int64), *(samples for _, samples in rounds)])
+
+    def without(self, cursor: Cursor, gone: Mapping[int, Sequence[int]]) -> tuple[Order, tuple[int, ...]]:
+        """The order of what is left, and what of it was handed out in the cursor's epoch.
+
+        `gone` are samples that nobody visits any more: positions in their dataset, sorted, by the dataset's position.
+        Those behind them move up.
+        """
+        groups: list[Group] = []
+        taken: list[int] = []
+        for number, group in enumerate(self.groups):
+            lost = np.array(gone.get(group.source, ()), np.int64)
+            samples = np.array(group.samples, np.int64)
+            kept = ~np.isin(samples, lost)
+            if not kept.any():
+                continue
+            if not len(lost):
+                groups.append(group)
+                taken.append(cursor.taken[number])
+                continue
+            visited = self.handed_out(cursor, number)
+            taken.append(len(visited) - int(np.isin(visited, lost).sum()))
+            left = samples[kept]
+            chosen = kept.tolist()
+            groups.append(
+                replace(
+                    group,
+                    samples=tuple((left - np.searchsorted(lost, left)).tolist()),
+                    visits=tuple(compress(group.visits, chosen)),
+                    names=tuple(compress(group.names, chosen)),
+                )
+            )
+        return Order(self.sources, groups, seed=self.seed, batch_size=self.batch_size), tuple(taken)
 
     def whole_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
         """The cursor behind an epoch of equal batches: its `batches` and `short` are what a plan wants to know."""

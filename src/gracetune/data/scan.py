@@ -6,45 +6,31 @@ size and time of change are those of the last scan is not opened again; storage 
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, survey
 from gracetune.data.backends.paths import is_hidden, suffix_of
-from gracetune.data.errors import MissingFileError, UnreadableMediaError
 from gracetune.data.media import Kind, extension_of, kind_of
-from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts, probe_audio, probe_image, probe_video
-from gracetune.data.truncation import truncation
+from gracetune.data.media_files import MediaFile, facts_as_json, facts_from_json
+from gracetune.data.scan_workers import Examined, examine_files
+from gracetune.redaction import redact
 from gracetune.storage.atomic import write_file
 
 SCAN_VERSION: Final = 2
 """Raised whenever a file would be judged differently than before: old results are then not used."""
-_CHUNK = 1 << 20
+_KEYS: Final = {"size", "modified_ns", "digest", "facts"}
 
-Facts = ImageFacts | VideoFacts | AudioFacts
 OnScanned = Callable[[int, int], None]
 """Told how many files are done, of how many."""
-
-
-@dataclass(frozen=True)
-class MediaFile:
-    """A file that can be read, as far as its beginning tells."""
-
-    path: str
-    size: int
-    """Bytes."""
-    digest: str
-    """xxh3-128 of the content, hex."""
-    facts: Facts
 
 
 @dataclass(frozen=True)
@@ -66,13 +52,6 @@ class Scan:
     @property
     def total(self) -> int:
         return len(self.files) + len(self.unreadable)
-
-
-@runtime_checkable
-class Digesting(Protocol):
-    """A backend that already knows what its files' digests are: staged data."""
-
-    def digest(self, path: str) -> str | None: ...
 
 
 def scan(
@@ -104,20 +83,24 @@ def scan(
     if memory is not None:
         # Datasets of the same folder may each look at other files of it: what this one did not ask for is kept.
         there = {*listing.files, *unselected} - media.keys()
-        found = {path: known[path] for path in known.keys() & there} | _remembered(media, results)
+        found = {path: known[path] for path in known.keys() & there} | _remembered(media, known, results)
         forgotten = memory.save(found) if found != known else None
     files = tuple(found for found in results.values() if isinstance(found, MediaFile))
     unreadable = tuple(LeftOut(path, found) for path, found in results.items() if isinstance(found, str))
     return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, forgotten)
 
 
-def _remembered(media: Mapping[str, FileStat], results: Mapping[str, MediaFile | str]) -> dict[str, _Remembered]:
+def _remembered(
+    media: Mapping[str, FileStat], known: Mapping[str, _Remembered], results: Mapping[str, Examined]
+) -> dict[str, _Remembered]:
     """Only what was read well: a file that failed may be mended by a chmod, which changes neither size nor time."""
-    return {
-        path: _Remembered.from_result(media[path], found)
-        for path, found in results.items()
-        if isinstance(found, MediaFile)
-    }
+    found = {}
+    for path, file in results.items():
+        if isinstance(file, MediaFile):
+            before = known.get(path)
+            # The same object where nothing changed, so that comparing the two costs nothing.
+            found[path] = before if before and before.file is file else _Remembered(media[path].modified_ns, file)
+    return found
 
 
 def _look_at(
@@ -127,83 +110,29 @@ def _look_at(
     known: Mapping[str, _Remembered],
     workers: int,
     on_scanned: OnScanned,
-) -> tuple[dict[str, MediaFile | str], int]:
+) -> tuple[dict[str, Examined], int]:
     """What each file is, or why it cannot be read; and how many of them were known from the last time."""
-    results: dict[str, MediaFile | str] = dict.fromkeys(media, "")
+    results: dict[str, Examined] = dict.fromkeys(media, "")
     fresh = []
     for path, stat in media.items():
-        remembered = known.get(path)
-        if remembered is not None and stat.modified_ns and remembered.stat == stat:
-            results[path] = remembered.of(path)
+        before = known.get(path)
+        if before and stat.modified_ns and (before.file.size, before.modified_ns) == (stat.size, stat.modified_ns):
+            results[path] = before.file
         else:
-            fresh.append(path)
+            fresh.append((path, stat.size))
     reused = len(media) - len(fresh)
     on_scanned(reused, len(media))
-    with ThreadPoolExecutor(workers, thread_name_prefix="scan") as pool:
-        looked_at = pool.map(lambda path: examine(backend, path, kind, media[path].size), fresh)
-        for done, (path, found) in enumerate(zip(fresh, looked_at, strict=True), start=reused + 1):
-            results[path] = found
-            on_scanned(done, len(media))
+    results |= examine_files(
+        backend, kind, fresh, threads=workers, on_done=lambda done: on_scanned(reused + done, len(media))
+    )
     return results, reused
 
 
-def examine(backend: Backend, path: str, kind: Kind, size: int) -> MediaFile | str:
-    """One file, opened and read: its facts and digest, or what is wrong with it."""
-    try:
-        if kind == "image":
-            facts: Facts = probe_image(backend, path)
-            data = backend.read(path)
-            missing = truncation(data)
-            if missing is not None:
-                return missing
-            return MediaFile(path, size, _known_digest(backend, path) or xxhash.xxh3_128_hexdigest(data), facts)
-        facts = probe_video(backend, path) if kind == "video" else probe_audio(backend, path)
-        return MediaFile(path, size, _known_digest(backend, path) or _streamed_digest(backend, path), facts)
-    except UnreadableMediaError as error:
-        return error.reason
-    except MissingFileError:
-        return "it was gone before it could be read"
-
-
-def _known_digest(backend: Backend, path: str) -> str | None:
-    return backend.digest(path) if isinstance(backend, Digesting) else None
-
-
-def _streamed_digest(backend: Backend, path: str) -> str:
-    """A video may be larger than a thread should hold in memory."""
-    digest = xxhash.xxh3_128()
-    with backend.open(path) as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-class _Remembered(BaseModel):
+class _Remembered(NamedTuple):
     """One file in a scan memory."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    size: int
     modified_ns: int
-    digest: str
-    facts: Facts
-
-    def of(self, path: str) -> MediaFile:
-        return MediaFile(path, self.size, self.digest, self.facts)
-
-    @property
-    def stat(self) -> FileStat:
-        return FileStat(self.size, self.modified_ns)
-
-    @classmethod
-    def from_result(cls, stat: FileStat, found: MediaFile) -> _Remembered:
-        return cls(size=stat.size, modified_ns=stat.modified_ns, digest=found.digest, facts=found.facts)
-
-
-class _ScanFile(BaseModel):
-    version: Literal[2]
-    kind: Kind
-    files: dict[str, _Remembered]
+    file: MediaFile
 
 
 class ScanMemory:
@@ -212,7 +141,7 @@ class ScanMemory:
     def __init__(self, folder: Path, root: str, kind: Kind) -> None:
         """`root` is the folder that was scanned: datasets of the same one share their scan."""
         self._folder, self._kind = folder, kind
-        readable = re.sub(r"[^\w.-]+", "_", root.rstrip("/").rpartition("/")[2])[:60]
+        readable = re.sub(r"[^\w.-]+", "_", redact(root).rstrip("/").rpartition("/")[2])[:60]
         self._name = f"{readable}-{kind}-{xxhash.xxh3_64_hexdigest(root.encode())}.json"
 
     @property
@@ -222,16 +151,43 @@ class ScanMemory:
     def load(self) -> dict[str, _Remembered]:
         """Nothing where there is no file, or one that this release would not have written: it is only a memory."""
         try:
-            return _ScanFile.model_validate_json(self.file.read_bytes()).files
-        except (OSError, ValidationError):
+            return self._files(json.loads(self.file.read_bytes()))
+        except (OSError, ValueError, RecursionError):
             return {}
 
-    def save(self, files: dict[str, _Remembered]) -> str | None:
+    def _files(self, content: Any) -> dict[str, _Remembered]:
+        """ValueError where it is not what `save` writes. Checked by hand: this is read at every start of a run."""
+        if not isinstance(content, dict) or (content.get("version"), content.get("kind")) != (SCAN_VERSION, self._kind):
+            raise ValueError("of another release, or of other files")
+        files = content.get("files")
+        if not isinstance(files, dict):
+            raise ValueError("without files")
+        return {path: self._file(path, values) for path, values in files.items()}
+
+    def _file(self, path: str, values: Any) -> _Remembered:
+        if not isinstance(values, dict) or values.keys() != _KEYS or not isinstance(values["facts"], dict):
+            raise ValueError(f"{path} is not described as a file is")
+        size, modified_ns, digest = values["size"], values["modified_ns"], values["digest"]
+        if type(size) is not int or type(modified_ns) is not int or type(digest) is not str:
+            raise ValueError(f"{path}: a size, a time or a digest that is none")
+        return _Remembered(modified_ns, MediaFile(path, size, digest, facts_from_json(self._kind, values["facts"])))
+
+    def save(self, files: Mapping[str, _Remembered]) -> str | None:
         """Why it could not be saved, or None."""
-        content = _ScanFile(version=SCAN_VERSION, kind=self._kind, files=files)
+        described = {
+            path: {
+                "size": one.file.size,
+                "modified_ns": one.modified_ns,
+                "digest": one.file.digest,
+                "facts": facts_as_json(one.file.facts),
+            }
+            for path, one in files.items()
+        }
+        content = {"version": SCAN_VERSION, "kind": self._kind, "files": described}
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            write_file(self._folder / self._name, content.model_dump_json(exclude_defaults=True).encode())
+            text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+            write_file(self._folder / self._name, text.encode())
         except OSError as error:
             return f"{self._folder / self._name} cannot be written: {error.strerror}"
         return None

@@ -10,13 +10,14 @@ import io
 
 from PIL import Image, ImageChops
 
+from gracetune.data.backends.stream import whole_bytes
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.image import damage_named
 
 _JPEG, _PNG, _RIFF = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"RIFF"
 _CHECKSUM = 4
 """Bytes behind a PNG's last pixels that decoders do without."""
-_START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
+_START_OF_SCAN, _END_OF_IMAGE = 0xDA, b"\xff\xd9"
 
 
 def truncation(data: bytes | memoryview) -> str | None:
@@ -24,7 +25,7 @@ def truncation(data: bytes | memoryview) -> str | None:
     view = memoryview(data)
     head = bytes(view[:12])
     if head.startswith(_JPEG):
-        return _jpeg(view)
+        return _jpeg(whole_bytes(view) or bytes(view))
     if head.startswith(_PNG):
         return _png(view)
     if head.startswith(_RIFF) and head[8:] == b"WEBP":
@@ -33,20 +34,20 @@ def truncation(data: bytes | memoryview) -> str | None:
     return None
 
 
-def _jpeg(view: memoryview) -> str | None:
+def _jpeg(data: bytes) -> str | None:
     """An end marker follows the pixels. Before them a thumbnail may have one; behind it anything may come."""
     place = 2
-    while place + 4 <= len(view) and view[place] == 0xFF:
-        marker = bytes(view[place : place + 2])
+    while place + 4 <= len(data) and data[place] == 0xFF:
+        marker = data[place + 1]
         if marker == _START_OF_SCAN:
-            whole = _END_OF_IMAGE in bytes(view[place:]) or _whole_without_end(bytes(view))
+            whole = data.find(_END_OF_IMAGE, place) >= 0 or _whole_without_end(data)
             return None if whole else "cut off: the picture does not end"
-        if marker[1] == 0xFF:  # a fill byte
+        if marker == 0xFF:  # a fill byte
             place += 1
             continue
-        place += 2 + int.from_bytes(view[place + 2 : place + 4], "big")
+        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
     # Something stands between the segments that does not belong there: the decoder may still cope with it.
-    return "cut off before the pixels" if place + 4 > len(view) else None
+    return "cut off before the pixels" if place + 4 > len(data) else None
 
 
 def _whole_without_end(data: bytes) -> bool:

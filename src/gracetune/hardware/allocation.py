@@ -81,8 +81,17 @@ def check_scale(scale: float) -> None:
 
 
 def host_reserve(machine: Machine) -> int:
-    """Main memory nobody may touch: a tenth of it, and never less than 4 GiB."""
-    return max(4 * GIB, (machine.host.memory_limit or 0) // 10)
+    """Main memory nobody may touch: a tenth of it, and at least 4 GiB or a quarter, whichever is less.
+
+    Of the machine, or of the control group where that allows less. 4 GiB where neither is known.
+    """
+    total = machine.host.memory_limit
+    return 4 * GIB if total is None else max(total // 10, min(4 * GIB, total // 4))
+
+
+def host_floor(machine: Machine) -> int:
+    """Where a run is saved before memory runs out, and below which none begins."""
+    return host_reserve(machine) // 2
 
 
 def plan_allocation(machine: Machine, scale: float, *, force: bool) -> AllocationPlan:

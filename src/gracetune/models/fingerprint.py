@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gracetune.storage.atomic import write_file
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.regular_files import open_regular
 from gracetune.storage.safetensors_headers import FileIdentity, TensorEntry, read_fully, unreadable
 from gracetune.units import MIB
 
@@ -51,7 +52,7 @@ def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) 
 
 def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
         try:
             identity = FileIdentity.of(descriptor)
             known = memory.of(path, identity)

@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
 from gracetune.errors import ConfigError, Problem
+from gracetune.storage.regular_files import read_small_file
 
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
@@ -101,7 +102,7 @@ def _lacking_parts(folder: Path) -> list[str]:
     index = folder / "model_index.json"
     if not index.is_file():
         return []
-    parts = {name: value for name, value in json.loads(index.read_bytes()).items() if isinstance(value, list)}
+    parts = {name: value for name, value in json.loads(read_small_file(index)).items() if isinstance(value, list)}
     return [name for name, (library, _) in parts.items() if library is not None and not (folder / name).is_dir()]
 
 

@@ -17,7 +17,9 @@ from typing import Literal
 
 Layout = Literal["diffusers", "original"]
 
-_NUMBER = re.compile(r"\{\}|\d+")
+_COUNT = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
+"""As `str` writes a number: `00` and the digits of other scripts are no numbers, or two names would be one layer's."""
+_NUMBER = re.compile(rf"\{{\}}|{_COUNT.pattern}")
 _LONGEST = 500
 """No layer's name is longer. A number of thousands of digits would be an error instead of no name."""
 
@@ -76,6 +78,8 @@ class _Template:
 
     def counts_in(self, numbers: tuple[int, ...]) -> tuple[int, ...] | None:
         """The block numbers in a name of this shape; None where another number differs."""
+        if len(numbers) != len(self.numbers):  # a name with a `#` of its own
+            return None
         if any(wanted not in (None, found) for wanted, found in zip(self.numbers, numbers, strict=True)):
             return None
         return tuple(found for wanted, found in zip(self.numbers, numbers, strict=True) if wanted is None)
@@ -90,6 +94,8 @@ class KeyMap:
     """The denoiser's name in diffusers' pipeline, which begins its keys: transformer, unet."""
     rules: tuple[Rule, ...]
     fused: tuple[Fused, ...] = ()
+    other_names: tuple[tuple[str, str], ...] = ()
+    """Templates of a program that calls the original's layers otherwise, each with the original's. Only read."""
     experts: bool = False
     """Whether there are files of a high-noise and a low-noise expert."""
     depths: tuple[tuple[str, int], ...] = ()
@@ -141,7 +147,7 @@ class KeyMap:
     def beyond_depth(self, path: str) -> bool:
         """Whether no published model of this family has that many blocks."""
         for prefix, most in self.depths:
-            found = re.match(rf"{re.escape(prefix)}\.(\d+)\.", path)
+            found = re.match(rf"{re.escape(prefix)}\.([0-9]+)\.", path)
             if found and int(found.group(1)) >= most:
                 return True
         return False
@@ -187,6 +193,9 @@ class KeyMap:
         table = _table(dotted)
         for shape, entries in _table(text.replace(".", "_") for text in dotted).items():
             table.setdefault(shape, []).extend(entry for entry in entries if entry not in table.get(shape, ()))
+        index_of = {text: len(self.templates) + index for index, text in enumerate(originals)}
+        for other, original in self.other_names:
+            table.setdefault(_blotted(other), []).append((_Template.of(other), index_of[original]))
         return table
 
     def _position(self, path: str) -> tuple[int, tuple[int, ...], int]:
@@ -210,16 +219,20 @@ _Table = dict[str, list[tuple[_Template, int]]]
 
 
 def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(found) for found in re.findall(r"\d+", name))
+    return tuple(int(found) for found in _COUNT.findall(name))
 
 
 def _shape(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
+    return _COUNT.sub("#", name)
 
 
 def _table(templates: Iterable[str]) -> _Table:
     """Templates by their text with every number blotted out, so that a look-up compares a handful instead of all."""
     table: _Table = {}
     for index, text in enumerate(templates):
-        table.setdefault(_shape(text.replace("{}", "0")), []).append((_Template.of(text), index))
+        table.setdefault(_blotted(text), []).append((_Template.of(text), index))
     return table
+
+
+def _blotted(template: str) -> str:
+    return _shape(template.replace("{}", "0"))

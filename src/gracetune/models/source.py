@@ -15,6 +15,7 @@ from gracetune.config.run_config import Model
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
 from gracetune.models import hub
+from gracetune.storage.regular_files import read_small_file
 from gracetune.storage.safetensors_headers import open_weights
 
 INDEX = "model_index.json"
@@ -57,11 +58,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """One of a model's configuration files."""
     hint = "download it again, or check model.path"
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_small_file(path))
     except OSError as error:
         problem = Problem("model.path", error.strerror or str(error), "a readable file", "check model.path", str(path))
         raise ConfigError([problem]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the second: brackets nested by the thousand
         raise ConfigError([Problem("model.path", f"no valid JSON: {error}", "JSON", hint, str(path))]) from None
     if not isinstance(value, dict):
         raise ConfigError([Problem("model.path", f"a {type(value).__name__}", "a JSON object", hint, str(path))])

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from gracetune.errors import GracetuneError, Problem
 from gracetune.optim.naming import differences
+from gracetune.storage.regular_files import check_regular
 
 KINDS = ("lora", "lokr")
 """Adapters whose layers have their parameters in the same order in ai-toolkit and here."""
@@ -89,6 +90,7 @@ def _dequantized(mask: Any) -> Tensor:
 
 def _open(path: Path) -> Mapping[str, Any]:
     try:
+        check_regular(path)
         held = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise _refused(path, "no such file") from error

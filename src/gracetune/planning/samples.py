@@ -41,12 +41,13 @@ class DatasetFacts:
     assumed: str | None = None
 
 
-def survey(config: RunConfig, samples: int | None = None) -> tuple[DatasetFacts, ...]:
-    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here."""
-    return tuple(_facts(dataset, samples) for dataset in config.datasets if not dataset.disabled)
+def survey(config: RunConfig, samples: int | None = None, *, option: str | None = None) -> tuple[DatasetFacts, ...]:
+    """Facts on every enabled dataset. `samples` is what the user says about folders that are not visible here, with an
+    option that not every command has."""
+    return tuple(_facts(dataset, samples, option) for dataset in config.datasets if not dataset.disabled)
 
 
-def _facts(dataset: Dataset, samples: int | None) -> DatasetFacts:
+def _facts(dataset: Dataset, samples: int | None, option: str | None) -> DatasetFacts:
     modality = modality_of(dataset)
     folder = Path(dataset.path).expanduser()
     if dataset.type != "url" and folder.is_dir():
@@ -56,7 +57,8 @@ def _facts(dataset: Dataset, samples: int | None) -> DatasetFacts:
         empty = None if sizes else f"dataset {dataset.id}: no {modality} files in {dataset.path}"
         return DatasetFacts(dataset.id, count, total, empty)
     count = dataset.max_samples or samples or ASSUMED_SAMPLES
-    source = "max_samples" if dataset.max_samples else "--samples" if samples else "a guess; say --samples N"
+    guess = "a guess" if option is None else f"a guess; say {option} N"
+    source = "max_samples" if dataset.max_samples else (option or "as given") if samples else guess
     each = ASSUMED_FILE_BYTES[modality]
     words = f"dataset {dataset.id}: {dataset.path} is not visible here; {count} samples ({source})"
     if dataset.type == "in_memory":

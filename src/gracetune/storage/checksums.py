@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from gracetune.storage.atomic import write_new
+from gracetune.storage.regular_files import open_regular
 from gracetune.units import MIB
 
 _CHUNK = 16 * MIB
@@ -49,7 +51,7 @@ def difference(path: Path, expected: Fact) -> str | None:
     if size != expected.size:
         return f"{size:,} bytes instead of {expected.size:,}"
     digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return None if digest.hexdigest() == expected.checksum else "its bytes do not match their checksum"

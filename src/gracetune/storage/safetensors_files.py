@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from gracetune.storage.atomic import write_file
+from gracetune.storage.regular_files import check_regular
 from gracetune.storage.safetensors_headers import describe, pack_header
 
 TORCH_DTYPES = {
@@ -60,9 +61,11 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors on the CPU. They may be the file itself, mapped: clone what has to outlive it."""
+    check_regular(path)
     return load_file(path)
 
 
 def open_tensors(path: Path) -> Any:
     """A context manager whose `get_tensor(name)` reads one of them. SafetensorError where it is no such file."""
+    check_regular(path)
     return safe_open(path, framework="pt")

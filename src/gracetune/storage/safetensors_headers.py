@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gracetune.errors import Problem
+from gracetune.errors import Problem, short
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.os_errors import problem_of
+from gracetune.storage.regular_files import open_regular, read_small_file
 from gracetune.units import format_bytes
 
 MAX_HEADER = 100_000_000
@@ -27,6 +28,9 @@ _METADATA = "__metadata__"
 _DOWNLOAD = "download it again, and compare its size with the one at the source"
 _SHOWN = 8
 _TOO_LARGE = 1 << 63
+_MOST_PARTS = {b"{": 1_000_000, b"[": 1_000_000, b",": 10_000_000}
+"""Of a header, counted before it is parsed: the largest known models have ten thousand tensors, each with three."""
+_MOST_DIMENSIONS = 64
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -107,14 +111,11 @@ def open_weights(path: Path) -> Weights:
 
 
 def _open_file(path: Path) -> Weights:
-    # O_NONBLOCK: opening a named pipe would otherwise wait for a writer, before we can say it is no file.
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = open_regular(path)
     except OSError as error:
         raise WeightFileError([unreadable(path, error)]) from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise WeightFileError([_problem(path, "path", "not a regular file", "a safetensors file", "copy it first")])
         identity = FileIdentity.of(descriptor)
         header, data_start = _read_header(path, descriptor, identity.size)
     except OSError as error:
@@ -128,7 +129,7 @@ def _open_file(path: Path) -> Weights:
 
 
 def unreadable(path: Path, error: OSError) -> Problem:
-    return _problem(path, "path", error.strerror or str(error), "a readable file", "check the path and its permissions")
+    return problem_of(error, "path", path, access="read", then="")
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:
@@ -145,6 +146,10 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any]
     if read_fully(descriptor, memoryview(raw), _LENGTH_BYTES) < length:
         expected = f"at least {data_start:,} bytes, where the header ends"
         raise WeightFileError([_problem(path, "header", f"the file ends after {size:,} bytes", expected, _DOWNLOAD)])
+    for part, most in _MOST_PARTS.items():
+        if raw.count(part) > most:
+            found = f"{raw.count(part):,} times {part.decode()} in {format_bytes(length)}"
+            raise WeightFileError([_problem(path, "header", found, f"at most {most:,}", _DOWNLOAD)])
     return _parse_json(path, "header", bytes(raw)), data_start
 
 
@@ -175,7 +180,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"the name {twice!r} appears twice")
+        raise ValueError(f"the name {short(twice)} appears twice")
     for name in found:
         name.encode()  # a lone surrogate is no text; UnicodeEncodeError is a ValueError
     return found
@@ -216,8 +221,8 @@ def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
         return refuse(f"dtype {_short(dtype)}", f"one of {', '.join(BITS)}")
-    if not _whole_numbers(shape):
-        return refuse(f"shape {_short(shape)}", "a list of whole numbers")
+    if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
+        return refuse(f"shape {_short(shape)}", f"a list of at most {_MOST_DIMENSIONS} whole numbers")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         return refuse(f"data_offsets {_short(offsets)}", "[begin, end]")
     bits = _bits(dtype, shape)
@@ -262,7 +267,7 @@ def _check_coverage(path: Path, entries: list[TensorEntry], data_start: int, fil
 
 def _open_index(path: Path) -> Weights:
     try:
-        raw = path.read_bytes()
+        raw = read_small_file(path)
     except OSError as error:
         raise WeightFileError([unreadable(path, error)]) from None
     weight_map = _parse_json(path, "index", raw).get("weight_map")
@@ -295,7 +300,7 @@ def _index_mismatches(path: Path, weight_map: Mapping[str, str], shards: Mapping
     hint = "download the index and its files again, all of the same revision"
     missing = [name for name, shard in weight_map.items() if name not in shards[shard].entries]
     problems = [
-        _problem(path, name, f"not in {weight_map[name]}", "in the file the index names for it", hint)
+        _problem(path, name, f"not in {short(weight_map[name])}", "in the file the index names for it", hint)
         for name in missing
     ]
     for shard, weights in shards.items():
@@ -322,8 +327,7 @@ def _problem(path: Path, key: str, found: str, expected: str, hint: str) -> Prob
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return short(repr(value), 80)
 
 
 def _listed(names: list[str]) -> str:

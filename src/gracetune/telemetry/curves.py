@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 Point = tuple[float, float]
 
+MOST_POINTS = 600
+"""Of a curve, in plots and in report.json."""
 _LARGEST = 1e200
 """Beyond it, differences and squares are no longer numbers."""
 
@@ -38,22 +40,26 @@ def smoothed(points: Sequence[Point], span: float | None = None) -> tuple[Point,
     return tuple(made)
 
 
-def thinned(points: Sequence[Point], most: int = 600) -> tuple[Point, ...]:
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
     """At most that many points; in each stretch the lowest and the highest stay, so no spike is lost."""
     if len(points) <= most:
         return tuple(points)
-    stretches = (most - 2) // 2
-    inner = points[1:-1]
-    kept = [points[0]]
+    return tuple(points[place] for place in kept_places([y for _, y in points], most))
+
+
+def kept_places(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
+    """Which values of a curve are kept where it has too many: the first, the last, and of each of (most - 2) / 2
+    stretches of equal length the lowest and the highest. A value that is not finite counts as 0."""
+    if len(values) <= most:
+        return [*range(len(values))]
+    stretches, inner = (most - 2) // 2, len(values) - 2
+    kept = [0]
     for number in range(stretches):
-        part = inner[len(inner) * number // stretches : len(inner) * (number + 1) // stretches]
-        ends = {part.index(choose(part, key=_height)) for choose in (min, max)} if part else set()
-        kept += [part[place] for place in sorted(ends)]
-    return (*kept, points[-1])
-
-
-def _height(point: Point) -> float:
-    return point[1] if finite([point]) else 0.0
+        begin, end = 1 + inner * number // stretches, 1 + inner * (number + 1) // stretches
+        part = [value if abs(value) < _LARGEST else 0.0 for value in values[begin:end]]
+        ends = {part.index(min(part)), part.index(max(part))} if part else set()
+        kept += [begin + place for place in sorted(ends)]
+    return [*kept, len(values) - 1]
 
 
 def ticks(low: float, high: float, about: int = 5) -> tuple[float, ...]:

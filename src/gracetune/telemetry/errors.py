@@ -1,11 +1,14 @@
-"""What a user can cause here. The command line shows the message; nothing of gracetune is imported."""
+"""What a user can cause here. The command line shows the message."""
 
 from __future__ import annotations
+
+from gracetune.redaction import redact
 
 
 class TelemetryError(Exception):
     """Something about logs, trackers or reports is not as asked; says what was found, expected, and what to type."""
 
     def __init__(self, key: str, *, found: str, expected: str, hint: str) -> None:
+        key, found, expected, hint = map(redact, (key, found, expected, hint))
         super().__init__(f"{key}\n  found     {found}\n  expected  {expected}\n  try       {hint}")
         self.key, self.found, self.expected, self.hint = key, found, expected, hint

@@ -126,7 +126,9 @@ class LookAheadChanged(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySampled(Event):
-    """Memory at a step boundary, and the counters of the unified-memory layer and the caches."""
+    """Memory at a step boundary, and the counters of the unified-memory layer and the caches. Written at a process's
+    first log step, at the first one after an event that changes what memory holds, every 30 seconds, and at the
+    end."""
 
     step: Annotated[int, "optimizer steps done"]
     used_bytes: Annotated[
@@ -217,7 +219,7 @@ class Warned(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded(Event):
-    """The process ended on its own; a killed one leaves no such event."""
+    """The run ended. A killed run leaves no such event; one that lost its first process has that of another one."""
 
     step: Annotated[int, "optimizer steps done"]
     outcome: Annotated[Literal["finished", "interrupted", "failed"], "how"]

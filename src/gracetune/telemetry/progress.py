@@ -57,7 +57,8 @@ class Standing:
 class Progress:
     """Is shown every event, and knows where the run stands."""
 
-    def __init__(self, *, warm_up_steps: int = WARM_UP_STEPS, recent: int = RECENT) -> None:
+    def __init__(self, *, warm_up_steps: int = WARM_UP_STEPS, recent: int | None = RECENT) -> None:
+        """`recent` None: the pace is the median of all events."""
         self._warm_up_steps = warm_up_steps
         self._paces: deque[float] = deque(maxlen=recent)
         self._begin = 0

@@ -15,7 +15,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union
 
 from gracetune.telemetry.events import EVENTS, READ_VERSIONS, SCHEMA_VERSION, Record, SampleFile
@@ -23,6 +23,8 @@ from gracetune.telemetry.events import EVENTS, READ_VERSIONS, SCHEMA_VERSION, Re
 _KINDS = {kind.__name__: kind for kind in EVENTS}
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _HEAD = ("v", "kind", "time_s")
+_TOO_LARGE = 1 << 1023
+"""Whole numbers of JSON have no end; those of a float do."""
 
 
 class NotAnEventError(Exception):
@@ -77,64 +79,89 @@ def from_json(value: Any) -> Record:
     kind = _KINDS.get(value["kind"])
     if kind is None:
         raise NotAnEventError(f"an event of an unknown kind, {value['kind']}")
-    time_s = _value(value.get("time_s"), float, "time_s")
+    time_s = _float(value.get("time_s"), "time_s")
     return Record(time_s, _object(value, kind))
 
 
 def _object(value: Mapping[str, Any], kind: type[Any]) -> Any:
     given = {}
-    for name, hint, required in _FIELDS[kind]:
+    for name, read, required in _FIELDS[kind]:
         if name in value:
-            given[name] = _value(value[name], hint, name)
+            given[name] = read(value[name], name)
         elif required:
             raise NotAnEventError(f"{kind.__name__} without {name}")
     return kind(**given)
 
 
-def _fields(kind: type[Any]) -> tuple[tuple[str, Any, bool], ...]:
-    """Name, type, and whether it has to be there."""
+_Reader = Callable[[Any, str], Any]
+"""Makes a field's value of what JSON says; its name is for the error."""
+
+
+def _fields(kind: type[Any]) -> tuple[tuple[str, _Reader, bool], ...]:
+    """Name, reader, and whether it has to be there."""
     hints = typing.get_type_hints(kind)
     return tuple(
         (
             one.name,
-            hints[one.name],
+            _reader(hints[one.name]),
             one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING,
         )
         for one in dataclasses.fields(kind)
     )
 
 
-# Once: working them out takes longer than reading a line.
-_FIELDS = {kind: _fields(kind) for kind in (*EVENTS, SampleFile)}
-
-
-def _value(value: Any, hint: Any, name: str) -> Any:
+def _reader(hint: Any) -> _Reader:
+    """Of a type. Made once for each field: a log has hundreds of thousands of lines."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
-        return value
+        return lambda value, name: value
     if origin in (Union, types.UnionType):
-        (wanted,) = (one for one in inner if one is not types.NoneType)
-        return None if value is None else _value(value, wanted, name)
-    if origin is Literal and value in inner:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(one, inner[0], name) for one in value)
-    if isinstance(value, dict) and dataclasses.is_dataclass(hint):
-        return _object(value, typing.cast("type[Any]", hint))
-    if isinstance(value, dict) and inner:
-        return {key: _value(one, inner[1], name) for key, one in value.items()}
-    return _scalar(value, hint, name)
+        (wanted,) = (_reader(one) for one in inner if one is not types.NoneType)
+        return lambda value, name: None if value is None else wanted(value, name)
+    if origin is Literal:
+        return lambda value, name: value if value in inner else _refuse(value, name)
+    if origin is tuple:
+        one = _reader(inner[0])
+        return lambda value, name: (
+            tuple([one(item, name) for item in value]) if isinstance(value, list) else _refuse(value, name)
+        )
+    if dataclasses.is_dataclass(hint):
+        return lambda value, name: (
+            _object(value, typing.cast("type[Any]", hint)) if isinstance(value, dict) else _refuse(value, name)
+        )
+    if inner:
+        held = _reader(inner[1])
+        return lambda value, name: (
+            {key: held(item, name) for key, item in value.items()} if isinstance(value, dict) else _refuse(value, name)
+        )
+    return _SCALARS[hint]
 
 
-def _scalar(value: Any, hint: Any, name: str) -> Any:
-    if hint is float:
-        if value in _NOT_FINITE:
-            return float(value)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif hint in (int, str, bool) and type(value) is hint and not (hint is int and abs(value) >= 1 << 63):
-        return value
-    raise NotAnEventError(f"{name} is {value!r}")
+def _float(value: Any, name: str) -> float:
+    kind = type(value)
+    if kind is float or (kind is int and abs(value) < _TOO_LARGE) or (kind is str and value in _NOT_FINITE):
+        return float(value)
+    return float(_refuse(value, name))
+
+
+def _int(value: Any, name: str) -> int:
+    return value if type(value) is int and abs(value) < 1 << 63 else _refuse(value, name)
+
+
+def _str(value: Any, name: str) -> str:
+    return value if type(value) is str else _refuse(value, name)
+
+
+def _bool(value: Any, name: str) -> bool:
+    return value if type(value) is bool else _refuse(value, name)
+
+
+def _refuse(value: Any, name: str) -> Any:
+    raise NotAnEventError(f"{name} is {repr(value)[:200]}")
+
+
+_SCALARS: dict[Any, _Reader] = {float: _float, int: _int, str: _str, bool: _bool}
+_FIELDS = {kind: _fields(kind) for kind in (*EVENTS, SampleFile)}
 
 
 # -- the schema -------------------------------------------------------------------------------------------------------
@@ -234,6 +261,7 @@ Made by `python -m gracetune.telemetry.schema`; a test compares it. Version {ver
 - New fields may appear within a version; readers pass over what they do not know. Everything else raises the version.
 - Version 2 adds `EffectiveBatchChanged`, `OverflowArenaChanged`, `MemoryReclaimed`, `LookAheadChanged` and
   `SelfChecked` to version 1 and changes nothing else. `gracetune report` reads both, also mixed in one log.
+- Secrets of the configuration and of the environment are written as `(hidden)` (docs/configuration.md, "Secrets").
 - With several processes, events about memory are those of the first one.
 """
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from gracetune.adapters.state import Stage
 from gracetune.cache.batches import BatchSource, Live
+from gracetune.cache.errors import EntriesError
 from gracetune.cache.places import places_of
 from gracetune.cache.residence import Where
 from gracetune.cache.wanted import is_refreshed
@@ -43,6 +44,7 @@ from gracetune.optim.ramp import Ramp, ramp_of
 from gracetune.optim.record import ParamGroup
 from gracetune.optim.schedules import build_schedule
 from gracetune.optim.skipping import waiting_note
+from gracetune.train.control import Control
 from gracetune.train.data import Ready, local_ranks
 from gracetune.train.gradients import Clip, FlatGradients, Gradients, ShardedGradients
 from gracetune.train.job import Job
@@ -224,8 +226,9 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
 
 def assemble(
     config: RunConfig, trainee: Trainee, ready: Ready, live: Live, beginning: Beginning, source: BatchSource,
-    runtime: Runtime, memory: UnifiedMemory | None, view: View, *,
+    runtime: Runtime, memory: UnifiedMemory | None, control: Control, view: View, *,
     on_epoch_end: Callable[[EpochEnd], None], memory_alarm: Callable[[], str | None],
+    repair: Callable[[EntriesError], None],
 ) -> Job:  # fmt: skip
     training = config.training
     gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
@@ -247,10 +250,12 @@ def assemble(
         length=beginning.length,
         clip=Clip(training.grad_clip, training.max_grad_norm),
         accumulation=training.accumulation,
-        encodes_live=live.latents is not None,
+        repair=repair,
         warn=view.warn,
         on_epoch_end=on_epoch_end,
         memory_alarm=memory_alarm,
+        control=control,
+        first_step=beginning.state.position.step,
     )
 
 

@@ -46,13 +46,14 @@ def callbacks_of(ready: Preflight, loaded: LoadedRun, telemetry: Telemetry, view
     self_check = SelfProof(
         config, folder, model, loaded.example, control, pauses, telemetry, view, steps=job.length.steps
     )  # fmt: skip
-    held_out = HeldOut(config, cached, model, pauses, telemetry, view)
+    held_out = HeldOut(config, cached, model, pauses, telemetry, view, repair=job.repair)
+    samples = Sampling(
+        config, folder, model, ready.store, control, pauses, telemetry, view, room=host_room(machine, memory),
+        prompts=prompts,
+    )  # fmt: skip
     saving = Saving(
         loaded.saved, folder, ready.store, metadata, runtime, control, pauses, telemetry, view,
-        failure=gradients.settle, check_saved=self_check.check_saved,
-    )  # fmt: skip
-    samples = Sampling(
-        config, folder, model, control, pauses, telemetry, view, room=host_room(machine, memory), prompts=prompts
+        failure=gradients.settle, check_saved=self_check.check_saved, samples_follow=samples.is_due,
     )  # fmt: skip
     every: tuple[Callback, ...] = (
         gradients,  # guards first: what they find is part of what the others see

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from gracetune.cache.batches import BatchSource, Entries, Keys, Live
-from gracetune.cache.errors import MissingEntryError
+from gracetune.cache.errors import EntriesError, MissingEntryError
 from gracetune.cache.keys import Key
+from gracetune.cache.missing import why_missing
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
+from gracetune.cache.repair import EntryRepair
 from gracetune.cache.residence import CacheRole, CacheType, Where
-from gracetune.cache.resident import load_resident
-from gracetune.cache.session import Built, Caches, Encoders, build, needs
+from gracetune.cache.resident import ResidentStore, load_resident
+from gracetune.cache.session import Built, Caches, Needs, build, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.cache.wanted import LatentItem, TextItem, Visits, visits_of
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -119,54 +123,96 @@ def fill_caches(
     """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
     caches = stack.enter_context(Caches(places_of(config), writable=True))
     how = How(share=Share(runtime.rank, runtime.world_size))
+
+    def explain(missing: Sequence[LatentItem] | Sequence[TextItem]) -> None:
+        if runtime.is_main:
+            for line in why_missing(caches.store, missing):
+                view.say(line)
+        runtime.barrier()  # before the others encode some of it
+
     with view.phase("caches"):
         built = build(
-            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents
-        )
+            config, index, encoders, caches, epoch=epoch, how=how, on_text=view.on_text, on_latents=view.on_latents,
+            on_missing=explain,
+        )  # fmt: skip
         runtime.barrier()
     for note in built.notes:
         view.warn(note)
-    for (dataset, path), reason in found_by_others(built, runtime).items():
-        built = replace(built, index=built.index.without(dataset, {path: reason}))
-        view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
+    elsewhere = found_by_others(built, runtime)
+    if elsewhere:
+        index = built.index.without(by_dataset(elsewhere))
+        wanted = needs(config, index, encoders, caches.places, epoch=epoch)
+        built = replace(built, index=index, wanted=wanted)
+        for line in left_out_lines(elsewhere):
+            view.warn(line)
     keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
-    latents, texts, report = load_caches(config, built.index, encoders, keys, caches, where, stack, epoch=epoch)
+    latents, texts, report = load_caches(config, built.wanted, caches, where, stack, name=str(epoch))
+    lost = [key for store in (latents, texts) if isinstance(store, ResidentStore) for key in store.report.damaged]
+    if runtime.highest(len(lost)):
+        with view.phase("caches, again"):  # now, while there is room for the encoders; such entries are read from disk
+            build(config, built.index, encoders, caches, epoch=epoch, wanted=built.wanted, how=how, on_missing=explain)
+            runtime.barrier()
+    # Not needed any more, and an object for every entry: a run keeps its index alone.
+    built = replace(built, wanted=replace(built.wanted, texts=[], latents=[]))
     return Cached(built.index, keys, latents, texts, caches, built, report)
 
 
-Unreadable = dict[tuple[str, str], str]
+DamagedFiles = dict[tuple[str, str], str]
 """Dataset and path -> why."""
 
 
-def found_here(built: Built) -> Unreadable:
+def repair_of(
+    config: RunConfig, cached: Cached, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
+) -> Callable[[EntriesError], None]:
+    """Makes entries again that a batch needs and that are damaged. Each rank its own: the others wait for it."""
+    on_host = None
+    if encoders.placement.device.type != "cpu":
+        on_host = replace(encoders, placement=replace(encoders.placement, device=torch.device("cpu")))
+    share = Share(runtime.rank, runtime.world_size)
+    repair = EntryRepair(config, cached.caches, encoders, on_host, share, view.warn)
+    return lambda error: repair(error, loader.index, loader.epoch)
+
+
+def found_here(built: Built) -> DamagedFiles:
     return {(one.dataset, one.path): one.reason for one in (*built.texts.damaged, *built.latents.damaged)}
 
 
-def found_by_others(built: Built, runtime: Runtime) -> Unreadable:
+def found_by_others(built: Built, runtime: Runtime) -> DamagedFiles:
     """Files that other ranks could not read and this one could: all ranks go on with the same samples, or with none."""
     own = found_here(built)
     told = runtime.all_of([*own.items()] or None)
     return {file: reason for found in told for file, reason in found if file not in own}
 
 
+def by_dataset(damaged: DamagedFiles) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for (dataset, path), reason in sorted(damaged.items()):
+        found.setdefault(dataset, {})[path] = reason
+    return found
+
+
+def left_out_lines(damaged: DamagedFiles) -> list[str]:
+    return [
+        f"left out, unreadable: {path} of {dataset}: {reason}" for (dataset, path), reason in sorted(damaged.items())
+    ]
+
+
 def load_caches(
-    config: RunConfig, index: DataIndex, encoders: Encoders, keys: Keys, caches: Caches, where: Where,
-    stack: ExitStack, *, epoch: int = 0,
-) -> tuple[Entries, Entries, tuple[str, ...]]:  # fmt: skip
-    wanted = needs(config, index, encoders, caches.places, epoch=epoch)
-    visits = latent_visits(_resident(index, config.cache.vae_cache_type), keys.latent, epoch)
-    kind = _kind(config, index)
+    config: RunConfig, wanted: Needs, caches: Caches, where: Where, stack: ExitStack, *, name: str
+) -> tuple[Entries, Entries, tuple[str, ...]]:
+    """`name` tells these stores from those of the run's other epochs."""
+    visits = visits_of(wanted.latents, _kept_in_memory(wanted.index, config.cache.vae_cache_type))
+    kind = _kind(config, wanted.index)
     idle: tuple[str, ...] = ()
     if kind != "disk" and not visits:
         # An empty store in memory would look as if it worked.
         idle = (f"latents: none are kept in {kind}, because no dataset asks for it; they stay on disk",)
         kind = "disk"
-    latents = _Loaded(f"latents-{epoch}", "latent_cache", kind, where, stack).of(
+    latents = _Loaded(f"latents-{name}", "latent_cache", kind, where, stack).of(
         caches.stores_of(wanted.latents), visits
     )
-    spoken = text_visits(index, keys.text, reads_pictures=keys.reads_pictures, epoch=epoch)
-    loader = _Loaded(f"texts-{epoch}", "text_cache", config.cache.text_cache_type, where, stack)
-    texts = loader.of(caches.stores_of(wanted.texts), spoken)
+    loader = _Loaded(f"texts-{name}", "text_cache", config.cache.text_cache_type, where, stack)
+    texts = loader.of(caches.stores_of(wanted.texts), visits_of(wanted.texts))
     return latents[0], texts[0], (*idle, *latents[1], *texts[1])
 
 
@@ -177,15 +223,14 @@ def _kind(config: RunConfig, index: DataIndex) -> CacheType:
     return "memory" if any(one.dataset.cache_latents == "memory" for one in index.datasets) else "disk"
 
 
-def _resident(index: DataIndex, default: CacheType) -> DataIndex:
+def _kept_in_memory(index: DataIndex, default: CacheType) -> Callable[[str], bool]:
     """Only the datasets whose latents belong into memory: everything else is read from disk by itself."""
 
     def in_memory(dataset: Dataset) -> bool:
         own = dataset.cache_latents
         return default != "disk" if own is None else own == "memory"
 
-    kept = tuple(one for one in index.datasets if in_memory(one.dataset))
-    return replace(index, datasets=kept, held_out=tuple(one for one in index.held_out if in_memory(one.dataset)))
+    return {one.id for one in (*index.datasets, *index.held_out) if in_memory(one.dataset)}.__contains__
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch
 from gracetune.cache.batches import Batch
 from gracetune.errors import GracetuneError, Problem
 from gracetune.models.spec import ExpertName
+from gracetune.train.control import Stop
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
 from gracetune.units import format_bytes
@@ -100,7 +101,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _batch(job: Job, size: int) -> Batch:
     while not isinstance(outcome := job.next_batch(size), Batch):
-        pass
+        if isinstance(outcome, Stop):
+            raise DryBatchError(outcome.reason)
     return outcome
 
 

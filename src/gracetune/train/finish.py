@@ -12,6 +12,7 @@ from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import remove_entries
+from gracetune.errors import GracetuneError
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.hub import Telemetry
@@ -20,7 +21,9 @@ from gracetune.train.control import Stop
 from gracetune.train.data import Cached
 from gracetune.train.job import Job
 from gracetune.train.load import LoadedRun
-from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
+from gracetune.train.logs import open_telemetry
+from gracetune.train.output import WrongFileError, save_weights, verify_weights
+from gracetune.train.peers import LostRankError
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal
 from gracetune.train.view import View
@@ -38,7 +41,8 @@ def finish(
         view.say(job.trainee.host.switches.line)
     files: tuple[Path, ...] = ()
     if stop.kind == "finished":
-        with failure_told(job, folder, telemetry, began=began):
+        ready.store.begin_work("finishing", job.position.step)
+        with failure_told(ready, job, telemetry, view, began=began):
             files = _final_files(ready, loaded, check_saved, view)
     names = tuple(str(path.relative_to(folder.path)) for path in files)
     reason = "" if stop.kind == "finished" else stop.reason
@@ -52,29 +56,50 @@ def finish(
             view.say(f"report: {write_report(folder.path).html}")
         except (TelemetryError, OSError) as error:  # all that was trained is written: what is missing is its story
             view.warn(f"the report could not be written: {error}")
+    if stop.kind == "finished":
+        ready.store.end_work("finishing", *ready.store.unfinished("finishing"))
     return files
 
 
 @contextmanager
-def failure_told(job: Job, folder: RunFolder, telemetry: Telemetry, *, began: float) -> Iterator[None]:
-    """What ends a run from outside the loop (a full disk, memory) is in its log and report, and told to a webhook."""
+def failure_told(ready: Preflight, job: Job, telemetry: Telemetry, view: View, *, began: float) -> Iterator[None]:
+    """What ends a run from outside the loop (a full disk, memory, a lost rank) is in its log and report, and told to a
+    webhook."""
+
+    def forced(error: LostRankError) -> None:
+        _tell_failure(ready, job, telemetry, view, error, began=began)
+
+    if ready.runtime.peers is not None:
+        ready.runtime.peers.on_forced_end = forced
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        by_hand = isinstance(error, KeyboardInterrupt)
-        reason = "stopped at once, by a second Ctrl-C" if by_hand else str(error) or type(error).__name__
-        telemetry.emit(
-            RunEnded(
-                step=job.position.step,
-                outcome="interrupted" if by_hand else "failed",
-                reason=reason,
-                duration_s=time.monotonic() - began,
-            )
-        )
-        if job.runtime.is_main and not by_hand:
-            with suppress(TelemetryError, OSError):  # the disk may be full: what went wrong first is what is raised
-                write_report(folder.path)
+        found = ready.runtime.explain(error)
+        _tell_failure(ready, job, telemetry, view, found, began=began)
+        if found is not error:
+            raise found from None
         raise
+
+
+def _tell_failure(
+    ready: Preflight, job: Job, telemetry: Telemetry, view: View, error: BaseException, *, began: float
+) -> None:  # fmt: skip
+    by_hand = isinstance(error, KeyboardInterrupt)
+    event = RunEnded(
+        step=job.position.step,
+        outcome="interrupted" if by_hand else "failed",
+        reason="stopped at once, by a second Ctrl-C" if by_hand else str(error) or type(error).__name__,
+        duration_s=time.monotonic() - began,
+    )
+    telemetry.emit(event)
+    # Where rank 0 is lost, which has the log, the first one that is left writes its end.
+    takes_over = isinstance(error, LostRankError) and error.speaks and not ready.runtime.is_main
+    with suppress(GracetuneError, TelemetryError, OSError):  # the disk may be full: what went wrong first is raised
+        if takes_over:
+            with open_telemetry(ready.config, ready.folder, view, ready.environment, main=True) as taken_over:
+                taken_over.emit(event)
+        if (ready.runtime.is_main or takes_over) and not by_hand:
+            write_report(ready.folder.path)
 
 
 def _final_files(

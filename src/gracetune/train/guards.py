@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gracetune.data.refs import BatchRef
+from gracetune.errors import MachineError
 from gracetune.hardware import Machine
-from gracetune.hardware.allocation import host_reserve
+from gracetune.hardware.allocation import host_floor, host_reserve
 from gracetune.hostmem.sensors import HostSensor
 from gracetune.memory.errors import MemoryPressure
 from gracetune.memory.governor import Action, ArenaChange, MemoryChange, StageChange
@@ -25,10 +26,10 @@ from gracetune.train.hooks import Callback, RunStarts, WindowDone
 from gracetune.train.position import Position
 from gracetune.train.state import Standing, TrainingState
 from gracetune.train.view import View
+from gracetune.units import format_bytes
 
 _SHOWN = 8
-
-
+_UNKNOWN = 1 << 62
 _MOST_SKIPPED = 40
 """Windows in a row: so many halvings take fp16's loss scale to where nothing can overflow any more."""
 
@@ -131,10 +132,29 @@ def _sensors(machine: Machine, memory: UnifiedMemory | None) -> Sensors:
     return memory.sensors if memory is not None else Sensors(HostSensor(machine.gpus), None, _NoArena())
 
 
+def check_memory(machine: Machine, headroom: int | None) -> None:
+    """MachineError where a run would be stopped before its first step. `headroom` is what is left of main memory."""
+    floor = host_floor(machine)
+    if headroom is None or headroom >= floor:
+        return
+    total = "" if machine.host.memory_limit is None else f" of {format_bytes(machine.host.memory_limit)}"
+    raise MachineError(
+        f"{format_bytes(headroom)}{total} of main memory left, the floor is {format_bytes(floor)}: the run would stop "
+        "before its first step. Free memory (`free -h`, `ps aux --sort -rss`) or give the container more; then start "
+        "again"
+    )
+
+
+def memory_left(machine: Machine, memory: UnifiedMemory | None) -> int:
+    """Of main memory; very much where nobody knows."""
+    headroom = _sensors(machine, memory).vitals().host_headroom
+    return _UNKNOWN if headroom is None else headroom
+
+
 def watch(machine: Machine, memory: UnifiedMemory | None, view: View) -> Watchdog:
     """Looks at main memory once a second. Half of what nobody may touch is the floor: there the run is saved."""
     sensors = _sensors(machine, memory)
-    floors = Floors(host=host_reserve(machine) // 2)
+    floors = Floors(host=host_floor(machine))
     return Watchdog(sensors.vitals, floors, report=lambda event: view.warn(f"memory watchdog: {event.text}"))
 
 

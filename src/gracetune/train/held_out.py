@@ -6,16 +6,19 @@ So two numbers of a run differ by what was learnt between them, and by nothing e
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from gracetune.cache.batches import Batch, Entries, Keys
 from gracetune.cache.collate import collate
+from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.data.captions import caption_ref
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
+from gracetune.errors import GracetuneError
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.seeded_random import torch_seed
@@ -47,11 +50,14 @@ def levels_of(expert: ExpertName, facts: ModelFacts) -> list[float]:
 
 class HeldOut(Callback):
     def __init__(
-        self, config: RunConfig, cached: Cached, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry, view: View
-    ) -> None:
+        self, config: RunConfig, cached: Cached, model: EvaluatedModel, pauses: Pauses, telemetry: Telemetry,
+        view: View, *, repair: Callable[[EntriesError], None],
+    ) -> None:  # fmt: skip
+        """`repair` makes cache entries again that are damaged."""
         self._every = config.validation.loss_every_steps
         self._latents, self._texts, self._keys = cached.latents, cached.texts, cached.keys
         self._model, self._pauses, self._telemetry, self._view = model, pauses, telemetry, view
+        self._repair = repair
         self._seed = torch_seed(config.training.seed, "held out")
         refs = held_out_refs(cached.index)
         self._refs = refs[:: max(1, -(-len(refs) // MOST))]
@@ -73,7 +79,12 @@ class HeldOut(Callback):
             return
         self._model.step.release()
         with self._pauses.counted():
-            found = held_out_losses(self._model, self._batches(), self._seed)
+            batches, problem = self._batches()
+            told = self._model.runtime.all_of(problem)
+            if told:  # all ranks leave it out: a sharded model needs them all
+                self._view.warn(f"no held-out loss at step {step}, and training goes on: {told[0]}")
+                return
+            found = held_out_losses(self._model, batches, self._seed)
         for expert, losses in found.items():
             named = {f"{level:.3f}": loss for level, loss in losses.items()}
             mean = statistics.fmean(losses.values())
@@ -81,9 +92,21 @@ class HeldOut(Callback):
             whose = f" ({expert})" if expert else ""
             self._view.say(f"held-out loss at step {step}: {mean:.4f}{whose}")
 
-    def _batches(self) -> list[Batch]:
-        return [batch_of(ref, number, self._latents, self._texts, self._keys, self._model.device)
-                for number, ref in enumerate(self._refs)]  # fmt: skip
+    def _batches(self) -> tuple[list[Batch], str | None]:
+        """And why there are none, where an entry is damaged and cannot be made again."""
+        try:
+            return [self._batch(ref, number) for number, ref in enumerate(self._refs)], None
+        except GracetuneError as error:
+            return [], str(error)
+
+    def _batch(self, ref: SampleRef, number: int) -> Batch:
+        read = partial(batch_of, ref, number, self._latents, self._texts, self._keys, self._model.device)
+        for _ in range(2):  # its latents and its text may both be damaged
+            try:
+                return read()
+            except EntriesError as error:
+                self._repair(error)
+        return read()
 
 
 def batch_of(

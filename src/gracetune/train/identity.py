@@ -1,4 +1,8 @@
-"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own."""
+"""What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own.
+
+`model` has the fingerprint of the trained denoisers' weights, `part <name>` that of each other part of the model: VAE,
+text encoders, tokenizers, scheduler. Checkpoints of earlier releases have no parts: theirs are unknown.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,18 @@ from collections.abc import Iterable, Mapping
 
 import xxhash
 
-from gracetune.checkpoint.manifest import Metadata
+from gracetune.checkpoint.manifest import PART, Metadata
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.hardware import Machine
 from gracetune.models.experts import trained_experts
 from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import part_tensors
+from gracetune.models.part_fingerprints import part_fingerprints
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import ModelFacts
+from gracetune.redaction import redact_values
 
 _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
 """Settings that may change between two parts of a run: the saved tensors mean the same."""
@@ -24,11 +31,12 @@ _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
 def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> dict[str, str]:
     trained = trained_experts(config.model.experts, facts)
     parts = {expert.component for expert in facts.experts if expert.name in trained}
-    adapter = config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True)
+    adapter = redact_values(config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True))
     return {
         "name": config.name,
         "model": f"{facts.family} {facts.flavour}, weights {_weights(source, sorted(parts))}",
         "adapter": json.dumps({"kind": config.adapter.kind, **adapter}, sort_keys=True),
+        **{f"{PART}{name}": found for name, found in part_fingerprints(source, facts).items()},
     }
 
 
@@ -38,7 +46,7 @@ def _weights(source: ModelSource, components: Iterable[str]) -> str:
 
 
 def metadata_of(config: RunConfig, identity: Mapping[str, str], index: DataIndex, machine: Machine) -> Metadata:
-    text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+    text = json.dumps(shareable(config), sort_keys=True)  # not of a password: a digest can be tried against a list
     versions = {name: version for name, version in machine.software.libraries.items() if version is not None}
     versions |= {"torch": machine.software.torch or "unknown", "python": machine.software.python or "unknown"}
     return Metadata(identity, xxhash.xxh3_128_hexdigest(text.encode()), index.fingerprint.as_json(), versions)

@@ -11,13 +11,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from gracetune.cache.batches import Batch, BatchSource
+from gracetune.cache.errors import EntriesError
+from gracetune.data.backends.errors import UnreadableFilesError
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.loader import EpochEnd, Exhausted
+from gracetune.errors import GracetuneError
 from gracetune.models.experts import expert_for_window, next_expert
 from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
-from gracetune.train.control import Control, Stop
+from gracetune.train.control import Control, Kind, Stop
+from gracetune.train.data import by_dataset, left_out_lines
 from gracetune.train.gradients import Accumulation, Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
@@ -73,14 +77,16 @@ class Job:
     length: Length
     clip: Clip
     accumulation: Accumulation
-    encodes_live: bool
-    """Media is decoded while training, so that a damaged file may turn up at any batch."""
+    repair: Callable[[EntriesError], None]
+    """Makes cache entries again that turned out to be damaged (`cache.repair`)."""
     warn: Callable[[str], None]
     on_epoch_end: Callable[[EpochEnd], None]
     """Called between two batches (`renewal`)."""
     memory_alarm: Callable[[], str | None]
     """Asked before every micro-batch: why the run has to be saved now."""
-    control: Control = field(default_factory=Control)
+    first_step: int
+    """Where this process began."""
+    control: Control
     pauses: Pauses = field(default_factory=Pauses)
 
     @property
@@ -117,42 +123,83 @@ class Job:
             if not self.runtime.highest(int(own is not None and own.kind == "failed")):
                 return Stop("finished", f"{self.position.step} steps")
             return own if own is not None and own.kind == "failed" else Stop("failed", "another rank has failed")
-        code = self.runtime.highest(0 if own is None else _CODES[own.kind])
-        if code == 0 or own is not None:
-            return own
-        kind = next(name for name, number in _CODES.items() if number == code)
-        return Stop(kind, "another rank was asked to stop")  # type: ignore[arg-type]
+        told = self.runtime.all_of(None if own is None else (_CODES[own.kind], self.runtime.rank, own))
+        if not told:
+            return None
+        _, rank, stop = max(told, key=lambda one: (one[0], -one[1]))
+        return stop if self.runtime.world_size == 1 else Stop(stop.kind, f"rank {rank}: {stop.reason}")
 
     def cannot_go_on(self) -> Stop | None:
-        """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late."""
+        """Before a micro-batch, the same on every rank: memory runs out, and a long window would come too late.
+
+        A process that has done no step has failed: one that was started again because it was interrupted would do none
+        either.
+        """
         reason = self.memory_alarm()
+        kind: Kind = "interrupted" if self.position.step > self.first_step else "failed"
         if reason is not None:
-            self.control.ask_to_stop("interrupted", reason)
+            self.control.ask_to_stop(kind, reason)
         if not self.runtime.highest(int(reason is not None)):
             return None
-        return self.control.stop or Stop("interrupted", "memory is running out on another rank")
+        return self.control.stop or Stop(kind, "memory is running out on another rank")
 
-    def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted:
-        """A file that turns out to be damaged when it is decoded is left out, up to its dataset's limit.
+    def next_batch(self, size: int) -> Batch | EpochEnd | Exhausted | Stop:
+        """A damaged cache entry is made again. A media file that turns out to be damaged is left out, up to its
+        dataset's limit; beyond it, or where an entry cannot be made, the run has to stop.
 
         By all ranks, before the same batch: those whose part of it was sound go back to before it.
         """
-        if not self.encodes_live:
-            return self.source.next(size, step=self.position.step)
-        loader = self.state.loader
+        loader, several = self.state.loader, self.runtime.world_size > 1
         while True:
-            before = loader.state_dict()
-            damaged: tuple[str, str, str] | None = None
-            try:
-                outcome = self.source.next(size, step=self.position.step)
-            except UnreadableMediaError as error:
-                if error.dataset is None:
-                    raise
-                damaged = (error.dataset, error.path, error.reason)
-            found = self.runtime.all_of(damaged)
-            if not found:
+            before = loader.state_dict() if several else None
+            outcome = self._try_batch(size)
+            found = self.runtime.all_of(outcome if isinstance(outcome, _Trouble) else None)
+            if not found and not isinstance(outcome, _Trouble):
                 return outcome
-            loader.load_state_dict(before)
-            for dataset, path, reason in sorted(set(found)):
-                loader.exclude(dataset, {path: reason})
-                self.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
+            if before is not None:
+                loader.load_state_dict(before)
+            for reason in sorted(one.reason for one in found if one.path is None):
+                return Stop("failed", reason)
+            damaged = {(one.dataset, one.path): one.reason for one in found if one.path is not None}
+            try:
+                loader.exclude(by_dataset(damaged))
+            except UnreadableFilesError as error:
+                return Stop("failed", str(error))
+            for line in left_out_lines(damaged):
+                self.warn(line)
+
+    def _try_batch(self, size: int) -> Batch | EpochEnd | Exhausted | _Trouble:
+        repaired: set[str] = set()
+        while True:
+            try:
+                return self.source.next(size, step=self.position.step)
+            except EntriesError as error:
+                damage = error
+            except UnreadableMediaError as error:
+                return _trouble(error)
+            except GracetuneError as error:
+                return _Trouble("", None, str(error))
+            if repaired.issuperset(damage.keys):
+                return _Trouble("", None, f"it was encoded again, and is damaged again: {damage}")
+            repaired.update(damage.keys)
+            try:
+                self.repair(damage)
+            except UnreadableMediaError as error:
+                return _trouble(error)
+            except GracetuneError as error:
+                return _Trouble("", None, f"{damage}\nIt could not be encoded again: {error}")
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """Why there is no batch: a media file, or whatever ends the run where `path` is None."""
+
+    dataset: str
+    path: str | None
+    reason: str
+
+
+def _trouble(error: UnreadableMediaError) -> _Trouble:
+    if error.dataset is None:
+        return _Trouble("", None, str(error))
+    return _Trouble(error.dataset, error.path, error.reason)

@@ -10,16 +10,17 @@ from gracetune.memory.layer import UnifiedMemory
 from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
-from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, stage
+from gracetune.train.control import Control
+from gracetune.train.data import Cached, fill_caches, live_encoders, open_source, repair_of, stage
 from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
-from gracetune.train.guards import memory_alarm, watch
+from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import Job
 from gracetune.train.output import check_format, checkpoint_bytes
 from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal, nothing_to_renew, renew
-from gracetune.train.resume import refuse_other_data, restore, saved_epoch
+from gracetune.train.resume import batch_change, refuse_other_data, restore, saved_epoch
 from gracetune.train.trainee import load_trainee
 from gracetune.train.view import View
 
@@ -47,7 +48,7 @@ class LoadedRun:
 
 
 def load(
-    ready: Preflight, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
+    ready: Preflight, control: Control, view: View, stack: ExitStack, *, on_memory: Callable[[UnifiedMemory], None]
 ) -> LoadedRun:  # fmt: skip
     """What stays open is put on `stack`. One straight line, longer than our functions are, as `preflight` is."""
     config, options, runtime, machine = ready.config, ready.options, ready.runtime, ready.machine
@@ -81,11 +82,15 @@ def load(
     notes = restore(
         saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run
     )  # fmt: skip
+    changed = batch_change(start, config.training, runtime.world_size)
+    if changed is not None:
+        view.warn(changed)
     renewal = renew(config, cached, state, source, runtime, model.encoders, where, view, stack)
+    repair = repair_of(config, cached, state.loader, model.encoders, runtime, view)
     watchdog = watch(machine, memory, view)
     job = assemble(
-        config, trainee, cached, live, beginning, source, runtime, memory, view,
-        on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog),
+        config, trainee, cached, live, beginning, source, runtime, memory, control, view,
+        on_epoch_end=renewal or nothing_to_renew, memory_alarm=memory_alarm(watchdog), repair=repair,
     )  # fmt: skip
     for line in (*reasons, *trainee.decisions, host.reason, *about_files, *cached.report, *notes):
         view.say(line)
@@ -94,5 +99,7 @@ def load(
         dry, example = dry_batch(job, config.training.batch_size, planned)
     if trainee.compiling is not None:
         view.say(trainee.compiling)
+    # The least of all ranks', so that they go on together or not at all.
+    check_memory(machine, -runtime.highest(-memory_left(machine, memory)))
     hours = hours_left(job, dry, config.training.batch_size)
     return LoadedRun(job, saved, memory, cached, renewal, watchdog, dry, example, hours, notes)

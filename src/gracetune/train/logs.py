@@ -1,4 +1,5 @@
-"""What a run reports while it trains. Losses, rates, times and memory: at log steps. Changes: when they happen.
+"""What a run reports while it trains. Losses, rates and times: at log steps. Memory: at some of them, by time. Changes:
+when they happen.
 
 Losses and norms are added up on the device; a log step reads them once. A change of expert, of the effective batch or
 of the look-ahead is something the host knows anyway: reporting it synchronizes nothing.
@@ -19,6 +20,8 @@ from torch.optim import Optimizer
 
 from gracetune import __version__
 from gracetune.cache.batches import BatchSource
+from gracetune.config.environment import Environment
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.config.trackers import tracker
 from gracetune.errors import GracetuneError
@@ -29,17 +32,21 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.build import state_tensors
 from gracetune.optim.ramp import Ramp, Window
 from gracetune.optim.rates import KeepsRates
+from gracetune.redaction import Redactor
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import (
+    CheckpointWritten,
     EffectiveBatchChanged,
     LookAheadChanged,
+    MemoryReclaimed,
     MemorySampled,
     MemoryStageChanged,
+    OverflowArenaChanged,
     Record,
     RunStarted,
     StageSwitched,
     StepDone,
-    Warned,
+    ValidationDone,
 )
 from gracetune.telemetry.hub import Sink, Telemetry, TrackedRun, Tracker
 from gracetune.telemetry.progress import Progress
@@ -48,7 +55,6 @@ from gracetune.telemetry.sinks.webhook import WebhookSink
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, StepStarts, WindowDone
 from gracetune.train.job import Pauses
 from gracetune.train.output import RunFolder
-from gracetune.train.pieces import shareable
 from gracetune.train.position import Position
 from gracetune.train.runtime import Runtime
 from gracetune.train.state import TrainingState
@@ -57,6 +63,12 @@ from gracetune.train.trainee import Trainee
 from gracetune.train.view import View
 
 EVENTS = "events.jsonl"
+MEMORY_SECONDS = 30.0
+"""Between two samples of memory, where nothing happens that changes it."""
+_CHANGES_MEMORY = (
+    EffectiveBatchChanged, MemoryStageChanged, MemoryReclaimed, OverflowArenaChanged, LookAheadChanged,
+    CheckpointWritten, ValidationDone,
+)  # fmt: skip
 _LOG = logging.getLogger("gracetune")
 _COUNTED = ("uvm.", "cache.", "cuda_graph.")
 _NO_LAYER = "the unified-memory layer is not open in this run"
@@ -100,15 +112,18 @@ def _tracker_entry(found: Tracker) -> SinkEntry:
     )
 
 
-def open_telemetry(config: RunConfig, folder: RunFolder, view: View, *, main: bool) -> Telemetry:
-    """Rank 0 alone tells anything to anybody."""
+def open_telemetry(
+    config: RunConfig, folder: RunFolder, view: View, environment: Environment, *, main: bool
+) -> Telemetry:
+    """Rank 0 alone tells anything to anybody, and no secret of the config or the environment."""
     if not main:
         return Telemetry()
     try:
         sinks = [entry.open(config, folder, view) for entry in sinks_of(config)]
     except TelemetryError as error:
         raise GracetuneError(str(error)) from error
-    return Telemetry(sinks, report=view.warn)
+    redactor = Redactor(config.model_dump(mode="json"), environment.variables)
+    return Telemetry(sinks, report=view.warn, redactor=redactor)
 
 
 class _Bar:
@@ -125,6 +140,36 @@ class _Bar:
             self._view.on_standing(self._progress.standing())
 
     def close(self) -> None: ...
+
+
+class MemorySampling:
+    """At which log steps memory is sampled: a sink that listens for what changes it.
+
+    At the first of a process, at the first after something that changes what memory holds, every `MEMORY_SECONDS`, and
+    at the end. Not at every log step: a sample is three times as long as a step's own line, and mostly says the same.
+    """
+
+    name = "the sampling of memory"
+
+    def __init__(self) -> None:
+        self._changed = True
+        self._seconds = 0.0
+        self.step: int | None = None
+        """Of the last sample."""
+
+    def write(self, record: Record) -> None:
+        self._changed = self._changed or isinstance(record.event, _CHANGES_MEMORY)
+
+    def close(self) -> None: ...
+
+    def is_due(self, seconds: float) -> bool:
+        return self._changed or seconds - self._seconds >= MEMORY_SECONDS
+
+    def note_change(self) -> None:
+        self._changed = True
+
+    def note_sample(self, step: int, seconds: float) -> None:
+        self._changed, self._seconds, self.step = False, seconds, step
 
 
 @dataclass
@@ -158,12 +203,15 @@ class Logging(Callback):
     first_ms: float
     """What the first batch took longer than the second: compiling, mostly."""
     clock: Callable[[], float] = time.perf_counter
+    sampling: MemorySampling = field(default_factory=MemorySampling)
     _steps: int = 0
     _sums: dict[ExpertName, _Sums] = field(default_factory=dict)
     _since: float = 0.0
     _waited_ms: float = 0.0
     _paused: float = 0.0
     _expert: ExpertName | None = None
+    _trained: set[ExpertName] = field(default_factory=set)
+    """Since this process began."""
     _window: Window | None = None
 
     def start(self, begun: RunStarts) -> None:
@@ -190,9 +238,9 @@ class Logging(Callback):
                 config=shareable(self.config),
             )
         )
-        for text in self.view.warnings:
-            self.telemetry.emit(Warned(message=text))
+        self.view.record_with(self.telemetry.warn)
         self.source.on_depth(self._depth_changes)
+        self.telemetry.add(self.sampling)
         self._begin()
 
     def step_starts(self, coming: StepStarts) -> None:
@@ -203,6 +251,9 @@ class Logging(Callback):
             self.telemetry.emit(StageSwitched(step=step, before=self._expert or "", after=expert, reason=reason))
         if window != self._window and self.ramp.ramp_steps:
             self._batch_changes(coming.position, self._window, window)
+        if expert not in self._trained:  # its optimizer state is new; a later turn of it finds everything there
+            self._trained.add(expert)
+            self.sampling.note_change()
         self._expert, self._window = expert, window
 
     def window(self, done: WindowDone) -> None:
@@ -217,8 +268,15 @@ class Logging(Callback):
             self._tell(self.state.position)
 
     def end(self, ended: RunEnds) -> None:
+        self.sampling.note_change()
         if self._sums:
             self._tell(ended.position)
+        elif self.sampling.step not in (None, ended.position.step):
+            self._sample_memory(ended.position.step)
+
+    def _sample_memory(self, step: int) -> None:
+        self.telemetry.emit(self.usage.event(step))
+        self.sampling.note_sample(step, self.clock())
 
     def _batch_changes(self, position: Position, before: Window | None, after: Window) -> None:
         world = self.runtime.world_size
@@ -253,7 +311,8 @@ class Logging(Callback):
         count = sum(sums.steps for sums in self._sums.values())
         step_ms, wait_ms = 1000 * max(0.0, spent) / count, (waited - self._waited_ms) / count
         rates = learning_rates(self.state.optimizer)
-        self.telemetry.emit(self.usage.event(position.step))  # first: the line of this log step shows it
+        if self.sampling.is_due(self.clock()):
+            self._sample_memory(position.step)  # first: the line of this log step shows it
         for (expert, sums), loss, norm in zip(self._sums.items(), *read, strict=True):
             assert sums.last is not None, "a window was added"
             self.telemetry.emit(

@@ -57,6 +57,9 @@ def run_window(job: Job) -> WindowDone | Stop:
         outcome = job.next_batch(window.micro_batch)
         if isinstance(outcome, Exhausted):
             break
+        if isinstance(outcome, Stop):
+            gradients.close()
+            return outcome
         if isinstance(outcome, EpochEnd):
             job.on_epoch_end(outcome)
             done.epochs.append(outcome)

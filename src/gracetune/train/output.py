@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,7 +35,9 @@ from gracetune.adapters.opening import open_adapter, save
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.verify import shapes_of, verify
 from gracetune.checkpoint.folder import temporary_folder
+from gracetune.config.adapter_kinds import AdapterKind
 from gracetune.config.export_formats import FormatName
+from gracetune.config.native import has_secrets
 from gracetune.config.native import write as write_native
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -49,14 +51,19 @@ from gracetune.storage.atomic import (
     write_file,
     write_new,
 )
+from gracetune.storage.folders import make_private_folder
+from gracetune.storage.os_errors import explain, explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CONFIG = "config.yaml"
+ADAPTER = ".safetensors"
+_ELSEWHERE = "--set output_dir=FOLDER"
 MODEL_FILE = "diffusion_pytorch_model.safetensors"
 """Of a component in diffusers' layout."""
+_MODEL_FILES = {"config.json", MODEL_FILE}
 
 
 class WrongFileError(GracetuneError):
@@ -90,27 +97,34 @@ class RunFolder:
 
         Leaves no trace: a run that is refused has made no folder.
         """
-        with self._explained(), temporary_folder(self.path):
+        with self.refusing(), temporary_folder(self.path):
             check_writable(self.path)
 
+    def make_private(self) -> None:
+        """A new folder, or one that was made a moment ago (`storage/folders.py`)."""
+        with self.refusing():
+            make_private_folder(self.path)
+
     def make(self, config: RunConfig) -> None:
-        """The folder and the resolved configuration in it."""
-        with self._explained():
+        """The folder and the resolved configuration in it, secrets included: a run can be started from it."""
+        with self.refusing():
             for folder in (self.samples, self.logs):
                 folder.mkdir(parents=True, exist_ok=True)
-            mode = 0o644 if config.logging.webhook is None else 0o600  # its address is its password
+            mode = 0o600 if has_secrets(config) else 0o644
             write_file(self.path / CONFIG, write_native(config).encode(), mode=mode)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def refusing(self) -> Iterator[None]:
+        """Before the run has trained anything, what cannot be written is a matter of its settings."""
         try:
             yield
         except OSError as error:
-            hint = "--set output_dir=FOLDER"
-            problem = Problem(
-                "output_dir", error.strerror or str(error), "a folder we may write to", hint, str(self.path)
-            )
-            raise ConfigError([problem]) from error
+            raise ConfigError([problem_of(error, "output_dir", self.path, elsewhere=_ELSEWHERE, then="")]) from error
+
+    def explained(self, what: str) -> AbstractContextManager[None]:
+        """An OSError inside becomes a FileError. `what` could not be written, renamed or removed."""
+        then = "then run the same command again: it goes on from the last checkpoint"
+        return explained(what, self.path, elsewhere=_ELSEWHERE, then=then)
 
     def adapter(self, stage: str, step: int | None = None) -> Path:
         return self.path / file_name(self.name, cast(Stage, stage), step)
@@ -122,9 +136,26 @@ class RunFolder:
         """All names under which a finished run leaves its weights."""
         return [*(self.adapter(stage, step) for stage in stages), self.model(step)]
 
+    def steps(self) -> list[int]:
+        """Of which there is something in the folder."""
+        of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        return sorted({int(found[1]) for path in inside if (found := of_a_step.match(path.name))})
+
+    def final_files(self, experts: Iterable[Expert], kind: AdapterKind) -> list[Path]:
+        """Of a run that comes to its end."""
+        whole = kind == "full_finetune"
+        return [self.model() / one.component if whole else self.adapter(one.name) for one in experts]
+
+    def are_there(self, files: Iterable[Path]) -> bool:
+        """All of them."""
+        with self.refusing():
+            return all(path.exists() for path in files)
+
     def refuse_finished(self, stages: Iterable[str]) -> None:
         """A run that begins anew must not find the result of another one in its way after hours."""
-        there = [path for path in self.results(stages) if _is_result(path)]
+        with self.refusing():
+            there = [path for path in self.results(stages) if _is_result(path)]
         if there:
             hint = "--set output_dir=FOLDER or --set name=NAME; or move the file away"
             raise ConfigError([Problem("output_dir", f"{there[0].name}, the result of a run that ended here",
@@ -132,52 +163,71 @@ class RunFolder:
 
     def set_aside(self, stages: Iterable[str], after: int) -> list[str]:
         """Weights of later steps than the run begins at: it will write its own under these names."""
-        of_a_step = re.compile(rf"{re.escape(self.name)}_(\d{{9,}})")
-        steps = sorted({int(found[1]) for path in self.path.iterdir() if (found := of_a_step.match(path.name))})
         notes = []
-        for path in (path for step in steps if step > after for path in self.results(stages, step)):
-            if _is_result(path):
-                kept = _kept("set-aside", path)
-                notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
+        with self.explained("weights of later steps not renamed"):
+            for path in (path for step in self.steps() if step > after for path in self.results(stages, step)):
+                if _is_result(path):
+                    kept = _kept("set-aside", path)
+                    notes.append(f"{path.name} lies after the step this run begins at; it is now called {kept.name}")
         return notes
 
     def move_finished(self, stages: Iterable[str], step: int) -> list[str]:
         """A finished run that goes on: its result stays a result, out of reach of `remove_step`."""
         notes = []
-        for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
-            if _is_result(old):
-                kept = _kept("finished", old, new.name)
-                notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
+        with self.explained("the result not renamed"):
+            for old, new in zip(self.results(stages), self.results(stages, step), strict=True):
+                if _is_result(old):
+                    kept = _kept("finished", old, new.name)
+                    notes.append(f"{old.name} was the result at step {step}: it is now called {kept.name}")
         return notes
 
-    def remove_step(self, stages: Iterable[str], step: int) -> None:
-        """What belongs to a checkpoint that is not kept any more."""
-        for path in self.results(stages, step):
-            _remove(path)
+    def remove_step(self, experts: Iterable[Expert], step: int | None) -> list[str]:
+        """The weights of a step, or the final ones, and nothing else. What could not be removed stays, with a note."""
+        experts, notes = [*experts], []
+        try:
+            for path in (self.adapter(one.name, step) for one in experts):
+                if path.is_file() and not path.is_symlink():
+                    path.unlink()
+            _remove_model(self.model(step), [one.component for one in experts])
+        except OSError as error:
+            which = "final weights" if step is None else f"weights of step {step}"
+            notes.append(f"{which} could not be removed: {explain(error, self.path).found}")
+        return notes
+
+    def model_folders(self) -> list[Path]:
+        """Those that this run makes or has renamed, of any step."""
+        ours = re.compile(rf"((set-aside|finished)-(\d+-)?)?{re.escape(self.name)}(_\d{{9,}})?")
+        inside = self.path.iterdir() if self.path.is_dir() else ()
+        return [path for path in inside if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
 
 
 def _is_result(path: Path) -> bool:
-    """A folder that only holds what a killed process left is none."""
+    """A folder that only holds what a killed process left is none, nor one with the name of a file."""
     if path.is_dir():
-        return any(not is_temporary(inside.name) for inside in path.iterdir())
-    return path.exists()
+        return path.suffix != ADAPTER and any(not is_temporary(inside.name) for inside in path.iterdir())
+    return path.is_file()
 
 
 def _kept(why: str, path: Path, name: str | None = None) -> Path:
     """Renamed to `<why>-<name>`; a second one of that name becomes `<why>-2-<name>`."""
     name, number = name or path.name, 1
     target = path.with_name(f"{why}-{name}")
-    while target.exists():
+    while target.exists() or target.is_symlink():
         number += 1
         target = path.with_name(f"{why}-{number}-{name}")
     return path.rename(target)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+def _remove_model(folder: Path, components: Iterable[str]) -> None:
+    """The components; the folder with them, unless something else is in it."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for component in components:
+        part = folder / component
+        if part.is_dir() and not part.is_symlink() and {path.name for path in part.iterdir()} <= _MODEL_FILES:
+            shutil.rmtree(part)
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 def save_weights(
@@ -189,12 +239,14 @@ def save_weights(
     for expert in trainee.trained:
         if config.adapter.kind == "full_finetune":
             path = folder.model(named) / _component(trainee, expert)
-            _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
+            with folder.explained(f"{path.relative_to(folder.path)} not written"):
+                _save_model(trainee.host.module(expert), path, DTYPES[config.checkpoints.save_dtype], write=write)
         else:
             path = folder.adapter(expert, named)
             state = for_format(trainee, expert, config.checkpoints.format)
-            if write and not path.exists():
-                _save_adapter(path, state, config, step)
+            with folder.explained(f"{path.name} not written"):
+                if write and not path.exists():
+                    _save_adapter(path, state, config, step)
         paths.append(path)
     return paths
 

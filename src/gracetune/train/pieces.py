@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gracetune.checkpoint.pieces import Saved
+from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.optim.build import load_named_state, named_state
@@ -141,14 +141,6 @@ def _load_position(run: Checkpointed, saved: Saved) -> Notes:
 
 
 # -- config: for whoever looks at a checkpoint ------------------------------------------------------------------------
-
-
-def shareable(config: RunConfig) -> dict[str, Any]:
-    """The configuration as it may be shown to others. A webhook's address is its password: only its host is left."""
-    values = config.model_dump(mode="json")
-    if config.logging.webhook is not None:
-        values["logging"]["webhook"] = f"https://{urlsplit(config.logging.webhook).hostname}/(hidden)"
-    return values
 
 
 def _save_config(run: Checkpointed) -> Saved:

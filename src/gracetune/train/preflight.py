@@ -27,9 +27,11 @@ from typing import TypeVar
 
 import torch
 
+from gracetune.cache.places import places_of
 from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
+from gracetune.config.places import look
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.hardware import Machine, probe
@@ -37,19 +39,28 @@ from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.source import ModelSource, is_on_disk
-from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.asked import check_requests
 from gracetune.train.assembly import check_objective, check_optimizer, checked_ramp, refuse_two_halves
 from gracetune.train.determinism import deterministic
+from gracetune.train.guards import check_memory
 from gracetune.train.identity import identity_of
+from gracetune.train.leftovers import remove_leftovers
 from gracetune.train.logs import sinks_of
 from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
+from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
 from gracetune.train.precision import refuse_fp8
 from gracetune.train.refusals import Checks, Outcome
-from gracetune.train.resume import find_start, nothing_left, rates_to_start_with, refuse_other_optimizer
+from gracetune.train.resume import (
+    find_start,
+    how_to_go_on,
+    nothing_left,
+    rates_to_start_with,
+    refuse_other_optimizer,
+)
 from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
 from gracetune.train.trainee import check_adapter
 from gracetune.train.view import View
@@ -65,6 +76,11 @@ class OpenedModel:
     encoders: FamilyEncoders
     facts: ModelFacts
     trained: tuple[ExpertName, ...]
+
+    @property
+    def experts(self) -> list[Expert]:
+        """Those that are trained."""
+        return [expert for expert in self.facts.experts if expert.name in self.trained]
 
     @property
     def spec(self) -> ModelSpec:
@@ -122,6 +138,9 @@ def preflight(
     is_one_of_several = runtime.world_size == 1 and int(environment.get("WORLD_SIZE") or 1) > 1
     _check_settings(config, runtime, checks, is_one_of_several=is_one_of_several)
     machine = probe()
+    folder, keep = RunFolder.of(config), config.checkpoints
+    is_new = look(folder.path).kind == "nothing"
+    checks.run(lambda: check_memory(machine, machine.host.headroom))
     model = Outcome[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)
     if on_disk.is_known and on_disk.value:
@@ -136,10 +155,12 @@ def preflight(
     checks.run(lambda: view.planned(planned.value, machine))
     checks.run(lambda: refuse_misfit(planned.value, allowed=options.allow_misfit))
 
-    folder, keep = RunFolder.of(config), config.checkpoints
     store = stack.enter_context(
         CheckpointStore(folder.checkpoints, keep.keep_last, keep.keep_every_steps, ranks=runtime)
     )
+    if runtime.peers is not None:
+        asked = options.resume or keep.resume
+        runtime.peers.advice = partial(how_to_go_on, store, environment, asked=asked, processes=runtime.world_size)
     beginning = Outcome[_Beginning]()
     if not checks.is_known("output_dir"):
         refused = checks.refused
@@ -151,6 +172,8 @@ def preflight(
         checks.run(lambda: refuse_other_optimizer(beginning.value.start, config, optimizer.value, folder, trained))
         if not (beginning.is_refused or checks.is_known("output_dir")):
             _check_folder(folder, store, checks, dry_run=options.dry_run, main=runtime.is_main)
+            if runtime.is_main:
+                checks.run(lambda: check_output_paths(folder, model.value.experts, config.adapter.kind))
         checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
@@ -161,11 +184,19 @@ def preflight(
         rates = checks.run(lambda: rates_to_start_with(config, beginning.value.start, model.value.facts, shapes.value))
     checks.raise_all(runtime)
     found = beginning.value
+    if runtime.highest(int(is_new)) and (not options.dry_run or _has_caches_inside(config)):
+        folder.make_private()
     return Preflight(
         config=config, options=options, environment=environment, runtime=runtime, machine=machine, model=model.value,
         planned=planned.value, folder=folder, store=store, identity=found.identity,
-        start=found.start if options.dry_run else _take_folder(store, found), rates=rates.value, files=found.files,
+        start=found.start if options.dry_run else _take_folder(config, folder, store, model.value, found),
+        rates=rates.value, files=found.files,
     )  # fmt: skip
+
+
+def _has_caches_inside(config: RunConfig) -> bool:
+    """Whether filling the caches makes the run's folder."""
+    return places_of(config).base.is_relative_to(RunFolder.of(config).path)
 
 
 def _open_runtime(
@@ -224,10 +255,15 @@ def _find_beginning(
     asked = options.resume or config.checkpoints.resume
     needless = refused and resolve(asked, store)[0] is None and store.latest() is None
     identity = {} if needless else identity_of(config, model.source, model.facts)
-    start = find_start(asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run)
+    finals = folder.final_files(model.experts, config.adapter.kind)
+    finishing = bool(store.unfinished("finishing"))
+    start = find_start(
+        asked, store, folder, identity, model.trained, allow_other_run=options.allow_other_run,
+        is_half_finished=finishing and not folder.are_there(finals),
+    )  # fmt: skip
     view.say(start.reason)
-    experts = [expert for expert in model.facts.experts if expert.name in model.trained]
-    return _Beginning(identity, start, nothing_left(start, config, folder, experts))
+    ended = () if finishing else nothing_left(start, config, folder, finals)
+    return _Beginning(identity, start, ended)
 
 
 def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, dry_run: bool, main: bool) -> None:
@@ -237,10 +273,13 @@ def _check_folder(folder: RunFolder, store: CheckpointStore, checks: Checks, *, 
         checks.run(folder.check)
 
 
-def _take_folder(store: CheckpointStore, found: _Beginning) -> Start:
-    """Lock it; checkpoints after the step that the run begins at are set aside."""
+def _take_folder(
+    config: RunConfig, folder: RunFolder, store: CheckpointStore, model: OpenedModel, found: _Beginning
+) -> Start:
+    """Lock it. What a killed process left goes; checkpoints after the step that the run begins at are set aside."""
     notes = store.begin(found.identity, found.start.checkpoint)
-    return replace(found.start, notes=(*found.start.notes, *notes))
+    left = remove_leftovers(config, folder, store, model.experts) if store.is_writer else []
+    return replace(found.start, notes=(*found.start.notes, *notes, *left))
 
 
 def _check_attention(config: RunConfig, model: OpenedModel, planned: Planned, device: torch.device) -> None:

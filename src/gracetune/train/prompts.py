@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gracetune.cache.errors import MissingEntryError
+from gracetune.cache.errors import EntriesError
 from gracetune.cache.keys import text_key
 from gracetune.cache.wanted import validation_texts
 from gracetune.config.run_config import Validation
@@ -56,7 +56,7 @@ def prompts_of(validation: Validation, spec: ModelSpec, facts: ModelFacts, ready
     texts = validation_texts(validation, no_wish=how.no_wish)
     try:
         return Prompts({text: _read(ready, text) for text in texts}, how)
-    except MissingEntryError as error:
+    except EntriesError as error:  # missing, or damaged
         return f"text encoders are loaded for them: {error}"
 
 

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from gracetune.checkpoint.errors import CheckpointError
 from gracetune.errors import ConfigError, GracetuneError, MachineError, Problem
 from gracetune.optim.aitoolkit_rates import NotImportableError
+from gracetune.storage.os_errors import FileError
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.train.runtime import Runtime
 
@@ -91,7 +92,7 @@ def problems_of(error: GracetuneError | TelemetryError) -> tuple[Problem, ...]:
     """What was found, expected, and what to type."""
     if isinstance(error, ConfigError):
         return error.problems
-    if isinstance(error, CheckpointError | NotImportableError):
+    if isinstance(error, CheckpointError | NotImportableError | FileError):
         return (error.problem,)
     if isinstance(error, TelemetryError):
         return (Problem(error.key, error.found, error.expected, error.hint),)

@@ -14,11 +14,12 @@ from gracetune.cache.keys import Key
 from gracetune.cache.passes import How, Share
 from gracetune.cache.refresh import Refresher
 from gracetune.cache.residence import Where
+from gracetune.cache.session import needs
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.run_config import RunConfig
 from gracetune.data.loader import EpochEnd
 from gracetune.models.encoders import FamilyEncoders
-from gracetune.train.data import Cached, found_by_others, found_here, load_caches
+from gracetune.train.data import Cached, by_dataset, found_by_others, found_here, left_out_lines, load_caches
 from gracetune.train.runtime import Runtime
 from gracetune.train.state import TrainingState
 from gracetune.train.view import View
@@ -50,16 +51,16 @@ class Renewal:
         before = [folder for epoch, folder in caches.places.epochs() if epoch <= ended.epoch]
         swap = self._refresher.swap()
         elsewhere = found_by_others(swap.built, self._runtime)
-        for (dataset, path), reason in elsewhere.items():
-            self._refresher.leave_out(dataset, {path: reason})
-        for (dataset, path), reason in sorted((found_here(swap.built) | elsewhere).items()):
-            self._loader.exclude(dataset, {path: reason})
-            self._view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
+        if elsewhere:
+            self._refresher.leave_out(by_dataset(elsewhere))
+        damaged = found_here(swap.built) | elsewhere
+        if damaged:
+            self._loader.exclude(by_dataset(damaged))
+            for line in left_out_lines(damaged):
+                self._view.warn(line)
         fresh = ExitStack()
-        index, keys = self._loader.index, self._cached.keys
-        latents, texts, _ = load_caches(
-            self._config, index, self._encoders, keys, caches, self._where, fresh, epoch=swap.epoch
-        )
+        wanted = needs(self._config, self._loader.index, self._encoders, caches.places, epoch=swap.epoch)
+        latents, texts, _ = load_caches(self._config, wanted, caches, self._where, fresh, name=str(swap.epoch))
         self._source.use(latents=latents, texts=texts)
         self._held.close()
         self._held.push(fresh.pop_all())

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from torch.optim import Optimizer
 
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import Start, begin, resolve
 from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.environment import Environment
 from gracetune.config.optimizers import reads_key
-from gracetune.config.run_config import RunConfig
+from gracetune.config.run_config import RunConfig, Training
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
-from gracetune.models.spec import Expert, ModelFacts
+from gracetune.models.spec import ModelFacts
 from gracetune.optim.aitoolkit_rates import ImportedRates, read_rates
 from gracetune.optim.build import named_state
 from gracetune.optim.rates import KeepsRates
@@ -26,13 +33,35 @@ from gracetune.train.runtime import Runtime
 
 def find_start(
     asked: str, store: CheckpointStore, folder: RunFolder, identity: Mapping[str, str], stages: Sequence[str],
-    *, allow_other_run: bool,
+    *, allow_other_run: bool, is_half_finished: bool,
 ) -> Start:  # fmt: skip
-    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder."""
+    """Where the run begins. Touches nothing: `CheckpointStore.begin` takes the folder.
+
+    `is_half_finished` where the final weights are those of a process that was killed when it wrote them.
+    """
     path, _ = resolve(asked, store)
-    if path is None:
+    if path is None and not is_half_finished:
         folder.refuse_finished(stages)
     return begin(asked, store, identity, allow_other_run=allow_other_run, take=False)
+
+
+def how_to_go_on(store: CheckpointStore, environment: Environment, *, asked: str, processes: int) -> str:
+    """For a run that others have ended: what is saved, and the command that goes on from there."""
+    latest = store.latest()
+    saved = "there is no checkpoint yet" if latest is None else f"the last checkpoint is {latest}"
+    words = sys.orig_argv
+    each = f"in each of the {processes} processes: "
+    if environment.get("TORCHELASTIC_RUN_ID") is not None:  # torchrun and accelerate: the parent is what was typed
+        with suppress(psutil.Error):
+            words, each = psutil.Process(os.getppid()).cmdline() or words, ""
+    if asked != "latest":
+        words = [*_without_resume(words), "--resume", "latest"]
+    return f"{saved}; go on with\n  {each}{shlex.join(words)}"
+
+
+def _without_resume(words: Sequence[str]) -> list[str]:
+    kept = [word for before, word in zip(("", *words), words, strict=False) if before != "--resume"]
+    return [word for word in kept if word != "--resume" and not word.startswith("--resume=")]
 
 
 def saved_epoch(start: Start) -> int:
@@ -64,14 +93,41 @@ def refuse_other_optimizer(
     raise ConfigError([Problem("optimizer.name", found, f"{theirs}, to go on", hint, str(start.checkpoint.path))])
 
 
-def nothing_left(start: Start, config: RunConfig, folder: RunFolder, experts: Sequence[Expert]) -> tuple[Path, ...]:
-    """The files of a run that has come to its end before, so that nothing is loaded for it; none where work is left."""
+def batch_change(start: Start, training: Training, world_size: int) -> str | None:
+    """For a run that goes on with another number of processes: what that does to its effective batch. A batch ramp says
+    itself what the effective batches are."""
+    if start.checkpoint is None or start.checkpoint.manifest.world_size == world_size or training.ramp.enabled:
+        return None
+    before = start.checkpoint.saved("config").json["config"]["training"]
+    if before["ramp"]["enabled"]:
+        return None
+    shares = (before["batch_size"], before["gradient_accumulation_steps"], start.checkpoint.manifest.world_size)
+    now = (training.batch_size, training.gradient_accumulation_steps, world_size)
+    was, becomes = math.prod(shares), math.prod(now)
+    if was == becomes:
+        return None
+    parts = "{} (batch_size {} x gradient_accumulation_steps {} x processes {})"
+    return (
+        f"effective batch: until now {parts.format(was, *shares)}, from here on {parts.format(becomes, *now)}; "
+        f"to keep it: {_settings_for(was, training.batch_size, world_size)}"
+    )
+
+
+def _settings_for(effective: int, batch_size: int, world_size: int) -> str:
+    """With the largest micro-batch that is no larger than the one that is known to fit."""
+    share = max(1, round(effective / world_size))
+    micro = max(size for size in range(1, min(batch_size, share) + 1) if share % size == 0)
+    nearest = "" if share * world_size == effective else f", which is {share * world_size}, the nearest"
+    return f"--set training.batch_size={micro} --set training.gradient_accumulation_steps={share // micro}{nearest}"
+
+
+def nothing_left(start: Start, config: RunConfig, folder: RunFolder, files: Sequence[Path]) -> tuple[Path, ...]:
+    """The final files of a run that has come to its end before, so that nothing is loaded for it; none where work is
+    left."""
     steps = config.training.max_steps
     if start.checkpoint is None or steps is None or start.step < steps or start.newest > start.step:
         return ()
-    whole = config.adapter.kind == "full_finetune"
-    files = tuple(folder.model() / one.component if whole else folder.adapter(one.name) for one in experts)
-    return files if all(path.exists() for path in files) else ()
+    return tuple(files) if folder.are_there(files) else ()
 
 
 def rates_to_start_with(

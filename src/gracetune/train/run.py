@@ -15,14 +15,17 @@ from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import Problem
 from gracetune.memory.layer import UnifiedMemory
+from gracetune.memory.reclaim import rare_collections
+from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
-from gracetune.train.control import Stop, listening
+from gracetune.train.control import Control, Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
 from gracetune.train.finish import failure_told, finish
 from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
 from gracetune.train.options import RunOptions
+from gracetune.train.output import RunFolder
 from gracetune.train.planning import Planned
 from gracetune.train.preflight import preflight
 from gracetune.train.view import View
@@ -52,27 +55,37 @@ class Result:
 
 
 def train(
-    config: RunConfig, *, environment: Environment, options: RunOptions, view: View,
+    config: RunConfig, *, environment: Environment, options: RunOptions, view: View, control: Control | None = None,
     on_memory: Callable[[UnifiedMemory], None] = lambda memory: None, known: Sequence[tuple[str, Problem]] = (),
 ) -> Result:  # fmt: skip
-    """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`."""
-    with ExitStack() as stack:
-        ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
+    """`on_memory` is told of the unified-memory layer once it is open. `known`: see `preflight`. `control` is one that
+    listens to signals already; without it the run listens itself."""
+    folder = RunFolder.of(config).path
+    # For whatever has no words of its own for an error of the operating system.
+    with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
+        control = control or stack.enter_context(listening(Control()))
+        control.say, control.stops_on_sigusr1 = view.say, environment.stops_on_sigusr1
+        with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
+            ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)
-        loaded = load(ready, view, stack, on_memory=on_memory)
+        loaded = load(ready, control, view, stack, on_memory=on_memory)
         job, dry = loaded.job, loaded.dry
         stop: Stop | None = None
         files: tuple[Path, ...] = ()
         if not options.dry_run:
-            telemetry = stack.enter_context(open_telemetry(config, ready.folder, view, main=ready.runtime.is_main))
+            telemetry = stack.enter_context(
+                open_telemetry(config, ready.folder, view, environment, main=ready.runtime.is_main)
+            )
             callbacks = callbacks_of(ready, loaded, telemetry, view)
             stack.enter_context(loaded.watchdog)
             began = time.monotonic()
-            told = failure_told(job, ready.folder, telemetry, began=began)
-            with told, listening(job.control, view.say), memory_explained(job, ready.planned):
+            control.phase = "training"
+            told = failure_told(ready, job, telemetry, view, began=began)
+            with told, memory_explained(job, ready.planned):
                 stop = fit(job, callbacks.every)
+            control.phase = "finishing"
             files = finish(
                 ready, loaded, stop, telemetry, view, began=began, check_saved=callbacks.check_saved
             )  # fmt: skip

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from gracetune.config.environment import Environment
 from gracetune.errors import ConfigError, MachineError, Problem
 from gracetune.seeded_random import draw
+from gracetune.train.peers import Peers
 
 Precision = Literal["bf16", "fp16", "fp32"]
 T = TypeVar("T")
@@ -30,7 +32,10 @@ T = TypeVar("T")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _ON = ("1", "true", "yes", "on")
 _PATIENCE = timedelta(hours=12)
-"""How long ranks wait for one another: rank 0 may encode or sample for hours while the others have nothing to do."""
+"""How long ranks wait for one another: rank 0 may encode or sample for hours while the others have nothing to do. Long
+waits are said (`peers`)."""
+_STEP_PATIENCE = timedelta(minutes=30)
+"""The same inside a step, where all have just met and do the same work."""
 _NEVER: tuple[tuple[str, str], ...] = (
     ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
     ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
@@ -88,7 +93,7 @@ class Runtime:
 
     def __init__(
         self, *, rank: int, world_size: int, local_rank: int, local_world_size: int, device: torch.device,
-        precision: Precision, launch: Launch, key: str,
+        precision: Precision, launch: Launch, key: str, store_in_rank_0: bool = True,
     ) -> None:  # fmt: skip
         self.rank, self.world_size = rank, world_size
         self.local_rank, self.local_world_size = local_rank, local_world_size
@@ -100,6 +105,13 @@ class Runtime:
         self._mesh: Any = None
         # Words between ranks go over the CPU, so that none of them waits for a GPU.
         self._talk: Any = dist.new_group(backend="gloo", timeout=_PATIENCE) if world_size > 1 else None
+        self.peers: Peers | None = None
+        """None for one process alone."""
+        if world_size > 1:
+            store = dist.distributed_c10d._get_default_store()
+            self.peers = Peers(store, rank, world_size, store_in_rank_0=store_in_rank_0)
+            self.barrier()
+            self.peers.start()
 
     @property
     def is_main(self) -> bool:
@@ -119,13 +131,18 @@ class Runtime:
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
+    def _meeting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.peers is None else self.peers.meeting()
+
     def sum_(self, tensor: Tensor) -> None:
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            with self._meeting():
+                dist.all_reduce(tensor)
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier(group=self._talk)
+            with self._meeting():
+                dist.barrier(group=self._talk)
 
     def from_main(self, make: Callable[[], T]) -> T:
         """What rank 0 makes, on every rank; plain data. An error there is an error everywhere."""
@@ -138,7 +155,8 @@ class Runtime:
                 box[0] = make()
             except Exception as error:  # noqa: BLE001 - the others wait for an answer; raised again below
                 failure, box[1] = error, str(error) or type(error).__name__
-        dist.broadcast_object_list(box, group=self._talk)
+        with self._meeting():
+            dist.broadcast_object_list(box, group=self._talk)
         if failure is not None:
             raise failure
         if box[1] is not None:
@@ -151,7 +169,8 @@ class Runtime:
         if self.world_size == 1:
             return value
         told = torch.tensor([value])
-        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._talk)
+        with self._meeting():
+            dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._talk)
         return int(told.item())
 
     def all_of(self, mine: T | None) -> list[T]:
@@ -160,7 +179,8 @@ class Runtime:
             return []
         boxes: list[Any] = [mine] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(boxes, mine, group=self._talk)
+            with self._meeting():
+                dist.all_gather_object(boxes, mine, group=self._talk)
         return [one for one in boxes if one is not None]
 
     def gather(self, mine: bytes) -> list[bytes]:
@@ -168,7 +188,8 @@ class Runtime:
         if self.world_size == 1:
             return [mine]
         boxes: list[Any] | None = [b""] * self.world_size if self.is_main else None
-        dist.gather_object(mine, boxes, group=self._talk)
+        with self._meeting():
+            dist.gather_object(mine, boxes, group=self._talk)
         return boxes or []
 
     # -- sharding -----------------------------------------------------------------------------------------------------
@@ -179,6 +200,7 @@ class Runtime:
 
     def shard(self, model: nn.Module, blocks: Iterable[str]) -> None:
         """Spread the weights over all ranks (FSDP2): each repeated block for itself, then what is around them."""
+        self.barrier()  # one may have read the weights much faster than another
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
@@ -203,22 +225,41 @@ class Runtime:
     def same_everywhere_(self, tensors: Iterable[Tensor]) -> None:
         """Every rank takes rank 0's values."""
         if self.world_size > 1:
-            for tensor in tensors:
-                dist.broadcast(tensor, 0)
+            self.barrier()
+            with self._meeting():
+                for tensor in tensors:
+                    dist.broadcast(tensor, 0)
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException:
+        """What to raise in place of an error that may come from a lost rank (`Peers.explain`)."""
+        return error if self.peers is None else self.peers.explain(error)
 
     def close(self) -> None:
         if self.world_size > 1 and dist.is_initialized():
             # gloo's threads let go of their last work a moment after it is done, and take Python's lock for that. A
             # group that is gone by then aborts the process.
             time.sleep(0.05)
+            self._talk = None
             dist.destroy_process_group()
             _forget_state()
+        if self.peers is not None:
+            self.peers.close()
 
     def __enter__(self) -> Runtime:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.barrier()  # nobody is taken for lost who has only ended first
+        except RuntimeError as failed:
+            error = failed
+        found = None if error is None else self.explain(error)
         self.close()
+        if found is not None and found is not error:
+            raise found from None
 
 
 def check_launch(environment: Environment, precision: Precision) -> Launch:
@@ -234,7 +275,7 @@ def open_runtime(precision: Precision, environment: Environment) -> Runtime:
     launch = check_launch(environment, precision)
     cpu = not torch.cuda.is_available()
     several = environment.get("WORLD_SIZE") is not None and environment.get("RANK") is not None
-    state = PartialState(cpu=cpu, **({"timeout": _PATIENCE} if several else {}))
+    state = PartialState(cpu=cpu, **({"timeout": _STEP_PATIENCE} if several else {}))
     if launch.sharded and state.num_processes == 1 and not dist.is_initialized():
         launch = Launch(False, launch.reshard, (*launch.notes, "FSDP: one process has nothing to share; not sharded"))
     local = environment.get("LOCAL_WORLD_SIZE")
@@ -250,6 +291,7 @@ def open_runtime(precision: Precision, environment: Environment) -> Runtime:
         precision=precision,
         launch=launch,
         key=_launch_key(environment),
+        store_in_rank_0=not _is_on(environment.get("TORCHELASTIC_USE_AGENT_STORE")),
     )
 
 

@@ -28,16 +28,18 @@ class Saving(Callback):
         self, saved: Checkpointed, folder: RunFolder, store: CheckpointStore, metadata: Metadata, runtime: Runtime,
         control: Control, pauses: Pauses, telemetry: Telemetry, view: View, *,
         failure: Callable[[], Stop | None], check_saved: Callable[[Sequence[Path]], str | None],
+        samples_follow: Callable[[WindowDone], bool],
     ) -> None:  # fmt: skip
         """`failure` waits until all steps are judged, and says why the run has failed, if it has. `check_saved` gets
-        the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong."""
+        the files just saved, one for each trained expert, inside `as_delivered`: why one of them is wrong.
+        `samples_follow`: whether samples of this step are drawn once it is saved."""
         self._saved, self._folder, self._store, self._metadata = saved, folder, store, metadata
         self._runtime, self._control, self._pauses = runtime, control, pauses
         self._telemetry, self._view = telemetry, view
-        self._failure, self._check_saved = failure, check_saved
+        self._failure, self._check_saved, self._samples_follow = failure, check_saved, samples_follow
         self._pieces = shared_pieces(saved)
         self._random = RandomState(runtime.device)
-        self._stages = saved.trainee.trained
+        self._experts = [one for one in saved.trainee.facts.experts if one.name in saved.trainee.trained]
         self._last = saved.state.position.step
         """A run that has just begun or been resumed has nothing new to save."""
         self._wrong_file: str | None = None
@@ -48,6 +50,8 @@ class Saving(Callback):
         if asked.every_epochs is not None:
             due = due or any((ended.epoch + 1) % asked.every_epochs == 0 for ended in done.epochs)
         if due and self._failure() is None:  # a run that has failed is saved at its end
+            if self._samples_follow(done):
+                self._store.begin_work("sampling", done.step)
             self._save()
         self._tell()
 
@@ -64,6 +68,7 @@ class Saving(Callback):
         step = saved.state.position.step
         if step == self._last:
             return
+        self._store.begin_work("saving", step)
         with self._pauses.counted():
             if weights:
                 with saved.state.as_delivered():
@@ -95,4 +100,12 @@ class Saving(Callback):
             for name in written.removed:
                 match = _FOLDER.fullmatch(Path(name).name)
                 if match:
-                    self._folder.remove_step(self._stages, int(match[1]))
+                    self._remove_weights(int(match[1]))
+
+    def _remove_weights(self, step: int) -> None:
+        """Of a checkpoint that is not kept any more."""
+        notes = self._folder.remove_step(self._experts, step)
+        for note in notes:
+            self._view.warn(note)
+        if not notes:
+            self._store.end_work("retiring", step)

@@ -15,10 +15,12 @@ from PIL import Image
 from torch import nn
 
 from gracetune.checkpoint.random_state import RandomState
+from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.memory.reclaim import trim_heap
 from gracetune.models.spec import Placement, Sampled
+from gracetune.storage.os_errors import explain
 from gracetune.telemetry.events import SampleFile, ValidationDone, Warned
 from gracetune.telemetry.hub import Telemetry
 from gracetune.train.asked import Asked, requests_of
@@ -34,13 +36,14 @@ from gracetune.train.view import View
 
 class Sampling(Callback):
     def __init__(
-        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, control: Control, pauses: Pauses,
-        telemetry: Telemetry, view: View, *, room: Callable[[], int], prompts: Prompts | str,
+        self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, store: CheckpointStore, control: Control,
+        pauses: Pauses, telemetry: Telemetry, view: View, *, room: Callable[[], int], prompts: Prompts | str,
     ) -> None:  # fmt: skip
         """`room` says how much main memory may still be used; `prompts` are their embeddings, or why there are none."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
-        self._model, self._control, self._pauses = model, control, pauses
+        self._model, self._store, self._control, self._pauses = model, store, control, pauses
         self._room, self._prompts = room, prompts
+        self._warned_of_request = False
         self._kept: Any = None
         """The pipeline of the round before; what it has beside the trained denoisers is in main memory."""
         self._asked = requests_of(config)
@@ -52,35 +55,58 @@ class Sampling(Callback):
             view.say(f"samples: {prompts.reason if isinstance(prompts, Prompts) else prompts}")
 
     def start(self, begun: RunStarts) -> None:
-        if self._config.validation.at_start and begun.position.step == 0:
-            self._draw(0, requested=False)
+        """Also what a process that was killed owes: samples of the very step that the run goes on from. Tried once: it
+        may be these samples that killed it."""
+        step = begun.position.step
+        owed = self._store.unfinished("sampling")
+        is_owed = bool(self._model.runtime.highest(int(step in owed)))
+        self._store.end_work("sampling", *owed)
+        if is_owed or (self._config.validation.at_start and step == 0):
+            self._draw(step, requested=False)
 
-    def window(self, done: WindowDone) -> None:
-        requested = self._requested()
+    def is_due(self, done: WindowDone) -> bool:
         section = self._config.validation
         due = section.every_steps is not None and done.step % section.every_steps == 0
         if section.every_epochs is not None:
             due = due or any((ended.epoch + 1) % section.every_epochs == 0 for ended in done.epochs)
-        if requested or due:
+        return due and bool(self._asked)
+
+    def window(self, done: WindowDone) -> None:
+        requested = self._requested()
+        if requested or self.is_due(done):
             with self._pauses.counted():
                 # Saving may just have gone back to before a step that has failed: samples are of what is kept.
                 self._draw(self._model.state.position.step, requested=requested)
+            self._store.end_work("sampling", done.step)
 
     def end(self, ended: RunEnds) -> None:
         self._kept = None
 
     def _requested(self) -> bool:
         """On any rank, and then on all of them: a sharded model is sampled by all together."""
-        file = self._folder.path / VALIDATE_NOW
         runtime = self._model.runtime
-        here = self._control.validate or (runtime.is_main and file.exists())
+        here = self._control.validate or (runtime.is_main and self._take_request())
         self._control.validate = False
         if not runtime.highest(int(here)):
             return False
-        if runtime.is_main:
-            file.unlink(missing_ok=True)
         if not self._asked:
             self._view.warn("a validation was asked for, but the config has no validation.prompts")
+        return True
+
+    def _take_request(self) -> bool:
+        """Whether a file asks. One that cannot be removed is no request: it would be one at every step."""
+        file = self._folder.path / VALIDATE_NOW
+        try:
+            if not file.exists():
+                return False
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            if not self._warned_of_request:
+                self._view.warn(
+                    f"{VALIDATE_NOW} is ignored, because it cannot be removed: {explain(error, file).found}"
+                )
+            self._warned_of_request = True
+            return False
         return True
 
     def _draw(self, step: int, *, requested: bool) -> None:
@@ -95,6 +121,9 @@ class Sampling(Callback):
         phase = self._view.phase(f"samples at step {step}")
         with self._going_on(step, "samples"), untouched(self._model), phase, self._pipeline() as pipeline:
             for number, asked in enumerate(self._asked):
+                if self._has_to_stop():
+                    self._view.say(f"samples at step {step}: {len(self._asked) - number} left out, the run is stopping")
+                    break
                 with self._going_on(step, f"validation.prompts[{asked.prompt}]"):
                     sampled = self._sampled(pipeline, asked)
                     if runtime.is_main:
@@ -106,6 +135,11 @@ class Sampling(Callback):
         took = time.monotonic() - began
         event = ValidationDone(step=step, files=tuple(files), sheet=sheet, duration_s=took, requested=requested)
         self._telemetry.emit(event)
+
+    def _has_to_stop(self) -> bool:
+        """A scheduler that asks a run to stop gives it a minute or two. A sharded model is sampled by all together."""
+        asked, runtime = self._control.stop is not None, self._model.runtime
+        return bool(runtime.highest(int(asked))) if runtime.is_sharded else asked
 
     def _sheet(self, step: int, pictures: list[Image.Image]) -> str | None:
         if len(pictures) < 2:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,27 @@ class View:
 
     def __init__(self) -> None:
         self.warnings: list[str] = []
-        """Everything that was warned of, for the log of the run."""
+        """Everything that was warned of."""
+        self._recorder: Callable[[str], None] | None = None
 
     def say(self, text: str) -> None:
         """One line the user should read."""
 
     def warn(self, text: str) -> None:
         """Something asked for is not done, or done otherwise. Who shows it calls this too."""
+        self.record(text)
+
+    def record(self, text: str) -> None:
+        """A warning for the log of the run, not shown. May be called from anywhere: see `Telemetry.warn`."""
         self.warnings.append(text)
+        if self._recorder is not None:
+            self._recorder(text)
+
+    def record_with(self, recorder: Callable[[str], None]) -> None:
+        """`recorder` gets every warning, those until now and those to come."""
+        self._recorder = recorder
+        for text in self.warnings:
+            recorder(text)
 
     def planned(self, planned: Planned, machine: Machine) -> None:
         """The memory plan, before anything is loaded."""

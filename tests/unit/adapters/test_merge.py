@@ -9,6 +9,7 @@ import torch
 from diffusers import UNet2DConditionModel, WanTransformer3DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from gracetune.adapters.merge import STEM, Weighted, merge_into, merge_module
 from gracetune.adapters.state import AdapterState, Layer
@@ -203,3 +204,19 @@ class TestModule:
         with pytest.raises(ConfigError, match=r"no\.such\.layer\.weight"):
             merge_module(wrong, denoiser.model)
         assert torch.equal(denoiser(), base)
+
+
+def test_a_rotation_beyond_the_range_of_numbers_is_refused() -> None:
+    """Many of such matrices cannot be inverted in fp32, whatever they are on paper; which ones, LAPACK decides."""
+    refused = 0
+    for seed in range(60):
+        blocks = torch.randn(2, 5, 5, generator=torch.Generator().manual_seed(seed)) * 1e30
+        state = AdapterState("wan", "", {"a": Layer("diag_oft", {"oft_blocks": blocks}, 1.0, None)})
+        model = nn.ModuleDict({"a": nn.Linear(4, 10)})
+        before = model["a"].weight.clone()
+        try:
+            merge_module(state, model)
+        except ConfigError as error:
+            refused += "beyond the range of numbers" in str(error)
+            assert torch.equal(model["a"].weight, before)
+    assert refused

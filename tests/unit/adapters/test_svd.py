@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gracetune.adapters import svd
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import apply, delta
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.adapters.svd import state_to_lora
@@ -72,6 +73,47 @@ class TestNearest:
         assert converted.tensors["lora_B.weight"].shape == (18, 18, 1, 1)
         torch.testing.assert_close(delta(converted, shape), delta(layer, shape), rtol=1e-4, atol=1e-5)
         assert error < 1e-6
+
+    @pytest.mark.parametrize("rank", [2, 5, 18])
+    def test_tucker_forms_and_small_ranks_from_their_factors(self, rank: int) -> None:
+        """Without building the change; it is the best there is all the same."""
+        shape = (18, 20, 3, 3)
+        core = drawn(2, 2, 3, 3, seed=9)
+        layers = [
+            Layer("locon", {"lora_down.weight": drawn(2, 20, 1, 1, seed=1), "lora_mid.weight": core,
+                            "lora_up.weight": drawn(18, 2, 1, 1, seed=2)}, 3.0, 2),
+            Layer("loha", {"hada_w1_a": drawn(2, 18, seed=3), "hada_w1_b": drawn(2, 20, seed=4), "hada_t1": core,
+                           "hada_w2_a": drawn(2, 18, seed=5), "hada_w2_b": drawn(2, 20, seed=6),
+                           "hada_t2": core * 2}, 3.0, 2),
+            Layer("lokr", {"lokr_w1_a": drawn(3, 2, seed=7), "lokr_w1_b": drawn(2, 4, seed=8), "lokr_t2": core,
+                           "lokr_w2_a": drawn(2, 6, seed=10), "lokr_w2_b": drawn(2, 5, seed=11)}, 3.0, 2),
+        ]  # fmt: skip
+        for layer in layers:
+            assert algorithm(layer.algorithm).singular_vectors(layer.tensors, layer.scale, rank) is not None
+            converted, error = to_lora(layer, rank, shape)
+            change, ours = delta(layer, shape), delta(converted, shape)
+            assert error == pytest.approx(best(change, rank), abs=1e-6)
+            assert error == pytest.approx(float((change - ours).norm() / change.norm()), abs=1e-6)
+
+    def test_a_product_larger_than_memory_is_taken_apart_by_its_factors(self) -> None:
+        side = 60_000
+        names = {"hada_w1_a": (side, 1), "hada_w1_b": (1, side), "hada_w2_a": (side, 1), "hada_w2_b": (1, side)}
+        tensors = {name: drawn(*shape, seed=index) for index, (name, shape) in enumerate(names.items())}
+        converted, error = to_lora(Layer("loha", tensors, 1.0, 1), 4, (side, side))
+        assert error < 1e-6
+        left, right = converted.tensors["lora_B.weight"], converted.tensors["lora_A.weight"]
+        expected = (tensors["hada_w1_a"] * tensors["hada_w2_a"])[:5] @ (tensors["hada_w1_b"] * tensors["hada_w2_b"])[
+            :, :5
+        ]
+        torch.testing.assert_close(left[:5] @ right[:, :5], expected, rtol=1e-4, atol=1e-5)
+
+    def test_a_change_that_memory_cannot_hold_is_refused(self) -> None:
+        """A (IA)3 or a LoHa of a large rank has to be built; nothing is built here."""
+        side = 65_536
+        weight = torch.empty(side, side, device="meta")
+        layer = Layer("ia3", {"weight": torch.ones(side), "on_input": torch.tensor(0)}, 1.0, None)
+        with pytest.raises(ConfigError, match="160 GiB to take it apart"):
+            to_lora(layer, 4, weight)
 
     def test_a_decomposed_lokr_with_a_scale(self) -> None:
         tensors = {"lokr_w1": drawn(3, 4), "lokr_w2_a": drawn(6, 2, seed=1), "lokr_w2_b": drawn(2, 5, seed=2)}

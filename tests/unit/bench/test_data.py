@@ -7,6 +7,7 @@ import pytest
 
 from gracetune.bench import data as bench
 from gracetune.bench import loader as loader_bench
+from gracetune.bench import starting
 from gracetune.bench.row import Row
 from gracetune.errors import MachineError
 from unit.data.backends.helpers import fill, held, this_machine
@@ -82,6 +83,23 @@ def test_loader_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(isinstance(row, Row) and row.value > 0 for row in rows)
     assert (tmp_path / "pictures").is_dir()
     assert held() == before
+
+
+def test_a_warm_start_encodes_nothing(tmp_path: Path) -> None:
+    starting.make_images(tmp_path / "images", 12)
+    starting.fill_caches(tmp_path)
+    starting._start_warm(starting._config(tmp_path), this_machine())  # raises where an entry is missing
+    starting.make_images(tmp_path / "images", 13)
+    with pytest.raises(ValueError, match="an entry is missing"):
+        starting._start_warm(starting._config(tmp_path), this_machine())
+
+
+@pytest.mark.full
+def test_starting_rows(tmp_path: Path) -> None:
+    rows = [*starting.starting_rows(tmp_path, this_machine(), images=40, rounds=1)]
+    assert [row.name for row in rows] == ["scan_two_cores", "warm_start_seconds"]
+    assert all(row.value > 0 and row.detail for row in rows)
+    assert rows[1].ok
 
 
 def test_a_process_that_fails_is_an_error_and_no_figure(tmp_path: Path) -> None:

@@ -13,11 +13,12 @@ from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, latent_origin, text_origin
 from gracetune.cache.manifest import Place
+from gracetune.cache.places import Places
 from gracetune.cache.reading import Located
 from gracetune.cache.residence import CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import latent_visits, text_visits
+from gracetune.cache.wanted import Visits, visits_of, wanted_latents, wanted_texts
 from gracetune.cache.writer import Flush
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
@@ -75,6 +76,19 @@ def fill(folder: Path, index: DataIndex, *, epochs: int = 1, keys: Keys = KEYS) 
                 text_of = text_origin(text, keys.text, some)
                 writer.add(text_of, text_entry(text_of.key))
     return store
+
+
+ANYWHERE = Places(Path(), Path(), {})
+
+
+def latent_visits(index: DataIndex, encoder: EncoderId, epoch: int = 0) -> dict[Key, Visits]:
+    return visits_of(wanted_latents(index, encoder, ANYWHERE, epoch=epoch))
+
+
+def text_visits(
+    index: DataIndex, encoder: EncoderId, *, reads_pictures: bool = False, epoch: int = 0
+) -> dict[Key, Visits]:
+    return visits_of(wanted_texts(index, encoder, ANYWHERE, reads_pictures=reads_pictures, epoch=epoch))
 
 
 def resident(

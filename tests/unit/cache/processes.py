@@ -111,6 +111,11 @@ def make_read_only(folder: Path) -> None:
     _mount(str(folder), folder, None, _MS_BIND | _MS_REMOUNT | _MS_RDONLY)
 
 
+def show_instead(seen: Path, real: Path) -> None:
+    """From here on this process finds `real` under the name `seen`."""
+    _mount(str(real), seen, None, _MS_BIND)
+
+
 def _mount(source: str, target: Path, kind: str | None, flags: int, options: str = "") -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     kind_bytes = None if kind is None else kind.encode()

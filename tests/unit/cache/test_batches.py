@@ -374,7 +374,7 @@ def test_a_damaged_file_raises_in_its_turn_and_can_be_excluded(tmp_path: Path) -
                 try:
                     outcome = source.next()
                 except UnreadableMediaError as error:
-                    loader.exclude("d0", {"003.png": str(error)})
+                    loader.exclude({"d0": {"003.png": str(error)}})
                     continue
                 if isinstance(outcome, Exhausted):
                     break

@@ -313,6 +313,26 @@ class TestDamagedFiles:
         assert built(sdxl, check=True).encoded == 0
 
 
+class TestLongCaptions:
+    def test_are_told_in_one_note_with_the_first_three_files(
+        self, tmp_path: Path, tiny_model: TinyModel, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        files: dict[str, bytes | str] = {}
+        for number in range(20):
+            files |= {f"{number:02}.png": image(64, 64, seed=number), f"{number:02}.txt": f"picture {number}"}
+        files |= {f"{number:02}.txt": f"picture {number} " * 20 for number in range(3, 15)}
+        found = [{"path": str(write(tmp_path / "p", files)), "resolution": 64.0}]
+        prompts = {"prompts": [{"prompt": "a validation prompt " * 30}], "every_steps": 5}
+        run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, validation=prompts)
+        notes = [note for note in built(run).notes if "tokens" in note]
+        assert notes == [
+            "captions longer than 77 tokens, of which only the beginning is read: 12 samples: "
+            "03.png, 04.png, 05.png and 9 more; 1 validation prompt"
+        ]
+        assert "truncated" not in capfd.readouterr().err
+        assert [note for note in built(run).notes if "tokens" in note] == [], "nothing was encoded"
+
+
 class TestInterrupted:
     def test_what_is_done_is_kept(self, sdxl: Run) -> None:
         def check(asked: Sequence[Sample | Prompt]) -> None:

@@ -18,14 +18,14 @@ from gracetune.cache.loading import LoadReport, load_into, pack_index, select, u
 from gracetune.cache.residence import CacheType, Where, choose_residence
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import Visits, latent_visits, text_visits
+from gracetune.cache.wanted import Visits
 from gracetune.cache.writer import Flush
 from gracetune.hardware.machine import ProfileName
 from gracetune.hostmem.errors import HostMemoryError
 from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hostmem.slab import MemorySlab
 from gracetune.units import MIB
-from unit.cache.made_caches import LATENT, TEXT, numbers, this_machine
+from unit.cache.made_caches import LATENT, TEXT, latent_visits, numbers, text_visits, this_machine
 from unit.data.folders import made_up
 
 COUNT = 24
@@ -270,7 +270,7 @@ from gracetune.cache.keys import Key
 from gracetune.cache.resident import load_resident
 from gracetune.cache.residence import Where
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import Visits
+from gracetune.cache.wanted import Visits
 from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hardware import probe
 

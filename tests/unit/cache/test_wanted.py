@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from gracetune.cache.places import Places, places_of
-from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.cache.wanted import by_folder, is_refreshed, left_out, validation_texts, wanted_latents, wanted_texts
 from gracetune.config.run_config import Validation
 from gracetune.data.index import DataIndex
+from unit.cache.made_caches import latent_visits, text_visits
 from unit.cache.samples import TEXT, VAE
 from unit.data.folders import config, image, index_of, pictures, write
 

@@ -71,16 +71,20 @@ def test_inspect_prints_norms_of_the_changes(tiny_model, tmp_path, capsys) -> No
     from gracetune.adapters.statistics import change_norm
 
     shapes = making.layer_shapes("sdxl", tiny_model)
-    for kind, options in (
-        ("lora", ()),
-        ("locon", ("tucker",)),
-        ("loha", ("tucker",)),
-        ("lokr", ("both",)),
-        ("full_delta", ()),
+    for kind, options, rank in (
+        ("lora", (), 2),
+        ("locon", ("tucker",), 2),
+        ("loha", ("tucker",), 2),
+        ("loha", (), 1),
+        ("loha", (), 7),
+        ("lokr", ("both",), 2),
+        ("lokr", ("tucker",), 2),
+        ("lokr", (), 2),
+        ("full_delta", (), 2),
     ):
-        for path, layer in making.state("sdxl", shapes, kind, options=options).layers.items():
-            expected = float(delta.delta(layer, shapes[path]).norm())
-            assert change_norm(layer) == pytest.approx(expected, rel=1e-4)
+        for path, layer in making.state("sdxl", shapes, kind, options=options, rank=rank).layers.items():
+            expected = float(delta.delta(layer, shapes[path]).double().norm())
+            assert change_norm(layer) == pytest.approx(expected, rel=1e-5)
 
 
 def test_inspect_shows_what_is_empty_or_broken(file, tmp_path, capsys) -> None:
@@ -321,6 +325,62 @@ def test_what_convert_is_asked_wrongly(arguments, says, file, capsys, tiny_model
     assert code == 1
     assert says in err
     assert "Traceback" not in err
+
+
+def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) -> None:
+    """Refused with what to type; with an alpha it is written, and a file that tells its scale is not overruled."""
+    state = adapter(tiny_model, rank=2, alpha=1.0)
+    bare = {f"{path}.{name}": one for path, layer in state.layers.items() for name, one in layer.tensors.items()}
+    save_file(bare, tmp_path / "bare.safetensors")
+    code, _, err = run(capsys, "convert", tmp_path / "bare.safetensors", "--to", "comfyui")
+    assert code == 1
+    assert "--alpha ALPHA (DiffSynth-Studio trains with alpha = rank, 2 here)" in " ".join(err.split())
+    code, _ = answer(capsys, "convert", tmp_path / "bare.safetensors", "--to", "comfyui", "--alpha", "1")
+    assert code == 0
+    again = open_adapter(tmp_path / "bare_comfyui.safetensors").state()
+    assert {layer.scale for layer in again.layers.values()} == {0.5}
+    for path, layer in state.layers.items():
+        assert torch.equal(again.layers[path].tensors["lora_A.weight"], layer.tensors["lora_A.weight"])
+    for given, more, says in (
+        ("bare", ("--alpha", "nan"), "a number above 0"),
+        ("bare", ("--alpha", "0"), "a number above 0"),
+        ("bare_comfyui", ("--alpha", "2"), "alphas in the file"),
+    ):
+        code, _, err = run(capsys, "convert", tmp_path / f"{given}.safetensors", "--to", "kohya", *more)
+        assert code == 1
+        assert says in err
+    save_file({f"transformer.{key}": value for key, value in bare.items()}, tmp_path / "published.safetensors")
+    code, _, err = run(capsys, "convert", tmp_path / "published.safetensors", "--to", "kohya", "--alpha", "2")
+    assert code == 1
+    assert "a file that tells its scale" in err
+
+
+def test_a_file_of_ours_that_was_changed(file, tmp_path, capsys) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    changed = tmp_path / "changed_high_noise.safetensors"
+    changed.write_bytes(content)
+    for more in (("inspect",), ("convert", "--to", "kohya"), ("verify", "--flavour", "t2v-14b-2.2")):
+        code, out, err = run(capsys, more[0], changed, *more[1:])
+        assert code == 1
+        assert "the tensors are not those that gracetune wrote" in " ".join((out + err).split())
+    code, found = answer(capsys, "inspect", changed)
+    assert found["files"][0]["adapters"], "it is shown all the same"
+    code, _ = answer(capsys, "convert", changed, "--to", "kohya", "--ignore-hash")
+    assert code == 0
+    (again,) = tmp_path.glob("changed_kohya*")
+    assert run(capsys, "inspect", again)[0] == 0
+
+
+def test_another_programs_hash_is_told_as_a_note(file, tmp_path, capsys) -> None:
+    save_file(load_file(file), tmp_path / "theirs.safetensors", {"sshs_model_hash": "0" * 64})
+    code, out, _ = run(capsys, "inspect", tmp_path / "theirs.safetensors")
+    assert code == 0
+    assert "note" in out
+    assert "sshs_model_hash" in out
+    code, found = answer(capsys, "convert", tmp_path / "theirs.safetensors", "--to", "kohya")
+    assert code == 0
+    assert len(found["notes"]) == 1
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ def examine(path: Path, overrides: list[str] | None = None) -> None:
         resolved = load(path, environment=ENVIRONMENT, overrides=overrides or ())
     except ConfigError:
         return
-    text = native.write(resolved.config, resolved.origins)
+    native.show(resolved.config, resolved.origins, resolved.redactor).encode()
+    text = native.write(resolved.config)
     again = path.with_name("again.yaml")
     again.write_text(text, encoding="utf-8")
     assert load(again, environment=Environment({})).config == resolved.config

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.cli.console import Session
 from gracetune.cli.main import main
 from gracetune.cli.train import TrainRequest, run_training
 from gracetune.config import Environment
@@ -15,7 +16,7 @@ from gracetune.errors import ConfigError
 @pytest.mark.parametrize("resume", ["", "  "])
 def test_resuming_from_nothing_is_refused(resume: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        run_training(TrainRequest(Path("config.yaml"), resume=resume), Environment({}))
+        run_training(TrainRequest(Path("config.yaml"), resume=resume), Session(Environment({})))
     (problem,) = caught.value.problems
     assert (problem.key, problem.expected) == ("--resume", "latest, none or the path of a checkpoint")
 

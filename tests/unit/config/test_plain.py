@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from gracetune.config.plain import DEEPEST, MOST_VALUES, NotPlainError, plain
+from gracetune.config.limits import DEEPEST, MOST_VALUES, NotPlainError
+from gracetune.config.plain import plain
 from unit.config.strategies import PLAIN
 
 

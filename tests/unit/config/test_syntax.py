@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gracetune.config.syntax import one_line_yaml, parse_env, parse_scalar, read_document
+from gracetune.config.syntax import parse_env, read_document
+from gracetune.config.yaml_syntax import one_line_yaml, parse_scalar
 from gracetune.errors import ConfigError, Problem
 
 

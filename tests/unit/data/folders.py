@@ -12,8 +12,8 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.media.probe import ImageFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket
-from gracetune.data.scan import MediaFile
 from unit.data.media.generated import image_bytes, picture
 
 SQUARES = Geometry("image", side_multiple=16)

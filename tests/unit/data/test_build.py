@@ -259,13 +259,13 @@ class TestBadInput:
 
     def test_damage_found_while_decoding_takes_the_sample_out_of_the_index(self, tmp_path: Path) -> None:
         index = index_of(tmp_path, {"path": str(write(tmp_path / "data", pictures(4))), "corrupt_threshold": 0.3})
-        smaller = index.without("d0", {"001.png": "damaged in the middle"})
+        smaller = index.without({"d0": {"001.png": "damaged in the middle"}})
         assert paths(smaller.datasets[0]) == ["000.png", "002.png", "003.png"]
         assert smaller.datasets[0].unreadable[0].reason == "damaged in the middle"
         assert smaller.fingerprint != index.fingerprint
-        assert index.without("another", {"001.png": "x"}).datasets == index.datasets
+        assert index.without({"another": {"001.png": "x"}}).datasets == index.datasets
         with pytest.raises(UnreadableFilesError, match=r"003\.png"):
-            smaller.without("d0", {"003.png": "this one too"})
+            smaller.without({"d0": {"003.png": "this one too"}})
 
     def test_a_damaged_reference_takes_its_target_out_and_is_named(self, tmp_path: Path) -> None:
         """Both have the same name, as in every edit dataset."""
@@ -275,7 +275,7 @@ class TestBadInput:
             {"path": folders[0], "conditioning": ["d1"], "corrupt_threshold": 0.3},
             {"path": folders[1], "dataset_type": "conditioning"},
         )
-        smaller = only(index.without("d1", {"001.png": "damaged in the middle"}))
+        smaller = only(index.without({"d1": {"001.png": "damaged in the middle"}}))
         assert paths(smaller) == ["000.png", "002.png", "003.png"]
         assert smaller.unreadable == (LeftOut("001.png", "its 001.png of d1: damaged in the middle"),)
 

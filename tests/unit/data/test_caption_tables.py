@@ -113,12 +113,28 @@ def test_sizes() -> None:
         ('{"filename": "a.jpg", "caption": 5}', "jsonl", "line 1: the caption is 5, expected text"),
         ('{"filename": "a.jpg", "caption": "\\ud83d"}', "jsonl", "half a character"),
         ('{"filename": 5, "caption": "x"}', "jsonl", "line 1: `filename` is 5"),
+        ("[" * 100_000, "json", "nesting too deep"),
+        ('{"a.jpg": ' + "[" * 900 + "]" * 900 + "}", "json", "list of lists"),
+        ('{"a.jpg": ' + "9" * 5_000 + "}", "json", "not JSON"),
+        ('{"a.jpg": ' + "{" + ", ".join(f'"k{one}": 1' for one in range(50_000)) + "}}", "json", "no column `caption`"),
+        (json.dumps({"a.jpg": "x" * 40_000}), "json", "a caption of 40,000 characters; expected at most 32,768"),
+        (json.dumps({"a.jpg": ["x"] * 1_001}), "json", "1,001 captions of one picture; expected at most 1,000"),
+        ('{"filename": "a.jpg", "caption": "x"}\n' * 1_001, "jsonl", "line 1001: 1,001 captions of one picture"),
+        ("filename,caption" + ",x" * 1_000 + "\n" + "a\n" * 10_000, "csv", "1,002 columns; expected at most 1,000"),
+        ("filename,caption\na.jpg," + "x" * 140_000 + "\n", "csv", "field larger than field limit"),
     ],
 )
 def test_bad_tables_are_named_with_their_line(data: str | bytes, kind: TableKind, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         found(data, kind, "a.jpg")
     assert str(caught.value).startswith(f"captions.{kind}")
+
+
+@pytest.mark.parametrize("side", ["Infinity", "NaN", "1e400", '"x"', "null", "[1]"])
+def test_a_size_that_is_none(side: str) -> None:
+    row = f'{{"filename": "a.jpg", "caption": "x", "w": {side}, "h": 5}}'
+    with pytest.raises(DataError, match="expected whole numbers"):
+        found(row, "jsonl", "a.jpg", width_column="w", height_column="h")
 
 
 def test_a_table_in_the_datasets_folder_or_anywhere(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections import Counter
 from typing import Any
 
@@ -271,3 +273,34 @@ def test_a_caption_ref_names_its_variant() -> None:
 )
 def test_kohya_folders(name: str, expected: KohyaFolder | None) -> None:
     assert kohya_folder(name) == expected
+
+
+class TestLimits:
+    """What is far beyond a caption is an error at once, not minutes of work."""
+
+    @pytest.mark.parametrize(
+        ("text", "found"),
+        [
+            ("x" * 10_000_000, "a caption file of 9.54 MiB; expected text of at most 512 KiB"),
+            ("tag, " * 50_000, "a caption of 249,999 characters; expected at most 32,768"),
+            ("line\n" * 1_001, "1,001 captions of one picture; expected at most 1,000"),
+        ],
+    )
+    def test_a_file_that_is_no_caption(self, text: str, found: str) -> None:
+        with pytest.raises(UnreadableMediaError, match=re.escape(found)):
+            book({"a.txt": text.encode()}).find("a.jpg")
+
+    def test_the_longest_caption_is_made_into_variants_in_no_time(self) -> None:
+        options = Captions(shuffle_tags=True, shuffle_variants=5)
+        for text in (", ".join(map(str, range(5_500))), "a," * 16_000, "a,b," * 8_000, "a" * 32_768):
+            began = time.perf_counter()
+            assert len(shuffles(text, options, seed=1)) == (1 if len({*text.split(",")} - {""}) == 1 else 6)
+            assert time.perf_counter() - began < 2
+        for text in (f"[trigger]{' ' * 32_000}x", f"[trigger]{', ' * 16_000}", f"[trigger]{' ,' * 16_000}x"):
+            began = time.perf_counter()
+            assert "," not in with_trigger(text, None) or text.endswith("x")
+            assert time.perf_counter() - began < 2
+
+    def test_a_trigger_word_is_no_novel(self) -> None:
+        with pytest.raises(ConfigError, match=r"captions\.trigger_word"):
+            book(trigger_word="x" * 1_001)

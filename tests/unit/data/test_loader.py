@@ -216,7 +216,7 @@ class TestExcluding:
                 for loader in some:
                     for when, dataset, path in bad:
                         if when == call:
-                            loader.exclude(dataset, {path: "damaged"})
+                            loader.exclude({dataset: {path: "damaged"}})
                 outcomes += run(some, schedule, 1, start=call)
             return outcomes
 
@@ -241,7 +241,7 @@ class TestExcluding:
                 if when == calls:
                     gone.add((dataset, path))
                     for loader in loaders:
-                        loader.exclude(dataset, {path: "damaged"})
+                        loader.exclude({dataset: {path: "damaged"}})
             outcome = together(run(loaders, schedule, 1, calls)[0])
             calls += 1
             if not isinstance(outcome, tuple):
@@ -260,7 +260,7 @@ class TestExcluding:
         index = made_up({"counts": [30], "corrupt_threshold": 0.5})
         whole = self.paths(Loader(index, batch_size=1))
         loader = Loader(index, batch_size=1)
-        loader.exclude("d0", {whole[3]: "damaged", whole[20]: "damaged"})
+        loader.exclude({"d0": {whole[3]: "damaged", whole[20]: "damaged"}})
         assert self.paths(loader) == [path for path in whole if path not in (whole[3], whole[20])]
 
     def paths(self, loader: Loader) -> list[str]:
@@ -273,11 +273,11 @@ class TestExcluding:
         loader = Loader(made_up({"counts": [10], "corrupt_threshold": 0.1}), batch_size=2)
         first = loader.index.datasets[0].items[0].path
         loader.next_batch()
-        loader.exclude("d0", {first: "damaged"})
+        loader.exclude({"d0": {first: "damaged"}})
         before, coming = loader.state_dict(), loader.peek(3)
         others = {item.path: "damaged too" for item in loader.index.datasets[0].items[:2]}
         with pytest.raises(UnreadableFilesError, match="damaged too"):
-            loader.exclude("d0", others)
+            loader.exclude({"d0": others})
         assert (loader.state_dict(), loader.peek(3)) == (before, coming)
         assert before["excluded"] == {"d0": {first: "damaged"}}
         assert first not in {item.path for item in loader.index.datasets[0].items}
@@ -285,12 +285,12 @@ class TestExcluding:
     def test_a_dataset_of_which_nothing_is_left_stops_the_run(self) -> None:
         loader = Loader(made_up({"counts": [1], "corrupt_threshold": 1.0}), batch_size=1)
         with pytest.raises(UnreadableFilesError, match="1 of 1"):
-            loader.exclude("d0", {loader.index.datasets[0].items[0].path: "damaged"})
+            loader.exclude({"d0": {loader.index.datasets[0].items[0].path: "damaged"}})
 
     def test_other_data_is_looked_at_afresh(self) -> None:
         """The damaged file may have been mended: that is what changed."""
         loader = Loader(made_up({"counts": [5], "corrupt_threshold": 0.5}), batch_size=1)
-        loader.exclude("d0", {loader.index.datasets[0].items[0].path: "damaged"})
+        loader.exclude({"d0": {loader.index.datasets[0].items[0].path: "damaged"}})
         resumed = Loader(made_up({"counts": [6]}), batch_size=1)
         resumed.load_state_dict(loader.state_dict(), allow_other_data=True)
         assert len(resumed.index.datasets[0].items) == 6

@@ -152,7 +152,7 @@ class TestMismatches:
 
     def test_damage_of_a_reference_takes_its_target_along(self, tmp_path: Path) -> None:
         index = edit(tmp_path, TARGETS, TARGETS, corrupt_threshold=0.5)
-        smaller = index.without("d1", {"2.png": "damaged"})
+        smaller = index.without({"d1": {"2.png": "damaged"}})
         assert [item.path for item in smaller.datasets[0].items] == ["0.png", "1.png", "3.png"]
 
 

@@ -73,7 +73,7 @@ def main(arguments: dict[str, Any]) -> None:
                 outcome = loader.next_batch(size)
             except UnreadableMediaError as error:
                 assert error.dataset is not None
-                loader.exclude(error.dataset, {error.path: error.reason})
+                loader.exclude({error.dataset: {error.path: error.reason}})
                 continue
             done += 1
             log.write(json.dumps({"done": done, **written(outcome)}) + "\n")

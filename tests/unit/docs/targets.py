@@ -20,7 +20,7 @@ from gracetune.cli.main import app
 from gracetune.config.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[3]
-PROGRAMS = ("nvidia-smi", "git", "pip", "hf", "df", "fuser", "export", "pytest")
+PROGRAMS = ("nvidia-smi", "git", "pip", "hf", "df", "ls", "free", "dmesg", "smartctl", "fuser", "export", "pytest")
 """Of other people: only their first word is looked at."""
 _TELLING = 8
 """Letters in one piece by which a message can be told from another."""

@@ -15,6 +15,7 @@ from gracetune.hardware.allocation import (
     GRANULE,
     AllocationPlan,
     AllocationResult,
+    host_floor,
     host_reserve,
     plan_allocation,
     run_allocation,
@@ -76,6 +77,20 @@ _gpus = st.builds(
     ),
 )
 _scales = st.floats(0.001, 1000, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("total", "reserve"),
+    [(None, 4), (1, 0.25), (3, 0.75), (16, 4), (24, 4), (40, 4), (64, 6.4), (480, 48)],
+)
+def test_the_reserve_follows_the_size_of_the_machine(total: float | None, reserve: float) -> None:
+    """In GiB. A reserve of 4 on a machine of 3 would let no run begin."""
+    host = Host(cpu_mem_total=None if total is None else int(total * GIB))
+    assert host_reserve(machine_with(None, host)) == int(reserve * GIB)
+    assert host_floor(machine_with(None, host)) == int(reserve * GIB) // 2
+    if total is not None:
+        large = Host(cpu_mem_total=512 * GIB, cgroup=Cgroup(version=2, limit=int(total * GIB)))
+        assert host_reserve(machine_with(None, large)) == int(reserve * GIB)
 
 
 @given(gpu=st.none() | _gpus, host=_hosts, scale=_scales, force=st.booleans())

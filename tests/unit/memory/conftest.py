@@ -123,7 +123,10 @@ class Workshop:
         return self._copy(self.compile(SHIM_SOURCE, *options))
 
     def fake(self, *options: str) -> FakeDriver:
-        return FakeDriver(self._copy(self.compile(FAKE_SOURCE, "-Wno-unused-function", *options)))
+        return FakeDriver(self._copy(self.compile_fake(*options)))
+
+    def compile_fake(self, *options: str) -> Path:
+        return self.compile(FAKE_SOURCE, "-Wno-unused-function", *options)
 
     def program(self, source: Path, *options: str) -> Path:
         return self.compile(source, *options, shared=False)

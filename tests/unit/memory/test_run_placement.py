@@ -16,7 +16,6 @@ from gracetune.cache.batches import JUDGED, Batch, BatchSource
 from gracetune.cache.residence import CacheRole, CacheType, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.visits import latent_visits, text_visits
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
@@ -36,7 +35,18 @@ from gracetune.train.view import Heard
 from gracetune.units import GIB, MIB
 from runs.made import TinyModel, config_for, run
 from runs.test_resume import losses
-from unit.cache.made_caches import CPU, KEYS, LATENT, TEXT, fill, resident, source_of, this_machine
+from unit.cache.made_caches import (
+    CPU,
+    KEYS,
+    LATENT,
+    TEXT,
+    fill,
+    latent_visits,
+    resident,
+    source_of,
+    text_visits,
+    this_machine,
+)
 from unit.cache.test_batches import assert_right
 from unit.data.folders import made_up
 from unit.memory.test_lookahead import Clocked

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gracetune.cache.encoder import CutsTexts, Prompt
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import Model, RunConfig, Training
 from gracetune.errors import ConfigError
@@ -122,3 +123,63 @@ def test_tiles_of_an_earlier_start(tiny_model: TinyModel, tmp_path: Path) -> Non
     assert "one sample did not fit" in (again.tiling_note() or "")
     again.forget_tiling()
     assert encoders_of(asked, CPU).latent_id() == untiled
+
+
+CAPTIONS = ["a cat", "", "日本 👀 a longer caption, of several words", "word " * 700, "two cats"]
+
+
+def _made_by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        if family == "sdxl":
+            embeds, _, pooled, _ = pipeline.encode_prompt(prompt=[text], device=CPU, do_classifier_free_guidance=False)
+            return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
+        if family == "flux":
+            embeds, pooled, _ = pipeline.encode_prompt(prompt=[text], device=CPU, max_sequence_length=512)
+            return {"prompt_embeds": embeds[0], "pooled_prompt_embeds": pooled[0]}
+        return {"prompt_embeds": pipeline.encode_prompt(prompt=[text], device=CPU, max_sequence_length=512)[0][0]}
+
+
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
+def test_a_caption_s_embedding_is_the_pipeline_s(
+    family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Bit for bit alone; beside others but for last bits."""
+    encoder: Any = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
+    together = encoder.encode([Prompt(text) for text in CAPTIONS])
+    for text, beside in zip(CAPTIONS, together, strict=True):
+        expected = _made_by_pipeline(encoder._pipeline, family, text)
+        (alone,) = encoder.encode([Prompt(text)])
+        assert alone.keys() == beside.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(alone[name], tensor), (text, name)
+            torch.testing.assert_close(beside[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "flavour"), [one for one in FLAVOURS if one[1] != "edit-2509"])
+def test_an_embedding_does_not_depend_on_the_captions_beside_it(
+    family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Whatever their lengths are: only how many they are may change its last bits."""
+    encoder = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
+    short = encoder.encode([Prompt("a cat"), Prompt("a dog"), Prompt("x")])[0]
+    long = encoder.encode([Prompt("a cat"), Prompt("word " * 700), Prompt("one more word")])[0]
+    for name, tensor in short.items():
+        if flavour == "t2i":  # the first two have equally many tokens, and only those are computed together
+            torch.testing.assert_close(tensor, long[name], rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(tensor, long[name])
+
+
+@pytest.mark.parametrize(("family", "flavour"), [one for one in FLAVOURS if one[1] != "edit-2509"])
+def test_captions_that_are_cut_are_known(
+    family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    encoder = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
+    assert isinstance(encoder, CutsTexts)
+    for _ in range(2):
+        encoder.encode([Prompt(text) for text in CAPTIONS])
+    assert encoder.cut, "the long one"
+    assert {text for texts in encoder.cut.values() for text in texts} == {CAPTIONS[3]}
+    limits = {"sdxl": ["77"], "flux": ["77", "512"], "stable_audio": ["128"]}.get(family, ["512"])
+    assert [limit.split(" tokens")[0] for limit in encoder.cut] == limits
+    assert "truncated" not in capfd.readouterr().err, "the pass tells it once, and names the files"

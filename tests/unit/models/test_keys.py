@@ -147,6 +147,8 @@ def test_no_underscored_name_stands_for_two_layers(keys: KeyMap) -> None:
             parts = [entry.ours] if isinstance(entry, Rule) else [part for part, _ in entry.parts]
             paths = tuple(part.format(*counts) for part in parts)
             means.setdefault(entry.original.format(*counts).replace(".", "_"), set()).add(paths)
+            for other in (other for other, original in keys.other_names if original == entry.original):
+                means.setdefault(other.format(*counts), set()).add(paths)
     assert {name: places for name, places in means.items() if len(places) > 1} == {}
     for name, places in means.items():
         found = keys.find(name)
@@ -156,6 +158,11 @@ def test_no_underscored_name_stands_for_two_layers(keys: KeyMap) -> None:
 
 def test_the_maps_are_those_of_the_families() -> None:
     assert tuple(KEY_MAPS) == FAMILIES
+
+
+@pytest.mark.parametrize("keys", KEY_MAPS.values(), ids=lambda keys: keys.family)
+def test_another_programs_names_are_of_layers_there_are(keys: KeyMap) -> None:
+    assert {original for _, original in keys.other_names} <= {entry.original for entry in (*keys.rules, *keys.fused)}
 
 
 def test_fused_families_say_so() -> None:

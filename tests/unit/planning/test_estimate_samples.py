@@ -66,9 +66,11 @@ class TestSurvey:
 
     def test_elsewhere_the_number_is_the_users_or_a_guess_and_both_are_said(self) -> None:
         away = {"id": "d", "path": "/not/here", "type": "in_memory"}
-        (guessed,), (told,) = survey(config(away)), survey(config(away), samples=7)
+        (guessed,), (told,) = survey(config(away)), survey(config(away), samples=7, option="--samples")
         assert guessed.samples == 1000
-        assert "a guess" in str(guessed.assumed)
+        assert "(a guess)" in str(guessed.assumed), "a run has no option for it"
+        (asking,) = survey(config(away), option="--samples")
+        assert "(a guess; say --samples N)" in str(asking.assumed)
         assert told == DatasetFacts("d", 7, 14 * MIB, told.assumed)
         assert "--samples" in str(told.assumed)
         (limited,) = survey(config({**away, "max_samples": 5}), samples=7)

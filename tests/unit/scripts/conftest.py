@@ -39,6 +39,11 @@ def wheel_table() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def sbom() -> ModuleType:
+    return load_file(SCRIPTS / "sbom.py")
+
+
+@pytest.fixture(scope="session")
 def base_python() -> Path:
     """The interpreter that the virtual environment of these tests was made from."""
     found = subprocess.run(

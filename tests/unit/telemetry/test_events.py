@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import EVENTS, Event, Record, RunEnded, RunStarted, StepDone, Warned, step_of
 from gracetune.telemetry.hub import Telemetry
 from gracetune.telemetry.schema import NotAnEventError, document, from_json, from_line, json_schema, to_json, to_line
-from gracetune.telemetry.sinks.jsonl import JsonlSink, merge, read_log
+from gracetune.telemetry.sinks.jsonl import JsonlSink, LogReader, merge, read_log
 from unit.cache.processes import Child, mount_tmpfs, own_mounts
 from unit.telemetry.made_events import any_event, end, memory, start, step, whole_run, write_log
 
@@ -217,6 +217,18 @@ class TestMerging:
         assert found == expected
         assert [*found] == sorted(found)
 
+    @settings(max_examples=60)
+    @given(st.lists(any_event, max_size=12))
+    def test_a_log_that_is_read_line_by_line_says_the_same(self, events: list[Event]) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            reader = LogReader(write_log(Path(folder), events))
+            lines = [*reader.lines()]
+            merged = merge([line.record for line in lines if line.record is not None])
+            assert tuple(line.record for line in lines if line.stands) == merged
+            standing = [line for line in lines if line.stands]
+            again = reader.at(line.begin for line in standing)
+            assert [to_line(record) for record in again] == [to_line(record) for record in merged]  # nan is not nan
+
 
 class Failing:
     """A sink that fails from some event on."""
@@ -248,8 +260,50 @@ class TestHub:
         text = "bad failed and is left out from here on: RuntimeError: the tracker is down"
         assert told == [text]
         assert bad.got == [step(1), step(2)]
-        assert good.got == [step(1), step(2), Warned(message=text), step(3), step(4), step(5)]
+        assert good.got == [step(1), step(2), Warned(message=text, step=3), step(3), step(4), step(5)]
         assert (good.closed, bad.closed) == (True, False)
+
+    def test_a_warning_from_anywhere_is_logged_before_the_next_event(self) -> None:
+        sink = Failing("good", -1, OSError())
+        with Telemetry([sink]) as telemetry:
+            telemetry.emit(start())
+            telemetry.warn("early")
+            telemetry.emit(step(1))
+            telemetry.warn("odd")
+            telemetry.warn("said with its step")
+            telemetry.emit(Warned(message="said with its step", step=1))
+            telemetry.emit(step(2))
+            telemetry.warn("late")
+        said = [event.message if isinstance(event, Warned) else type(event).__name__ for event in sink.got]
+        assert said == ["RunStarted", "early", "StepDone", "odd", "said with its step", "StepDone", "late"]
+        assert [event.step for event in sink.got if isinstance(event, Warned)] == [None, 1, 1, 2]
+
+    def test_what_is_reported_of_a_sink_is_logged_once(self) -> None:
+        """A run's `report` is its view's `warn`, and everything it warns of comes back."""
+        good, bad = Failing("good", -1, OSError()), Failing("bad", 0, RuntimeError("down"))
+        telemetry = Telemetry([bad, good], report=lambda text: telemetry.warn(text))
+        telemetry.emit(step(1))
+        telemetry.emit(step(2))
+        assert [type(event).__name__ for event in good.got] == ["Warned", "StepDone", "StepDone"]
+
+    def test_warning_inside_the_write_of_a_sink_takes_no_lock(self) -> None:
+        """As a console does that cannot be written: another thread holds the hub's lock meanwhile."""
+
+        class Warner(Failing):
+            def write(self, record: Record) -> None:
+                super().write(record)
+                other = threading.Thread(target=telemetry.warn, args=("from another thread",))
+                other.start()
+                other.join(10)
+                assert not other.is_alive()
+
+        sink = Warner("warning", -1, OSError())
+        telemetry = Telemetry([sink])
+        telemetry.emit(step(1))
+        warned = Warned(message="from another thread", step=1)
+        assert sink.got == [step(1), warned]
+        telemetry.close()
+        assert sink.got == [step(1), warned, warned]
 
     def test_all_sinks_failing_at_once_stops_nothing(self) -> None:
         told: list[str] = []

@@ -7,9 +7,12 @@ import io
 import json
 import math
 import re
+import subprocess
+import sys
 import tempfile
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -167,7 +170,7 @@ class TestWholeRun:
 
     def test_the_json_has_every_event_exactly(self, run: tuple[Page, dict[str, object]]) -> None:
         _, facts = run
-        assert (facts["format"], facts["version"], facts["outcome"]) == ("gracetune-report", 1, "finished")
+        assert (facts["format"], facts["version"], facts["outcome"]) == ("gracetune-report", 2, "finished")
         steps = facts["steps"]
         assert isinstance(steps, list)
         assert [one["loss"] for one in steps] == [step(number).loss for number in range(1, 21)]
@@ -236,7 +239,7 @@ class TestOtherRuns:
     def test_long_tables_are_shortened_and_say_so(self, tmp_path: Path) -> None:
         switches = [StageSwitched(step=number, before="a", after="b") for number in range(1000)]
         page, facts = made(tmp_path, start(), *switches)
-        assert "Experts (200 of 1,000 rows; all are in report.json)" in page.text
+        assert "Experts (200 of 1,000 rows; all are in logs/events.jsonl)" in page.text
         assert len(facts["stage_transitions"]) == 1000  # type: ignore[arg-type]
 
     def test_contact_sheets_are_linked(self, tmp_path: Path) -> None:
@@ -253,8 +256,42 @@ class TestOtherRuns:
     def test_a_long_run_stays_small(self, tmp_path: Path) -> None:
         page, facts = made(tmp_path, start(), *(step(number) for number in range(1, 5_001)))
         assert (tmp_path / "report.html").stat().st_size < 800_000
-        assert "(200 of 5,000 steps; all are in report.json)" in page.text
-        assert len(facts["steps"]) == 5_000  # type: ignore[arg-type]
+        assert "(200 of 5,000 steps; all are in logs/events.jsonl)" in page.text
+        assert facts["logged"]["steps"] == 5_000  # type: ignore[index]
+        assert len(facts["steps"]) < 2_000  # type: ignore[arg-type]
+
+    def test_what_a_long_run_s_lists_leave_out_is_no_extreme(self, tmp_path: Path) -> None:
+        steps = [step(n, loss=0.5 + n % 7 / 100, stage="", step_ms=900.0 + n % 5) for n in range(1, 4_001)]
+        steps[1776] = step(1777, loss=9.75, stage="", samples=99_999, epoch=777)
+        steps[2222] = step(2223, loss=0.5, stage="", step_ms=7_000.0)
+        steps[3000] = step(3001, loss=0.25, stage="", steps=3, compile_ms=5.0)
+        samples = [memory(n % 10) for n in range(1, 2_001)]
+        samples[777] = memory(90)
+        _, facts = made(tmp_path, start(), *steps, *samples, end(step=4_000))
+        kept: Any = facts["steps"]
+        assert {1, 1777, 2223, 3001, 4000} <= {one["step"] for one in kept}
+        assert len(kept) < 3_000
+        assert [one["step"] for one in kept] == sorted(one["step"] for one in kept)
+        assert (facts["samples"], facts["epochs"], facts["compile_ms"]) == (99_999, 778, 5.0)
+        assert facts["loss"]["all"]["lowest"] == 0.25  # type: ignore[index]
+        assert facts["logged"]["memory"] == 2_000  # type: ignore[index]
+        assert 90 in {one["step"] for one in facts["memory"]}  # type: ignore[attr-defined]
+        assert len(facts["memory"]) < 1_500  # type: ignore[arg-type]
+        assert facts["peak_bytes"]["device"]["activations"] == 93 << 30  # type: ignore[index]
+
+    @pytest.mark.full
+    def test_the_report_of_160_000_log_steps_fits_into_little_memory(self, tmp_path: Path) -> None:
+        write_log(tmp_path, (start(), *(step(number) for number in range(1, 160_001)), end(step=160_000)))
+        program = (
+            "import re, sys; from pathlib import Path; from gracetune.telemetry.report import write_report; "
+            "write_report(Path(sys.argv[1])); "
+            "print(int(re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())[1]) >> 10)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True, text=True
+        )  # fmt: skip
+        assert int(done.stdout) < 400, "MiB"
+        assert (tmp_path / "report.json").stat().st_size < 5_000_000
 
     @settings(max_examples=60)
     @given(st.lists(any_event, max_size=8))

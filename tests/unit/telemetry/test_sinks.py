@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
+import signal
 import socket
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from gracetune.telemetry.sinks.scalars import scalars
 from gracetune.telemetry.sinks.tensorboard import TensorBoardSink
 from gracetune.telemetry.sinks.wandb import WandbSink
 from gracetune.telemetry.sinks.webhook import WebhookSink
+from unit.cache.processes import Child
 from unit.telemetry.made_events import end, memory, start, step, whole_run
 
 
@@ -88,6 +92,33 @@ class TestTensorBoard:
                 telemetry.emit(event)
         assert len(told) == 1
         assert "outside.png" in told[0]
+
+    @pytest.mark.parametrize("fault", ["full", "removed"])
+    def test_a_file_that_cannot_be_written_is_one_warning_and_no_traceback(
+        self, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        """A disk that fills up under it, or a folder that somebody removes. What was written before can be read."""
+
+        def work(say: Callable[[str], None]) -> None:
+            told: list[str] = []
+            with Telemetry([TensorBoardSink(tmp_path / "logs", tmp_path)], report=told.append) as telemetry:
+                telemetry.emit(start())
+                telemetry.emit(step(1))
+                if fault == "full":
+                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                    (file,) = (tmp_path / "logs").iterdir()
+                    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10,) * 2)
+                else:
+                    shutil.rmtree(tmp_path / "logs")
+                for number in range(2, 100):
+                    telemetry.emit(step(number))
+            assert len(told) == 1
+            assert ("File too large" if fault == "full" else "its folder was removed") in told[0]
+
+        Child(work).join()
+        assert "Traceback" not in capfd.readouterr().err
+        if fault == "full":
+            assert [one.step for one in self.read(tmp_path).Scalars("train/loss")] == [1]
 
     def test_a_missing_package_is_told_at_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)

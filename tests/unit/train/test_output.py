@@ -18,7 +18,7 @@ from gracetune.models.experts import ExpertHost, choose_parking
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
-from gracetune.models.spec import Placement
+from gracetune.models.spec import Expert, Placement
 from gracetune.train.output import RunFolder, base_weight, check_format, for_format
 from gracetune.train.trainee import Trainee
 from unit.adapters.formats import comfyui_reader
@@ -91,7 +91,10 @@ def test_what_a_run_would_write_over_is_kept_under_another_name(tmp_path: Path) 
     assert len(folder.set_aside(stages, after=2)) == 2
     notes = folder.move_finished(stages, 4)
     assert notes[0].endswith("it is now called finished-a [b]_000000004_high_noise.safetensors")
-    folder.remove_step(stages, 4)
+    experts = [
+        Expert(stage, component) for stage, component in zip(stages, ("transformer", "transformer_2"), strict=True)
+    ]
+    assert folder.remove_step(experts, 4) == []
     kept = {
         "a [b]_000000004_other.safetensors": "of someone else",
         **{f"a [b]_000000002_{stage}.safetensors": f"{stage} 2" for stage in stages},

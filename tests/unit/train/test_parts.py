@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import av
@@ -21,6 +22,7 @@ import gracetune.train.loop
 from gracetune import gh200
 from gracetune.cli.console import Session, start
 from gracetune.cli.quiet import libraries_quiet
+from gracetune.config.environment import SIGUSR1_VARIABLE, Environment
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Exhausted, Loader
@@ -29,7 +31,7 @@ from gracetune.models.spec import Sampled
 from gracetune.optim.ramp import Ramp
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.train.asked import requests_of
-from gracetune.train.control import Control, listening
+from gracetune.train.control import ENDING, Control, InterruptedBySignal, Stop, listening
 from gracetune.train.media import contact_sheet, write_sample
 from gracetune.train.position import length_of
 from unit.data.folders import made_up
@@ -67,20 +69,63 @@ def test_a_number_of_steps_is_taken_as_it_is() -> None:
     assert length_of(DATA, Ramp(1, 1, 0, 1), batch_size=1, max_steps=7, epochs=None).steps == 7
 
 
-def test_the_first_signal_asks_and_the_second_stops_at_once() -> None:
+@pytest.fixture
+def control() -> Iterator[Control]:
+    """One that listens to signals, of a run that is training."""
+    before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
     control, said = Control(), []
-    before = signal.getsignal(signal.SIGINT)
-    with listening(control, said.append):
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert control.validate
-        assert control.stop is None
+    control.phase, control.say = "training", said.append
+    with listening(control):
+        yield control
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert len(said) <= 1
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_while_training_a_signal_asks_and_another_changes_nothing(number: int, control: Control) -> None:
+    os.kill(os.getpid(), number)
+    assert control.stop == Stop("interrupted", signal.Signals(number).name)
+    for other in set(ENDING) - {signal.SIGINT}:  # SIGXCPU comes once a second
+        os.kill(os.getpid(), other)
+    assert control.stop.reason == signal.Signals(number).name
+
+
+def test_a_second_ctrl_c_stops_at_once(control: Control) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
-        assert control.stop is not None
-        assert control.stop.kind == "interrupted"
-        assert "again stops at once" in said[0]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_sigusr1_validates_or_stops(control: Control) -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (control.validate, control.stop) == (True, None)
+    control.stops_on_sigusr1, control.validate = True, False
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (control.validate, control.stop) == (False, Stop("interrupted", "SIGUSR1"))
+
+
+def test_before_the_first_step_a_signal_ends_the_run_and_after_the_last_one_it_waits(control: Control) -> None:
+    control.phase = "preparing"
+    with pytest.raises(InterruptedBySignal, match="SIGHUP"):
+        os.kill(os.getpid(), signal.SIGHUP)
+    control.phase = "finishing"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert control.stop is None
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with listening(Control()):
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+
+
+def test_what_sigusr1_does_is_read_from_the_environment() -> None:
+    assert [Environment({SIGUSR1_VARIABLE: text}).stops_on_sigusr1 for text in ("", "validate", "stop")] == [0, 0, 1]
+    (problem,) = Environment({SIGUSR1_VARIABLE: "end"}).sigusr1_problems()
+    assert (problem.found, problem.expected) == ("end", "validate or stop")
 
 
 def picture(width: int, height: int, level: int) -> Image.Image:

@@ -7,9 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gracetune.errors import short
+
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FP32_MAX = (2 - 2**-23) * 2.0**127
+MOST_ELEMENTS = 1 << 32
+"""Of a weight. The largest of the published denoisers have a fiftieth of it."""
 AlphaRule = Literal["rank", "undefined"]
 """What a file means that gives a layer no alpha: a scale of 1, or nothing anyone could know."""
 
@@ -20,6 +25,10 @@ class LayerError(ValueError):
 
 class NoScaleError(LayerError):
     """All tensors are there, and nothing says by how much they count."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 @dataclass(frozen=True)
@@ -36,11 +45,27 @@ class Convention:
 def scaled(alpha: float | None, rank: int, convention: Convention) -> float:
     if alpha is None:
         if convention.without_alpha == "undefined":
-            raise NoScaleError("no alpha, and nothing says how this adapter is scaled")
+            raise NoScaleError("no alpha, and nothing says how this adapter is scaled", rank)
         return float(rank)
-    if not math.isfinite(alpha):
-        raise LayerError(f"alpha is {alpha}: half precision ends at 65504")
-    return alpha
+    return checked_alpha(alpha)
+
+
+def checked_alpha(value: object, where: str = "") -> float:
+    """A number that fp32 can hold. `where` follows the word in messages."""
+    said = f"alpha{where} is"
+    if isinstance(value, bool):
+        raise LayerError(f"{said} {str(value).lower()}: it is a number")
+    if isinstance(value, str):
+        raise LayerError(f'{said} the text "{short(value, 20)}": it is a number, without quotes')
+    if not isinstance(value, int | float):
+        raise LayerError(f"{said} {short(repr(value), 20)}: it is a number")
+    if isinstance(value, float) and math.isnan(value):
+        raise LayerError(f"{said} NaN")
+    if value in (math.inf, -math.inf):
+        raise LayerError(f"{said} infinite: half precision ends at 65504")
+    if abs(value) > _FP32_MAX:
+        raise LayerError(f"{said} above {_FP32_MAX:.2g}, where fp32 ends")
+    return float(value)
 
 
 def check_core(tensors: Mapping[str, Tensor], name: str, rank: int) -> None:
@@ -53,6 +78,12 @@ def check_matrices(tensors: Mapping[str, Tensor], names: Iterable[str]) -> None:
     for name in names:
         if name in tensors and tensors[name].ndim != 2:
             raise LayerError(f"{name} is {sides(tensors[name])}: it is a matrix")
+
+
+def check_vector(name: str, tensor: Tensor) -> None:
+    """A number for each channel; of convolutions with sides of one around it."""
+    if tensor.numel() != max(tensor.shape, default=1):
+        raise LayerError(f"{name} is {sides(tensor)}: it is a number for each channel")
 
 
 def one_rank(ranks: Mapping[str, int]) -> int:

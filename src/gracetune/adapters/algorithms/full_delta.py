@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+from gracetune.adapters.algorithms.assembly import Convention, LayerError
 from gracetune.adapters.algorithms.matrices import shaped
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
 from gracetune.adapters.computation import LIBRARY, Computation
+from gracetune.adapters.state import Layer
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +59,15 @@ class FullDelta(Algorithm):
     def least_dimensions(self, tensor: str) -> int:
         return 1 if tensor == "diff" else 0
 
+    def most_dimensions(self, tensor: str) -> int:
+        return 1 if tensor == "diff_b" else super().most_dimensions(tensor)
+
+    def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
+        bias, outputs = tensors.get("diff_b"), tensors["diff"].shape[0]
+        if bias is not None and bias.numel() != outputs:
+            raise LayerError(f"diff_b of {bias.numel()} for {outputs} outputs")
+        return super().assemble(tensors, alpha, convention)
+
     def outputs(self, tensors: Tensors) -> int | None:
         return tensors["diff"].shape[0]
 
@@ -76,6 +87,9 @@ class FullDelta(Algorithm):
 
     def alpha_in(self, format: str, alpha: float) -> float | None:
         return None
+
+    def refusal(self, format: str, tensors: Tensors) -> str | None:
+        return None if format == "comfyui" else super().refusal(format, tensors)
 
 
 ALGORITHM = FullDelta()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from gracetune.adapters.algorithms.assembly import Convention, LayerError, sides
+from gracetune.adapters.algorithms.assembly import Convention, LayerError, check_vector, sides
 from gracetune.adapters.algorithms.matrices import expect
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
 from gracetune.adapters.state import Layer
@@ -63,6 +63,9 @@ class Ia3(Algorithm):
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
         if tensors[FLAG].numel() != 1:
             raise LayerError(f"{FLAG} is {sides(tensors[FLAG])}: it is one number, 0 or 1")
+        if float(tensors[FLAG]) not in (0.0, 1.0):
+            raise LayerError(f"{FLAG} is {float(tensors[FLAG]):g}: it is 0 or 1")
+        check_vector("weight", tensors["weight"])
         return super().assemble(tensors, alpha, convention)
 
     def outputs(self, tensors: Tensors) -> int | None:

@@ -8,6 +8,7 @@ In files also hada_t1, hada_t2 (Tucker form) and dora_scale.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gracetune.adapters.algorithms.assembly import (
@@ -19,8 +20,26 @@ from gracetune.adapters.algorithms.assembly import (
     scaled,
     sides,
 )
-from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped, tucker
-from gracetune.adapters.algorithms.record import Algorithm, Dimensions, FirstValues, Options, Tensors, WeightShape
+from gracetune.adapters.algorithms.matrices import (
+    core_refusal,
+    core_size,
+    hadamard_norm,
+    pairs_of_columns,
+    parts_with_core,
+    shaped,
+    singular_vectors_of_product,
+    tucker,
+    with_core,
+)
+from gracetune.adapters.algorithms.record import (
+    Algorithm,
+    Dimensions,
+    FirstValues,
+    Options,
+    SingularVectors,
+    Tensors,
+    WeightShape,
+)
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.state import Layer
 
@@ -30,6 +49,9 @@ if TYPE_CHECKING:
 
     from gracetune.adapters.fast.modules import AdaptedLinear
     from gracetune.adapters.options import LayerOptions
+
+PAIRS_SHARE = 4
+"""Up to this share of the shorter side, pairs of ranks cost less than the change itself."""
 
 
 class Loha(Algorithm):
@@ -59,6 +81,29 @@ class Loha(Algorithm):
         first = tucker(tensors["hada_w1_a"], tensors["hada_w1_b"], tensors.get("hada_t1"))
         second = tucker(tensors["hada_w2_a"], tensors["hada_w2_b"], tensors.get("hada_t2"))
         return shaped(first * second, shape)
+
+    def norm(self, tensors: Tensors, scale: float) -> float | None:
+        right = tensors["hada_w1_b"], tensors["hada_w2_b"]
+        core = tensors.get("hada_t1")
+        rows = zip(*(_rows(tensors, number) for number in "12"), strict=True)
+        count = (self.outputs(tensors) or 0) * core_size(core)
+        return abs(scale) * hadamard_norm(rows, right, count)
+
+    def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
+        """It is a product of rank r^2: of the pairs of the left factors' columns and of the right factors' rows."""
+        tensors = {name: tensor.detach().double() for name, tensor in tensors.items()}
+        pairs, outputs, across = tensors["hada_w1_b"].shape[0] ** 2, self.outputs(tensors), self.columns(tensors)
+        if outputs is None or across is None or pairs * PAIRS_SHARE > min(outputs, across):
+            return None
+        lefts, rights = [], []
+        for number in "12":
+            left, right = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]
+            core = tensors.get(f"hada_t{number}")
+            lefts.append(left if core is None else left.T)
+            rights.append(right.T if core is None else with_core(right, core).T)
+        left, right = pairs_of_columns(*lefts), pairs_of_columns(*rights).T
+        found, values, other = singular_vectors_of_product(left * scale, right)
+        return found[:, :rank], values[:rank], other[:rank], float(values.norm())
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
         """The product of rank r^2 takes r^2 (in + out) multiplications a token, the change itself in x out."""
@@ -112,6 +157,12 @@ class Loha(Algorithm):
         if format != "comfyui":
             return super().refusal(format, tensors)
         return core_refusal(tensors.get("hada_t1")) or core_refusal(tensors.get("hada_t2"))
+
+
+def _rows(tensors: Tensors, number: str) -> Iterator[Tensor]:
+    """Of one factor's left matrix, a part at a time; with a core, a matrix for each point of the kernel."""
+    left, core = tensors[f"hada_w{number}_a"], tensors.get(f"hada_t{number}")
+    return iter((left,)) if core is None else parts_with_core(left.T, core)
 
 
 ALGORITHM = Loha()

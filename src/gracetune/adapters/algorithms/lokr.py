@@ -21,7 +21,16 @@ from gracetune.adapters.algorithms.assembly import (
     one_rank,
     scaled,
 )
-from gracetune.adapters.algorithms.matrices import core_size, factorization, shaped, tucker
+from gracetune.adapters.algorithms.matrices import (
+    core_size,
+    factorization,
+    product_norm,
+    shaped,
+    singular_vectors_of_product,
+    tucker,
+    tucker_norm,
+    with_core,
+)
 from gracetune.adapters.algorithms.record import (
     Algorithm,
     Dimensions,
@@ -131,15 +140,15 @@ class Lokr(Algorithm):
         return shaped(torch.kron(*_factors(tensors)), shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
-        first, second = _factors(tensors)
-        return abs(scale) * float(first.norm() * second.norm())
+        norms = (_norm(tensors, factor) for factor in ("lokr_w1", "lokr_w2"))
+        return abs(scale) * math.prod(norms)
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
         """Those of a Kronecker product are Kronecker products of its factors'."""
         import torch
 
-        factors = _factors({name: tensor.detach().double() for name, tensor in tensors.items()})
-        (u1, s1, v1), (u2, s2, v2) = (torch.linalg.svd(factor, full_matrices=False) for factor in factors)
+        tensors = {name: tensor.detach().double() for name, tensor in tensors.items()}
+        (u1, s1, v1), (u2, s2, v2) = (_singular_vectors(tensors, factor) for factor in ("lokr_w1", "lokr_w2"))
         values = scale * torch.outer(s1, s2)
         kept = values.abs().flatten().topk(min(rank, values.numel())).indices
         first, second = kept // len(s2), kept % len(s2)
@@ -222,6 +231,29 @@ def _factors(tensors: Tensors) -> tuple[Tensor, Tensor]:
     if second is None:
         second = tucker(tensors["lokr_w2_a"], tensors["lokr_w2_b"], tensors.get("lokr_t2"))
     return first, second.flatten(1)
+
+
+def _norm(tensors: Tensors, factor: str) -> float:
+    whole, core = tensors.get(factor), tensors.get("lokr_t2")
+    if whole is not None:
+        return float(whole.double().norm())
+    left, right = tensors[f"{factor}_a"], tensors[f"{factor}_b"]
+    if factor == "lokr_w1" or core is None:
+        return product_norm(left, right)
+    return tucker_norm(left, right, core)
+
+
+def _singular_vectors(tensors: Tensors, factor: str) -> tuple[Tensor, Tensor, Tensor]:
+    whole, core = tensors.get(factor), tensors.get("lokr_t2")
+    if whole is not None:
+        import torch
+
+        left, values, right = torch.linalg.svd(whole.flatten(1), full_matrices=False)
+        return left, values, right
+    left, right = tensors[f"{factor}_a"], tensors[f"{factor}_b"]
+    if factor == "lokr_w1" or core is None:
+        return singular_vectors_of_product(left, right)
+    return singular_vectors_of_product(left.T, with_core(right, core))
 
 
 def _rows(tensors: Tensors, factor: str) -> int:

@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, ClassVar
 
-from gracetune.adapters.algorithms.matrices import core_refusal, core_size, shaped
+from gracetune.adapters.algorithms.matrices import (
+    core_refusal,
+    core_size,
+    product_norm,
+    shaped,
+    singular_vectors_of_product,
+    tucker_norm,
+    with_core,
+)
 from gracetune.adapters.algorithms.record import Algorithm, Dimensions, Options, SingularVectors, Tensors, WeightShape
 from gracetune.adapters.computation import Computation
 
@@ -45,23 +53,16 @@ class LowRank(Algorithm):
         return shaped(torch.einsum("ab...,oa,bi->oi...", core, up, down), shape)
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
-        """|BA|^2 = tr(B'B AA'): two matrices of the rank's size instead of one of the weight's."""
-        if CORE in tensors:
-            return None
-        up, down = tensors[self.up].flatten(1).double(), tensors[self.down].flatten(1).double()
-        squared = float(((up.T @ up) * (down @ down.T)).sum())
-        return abs(scale) * math.sqrt(max(0.0, squared))
+        up, down, core = tensors[self.up].flatten(1), tensors[self.down].flatten(1), tensors.get(CORE)
+        return abs(scale) * (product_norm(up, down) if core is None else tucker_norm(up.T, down, core))
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
-        """The singular values of B A are those of a matrix of the rank's size: R_B R_A', the triangles of both."""
-        if CORE in tensors:
-            return None
-        import torch
-
         up, down = (tensors[name].detach().double().flatten(1) for name in (self.up, self.down))
-        (left, first), (right, second) = torch.linalg.qr(up), torch.linalg.qr(down.T)
-        inner, values, outer = torch.linalg.svd(scale * first @ second.T, full_matrices=False)
-        return left @ inner[:, :rank], values[:rank], outer[:rank] @ right.T, float(values.norm())
+        core = tensors.get(CORE)
+        if core is not None:
+            down = with_core(down, core.detach().double())
+        left, values, right = singular_vectors_of_product(up * scale, down)
+        return left[:, :rank], values[:rank], right[:rank], float(values.norm())
 
     def computation(self, inputs: int, outputs: int, options: Options) -> Computation:
         return Computation("low rank", "two products of the rank's width", kept=options.rank)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+_PART = 1 << 22
+"""Numbers that are worked on at a time."""
 
 
 def shaped(change: Tensor, shape: torch.Size) -> Tensor:
@@ -29,6 +33,102 @@ def tucker(left: Tensor, right: Tensor, core: Tensor | None) -> Tensor:
     import torch
 
     return torch.einsum("ab...,ao,bi->oi...", core, left, right)
+
+
+def with_core(right: Tensor, core: Tensor) -> Tensor:
+    """A core [r, r, *kernel] times [r, in], as [r, in * kernel]: a Tucker form is a product with it."""
+    import torch
+
+    return torch.einsum("ab...,bi->ai...", core, right).flatten(1)
+
+
+def parts_with_core(left: Tensor, core: Tensor) -> Iterator[Tensor]:
+    """[out, r] times a core [r, r, *kernel], as parts of [kernel * out, r]."""
+    import torch
+
+    for points in _by_points(core).split(max(1, _PART // left.numel()), dim=2):
+        yield torch.einsum("oa,abk->kob", left, points).flatten(0, 1)
+
+
+def _by_points(core: Tensor) -> Tensor:
+    """[r, r, *kernel] as [r, r, points]; a core without a kernel has one."""
+    return core.reshape(*core.shape[:2], -1)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all of it is; a part at a time, because torch makes several tensors of its size to find out."""
+    return not tensor.is_floating_point() or all(bool(part.isfinite().all()) for part in tensor.flatten().split(_PART))
+
+
+# -- of a product, from its factors: the product itself can be larger than any memory ---------------------------------
+
+
+def product_norm(left: Tensor, right: Tensor) -> float:
+    """|L R|^2 = tr(L'L RR'): two matrices of the rank's size instead of one of the weight's."""
+    left, right = left.double(), right.double()
+    if left.shape[0] * right.shape[1] <= left.shape[1] ** 2:
+        return float((left @ right).norm())
+    return math.sqrt(max(0.0, float(((left.T @ left) * (right @ right.T)).sum())))
+
+
+def tucker_norm(left: Tensor, right: Tensor, core: Tensor) -> float:
+    """The same with a core [r, r, *kernel] between [r, out] and [r, in]."""
+    left, right, core = left.double(), right.double(), _by_points(core).double()
+    return math.sqrt(max(0.0, float((core * _between(left @ left.T, core, right @ right.T)).sum())))
+
+
+def _between(left: Tensor, core: Tensor, right: Tensor) -> Tensor:
+    import torch
+
+    return torch.einsum("aA,ABk,Bb->abk", left, core, right)
+
+
+def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Tensor], count: int) -> float:
+    """|(A B) * (C D)|: `rows` are parts of A and C, `count` rows together; `right` is B and D, [r, in].
+
+    By pairs of ranks: row i of the product is (a_i (x) c_i) times the pairs of B's and D's rows, so the norm follows
+    from two matrices [r^2, r^2]. Where the rank is large, row by row.
+    """
+    rank, across = right[0].shape
+    if (count + across) * rank**4 < 2 * count * across * rank:
+        both = _gram_of_pairs(rows, rank) * _gram_of_pairs([(right[0].T, right[1].T)], rank)
+        return math.sqrt(max(0.0, float(both.sum())))
+    squared = 0.0
+    for first, second in rows:
+        for a, c in _in_parts(first, second, across):
+            squared += float(((a @ right[0]) * (c @ right[1])).double().square().sum())
+    return math.sqrt(squared)
+
+
+def _gram_of_pairs(rows: Iterable[tuple[Tensor, Tensor]], rank: int) -> Tensor:
+    import torch
+
+    found = torch.zeros(rank**2, rank**2, dtype=torch.float64)
+    for first, second in rows:
+        for a, c in _in_parts(first, second, rank**2):
+            pairs = pairs_of_columns(a.double(), c.double())
+            found += pairs.T @ pairs
+    return found
+
+
+def _in_parts(first: Tensor, second: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same rows of both, as many as become `_PART` numbers once a row is `width` long."""
+    count = max(1, _PART // width)
+    return zip(first.split(count), second.split(count), strict=True)
+
+
+def pairs_of_columns(first: Tensor, second: Tensor) -> Tensor:
+    """[n, r] and [n, r] as [n, r^2]: each row the products of a number of one with a number of the other."""
+    return (first.unsqueeze(2) * second.unsqueeze(1)).flatten(1)
+
+
+def singular_vectors_of_product(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Those of L R, from the triangles of both: a matrix of the rank's size instead of one of the weight's."""
+    import torch
+
+    (first, upper), (second, lower) = torch.linalg.qr(left.double()), torch.linalg.qr(right.double().T)
+    inner, values, outer = torch.linalg.svd(upper @ lower.T, full_matrices=False)
+    return first @ inner, values, outer @ second.T
 
 
 def core_size(core: Tensor | None) -> int:

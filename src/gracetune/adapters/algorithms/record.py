@@ -185,6 +185,9 @@ class Algorithm(ABC):
     def least_dimensions(self, tensor: str) -> int:
         return 0
 
+    def most_dimensions(self, tensor: str) -> int:
+        return 5  # of a three-dimensional convolution's weight
+
     def assemble(self, tensors: Tensors, alpha: float | None, convention: Convention) -> Layer:
         """A layer of a file from its tensors. Raises `LayerError`."""
         return Layer(self.name, dict(tensors), 1.0, None)
@@ -217,5 +220,8 @@ class Algorithm(ABC):
         return alpha
 
     def refusal(self, format: str, tensors: Tensors) -> str | None:
-        """Why a format cannot hold such a layer."""
-        return "diffusers loads LoRA and DoRA for this family, nothing else" if format == "diffusers" else None
+        """Why a format cannot hold such a layer. An algorithm that ComfyUI has code for says so here."""
+        return {
+            "diffusers": "diffusers loads LoRA and DoRA for this family, nothing else",
+            "comfyui": f"ComfyUI does not know {self.name}",
+        }.get(format)

@@ -17,7 +17,7 @@ from gracetune.adapters.formats.names import Located, locate, split
 from gracetune.adapters.state import Stage
 from gracetune.config.adapter_kinds import ALGORITHMS
 from gracetune.config.export_formats import FormatName
-from gracetune.errors import Problem
+from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
@@ -204,4 +204,4 @@ def _unclear(found: str, expected: str, hint: str) -> UnclearFamilyError:
 
 def _listed(keys: tuple[str, ...]) -> str:
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
+    return ", ".join(map(short, keys[:_SHOWN])) + more

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gracetune.adapters.algorithms.assembly import Convention, LayerError
+from gracetune.adapters.algorithms.assembly import Convention, LayerError, checked_alpha
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.formats.layers import common_alpha, common_rank
@@ -30,13 +29,16 @@ from gracetune.adapters.formats.writing import (
     row_magnitude,
 )
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import short
 from gracetune.models.key_maps import KEY_MAPS
 
 HEADER_ENTRY = "lora_adapter_metadata"
 PEFT_CONFIG = "gracetune.adapter_config"
 """Where `adapters.files` puts the adapter_config.json it found beside PEFT's adapter_model.safetensors."""
-_REPEATS, _NESTED = re.compile(r"[*+{]"), re.compile(r"\)[*+{]")
+_REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
+_MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
+"""Every layer is held against every pattern. Our own files have one for each layer, without repeats."""
 
 
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
@@ -125,6 +127,8 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
     if alpha is None:
         return None
     values = patterns if isinstance(patterns, dict) else {}
+    if len(values) > _MOST_PATTERNS or sum(map(bool, map(_REPEATS.search, values))) > _MOST_REPEATING:
+        return _too_many_patterns
     given = {text: _compiled(text) for text in values}
     rank_stabilised = config.get("use_rslora") is True
 
@@ -132,19 +136,22 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
         value = alpha
         for text, pattern in given.items():
             if pattern is None:
-                raise LayerError(f"the header's alpha_pattern {text!s:.40} cannot be followed")
+                raise LayerError(f"the header's alpha_pattern {short(text, 40)} cannot be followed")
             if pattern.fullmatch(path):
                 value = values[text]
                 break
-        if not isinstance(value, int | float) or abs(value) > sys.float_info.max:
-            raise LayerError(f"an alpha of {value!s:.20} in the header: no number")
-        return float(value) * (math.sqrt(rank) if rank_stabilised else 1.0)
+        return checked_alpha(value, " in the header") * (math.sqrt(rank) if rank_stabilised else 1.0)
 
     return scale
 
 
 def _unreadable(path: str, rank: int) -> float:
     raise LayerError(f"no alpha: {HEADER_ENTRY} in the header, or adapter_config.json beside it, is no JSON object")
+
+
+def _too_many_patterns(path: str, rank: int) -> float:
+    most = f"{_MOST_PATTERNS:,} entries, or {_MOST_REPEATING} that repeat something"
+    raise LayerError(f"the header's alpha_pattern has more than {most}")
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:

@@ -7,10 +7,21 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gracetune.adapters.algorithms.assembly import Convention, LayerError, listed, sides
+from gracetune.adapters.algorithms.assembly import (
+    MOST_ELEMENTS,
+    Convention,
+    LayerError,
+    check_vector,
+    is_by_input,
+    listed,
+    sides,
+)
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithms as records
+from gracetune.adapters.delta import MAGNITUDE
+from gracetune.adapters.shapes import columns, outputs
 from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import short
 
 
 def assemble(tensors: Mapping[str, Tensor], alpha: float | None, convention: Convention) -> Layer:
@@ -18,7 +29,9 @@ def assemble(tensors: Mapping[str, Tensor], alpha: float | None, convention: Con
     record = _record(tensors)
     _check_numbers(tensors, record)
     _check_dimensions(tensors, record)
-    return record.assemble(tensors, alpha, convention)
+    layer = record.assemble(tensors, alpha, convention)
+    _check_size(layer)
+    return layer
 
 
 def _record(tensors: Mapping[str, Tensor]) -> Algorithm:
@@ -45,8 +58,26 @@ def _check_numbers(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
 
 def _check_dimensions(tensors: Mapping[str, Tensor], record: Algorithm) -> None:
     for name, tensor in tensors.items():
-        if tensor.ndim < record.least_dimensions(name) or tensor.numel() == 0:
-            raise LayerError(f"{name} is {sides(tensor)}: not the shape of such a tensor")
+        if tensor.numel() == 0:
+            raise LayerError(f"{name} is {short(sides(tensor), 80)}: there is nothing in it")
+        if not record.least_dimensions(name) <= tensor.ndim <= record.most_dimensions(name):
+            raise LayerError(f"{name} is {short(sides(tensor), 80)}: not the shape of such a tensor")
+
+
+def _check_size(layer: Layer) -> None:
+    """Small factors can stand for a weight that no machine holds."""
+    rows, across = outputs(layer), columns(layer)
+    elements = max(1 if rows is None else rows, 1) * max(1 if across is None else across, 1)
+    if max(elements, *(tensor.numel() for tensor in layer.tensors.values())) > MOST_ELEMENTS:
+        size = f"{rows:,} x {across:,}" if rows and across else "one tensor"
+        raise LayerError(f"a change of {size}: no model has a weight of more than {MOST_ELEMENTS:,} numbers")
+    magnitude = layer.tensors.get(MAGNITUDE)
+    if magnitude is None:
+        return
+    check_vector(MAGNITUDE, magnitude)
+    by_input = across is not None and is_by_input(magnitude, rows or 0) and across % magnitude.numel() == 0
+    if rows is not None and magnitude.numel() != rows and not by_input:
+        raise LayerError(f"{MAGNITUDE} {sides(magnitude)} for {rows:,} outputs")
 
 
 # -- what a state is, in a word ---------------------------------------------------------------------------------------

@@ -34,11 +34,14 @@ _PREFIXES = (
     "transformer.",
     "unet.",
     "unet_",
+    "pipe.dit.",  # DiffSynth-Studio, where it is not told to leave it out
 )
 _EXPERT = re.compile(r"transformer_?([12])[._]|(high_noise|low_noise)/")  # the second: our own checkpoints
 _STAGES: dict[str, Stage] = {"1": "high_noise", "2": "low_noise", "high_noise": "high_noise", "low_noise": "low_noise"}
+_LONGEST = 1_000
+"""Characters of a key: no layer's name has half as many."""
 _TEXT_ENCODERS = ("lora_te", "text_encoder")
-_NO_COMPONENT = ("base_model.model.", "high_noise/", "low_noise/")
+_NO_COMPONENT = ("base_model.model.", "high_noise/", "low_noise/", "pipe.dit.")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class Located:
 
 def split(key: str) -> Split | None:
     """None for a key that ends like no tensor of an adapter."""
+    if len(key) > _LONGEST:
+        return None
     tidy = _tidy(key)
     for pattern, name in _ENDINGS:
         found = pattern.fullmatch(tidy)

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, NoScaleError
+from gracetune.adapters.algorithms.matrices import is_finite
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.file_errors import (
     AdapterFileError,
+    AlteredFileError,
     BrokenLayerError,
     MixedStagesError,
     NotFiniteError,
@@ -23,7 +25,7 @@ from gracetune.adapters.formats.layers import assemble
 from gracetune.adapters.formats.names import Located, is_of_text_encoder, locate, split
 from gracetune.adapters.formats.writing import BY_BASE, DORA_ENTRY, row_magnitude, swapped
 from gracetune.adapters.state import AdapterState, Layer, Stage
-from gracetune.errors import Problem
+from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
@@ -32,8 +34,8 @@ Scale = Callable[[str, int], float]
 _SHOWN = 12
 _GIVE_ALPHA = (
     "give the folder with its adapter_config.json, or a checkpoint's file where it was written, beside its .json; "
-    "else, if you know its alpha: mkdir known; cp FILE known/adapter_model.safetensors; "
-    """echo '{"lora_alpha": ALPHA}' > known/adapter_config.json; and give the folder known"""
+    "else, if you know its alpha: gracetune adapter convert FILE --to comfyui --alpha ALPHA (DiffSynth-Studio trains "
+    "with alpha = rank, {rank} here)"
 )
 
 
@@ -47,11 +49,13 @@ class Reading:
     """Keys that name no layer, or no tensor of an adapter."""
     broken: Mapping[str, str] = field(default_factory=dict)
     """By layer: why its tensors are no adapter."""
-    without_scale: frozenset[str] = frozenset()
-    """Those of them that are whole LoRAs, and that an `adapter_config.json` would make usable."""
+    without_scale: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that lack nothing but an alpha, and their ranks."""
     not_finite: tuple[str, ...] = ()
     contradictions: tuple[str, ...] = ()
     """Where the file says two things about its expert."""
+    altered: bool = False
+    """The file's own hash says that its tensors are no longer those it was written with."""
 
     def checked(self, file: str | None = None) -> Reading:
         """Itself, if nothing is wrong with the file."""
@@ -61,6 +65,8 @@ class Reading:
 
     def errors(self, file: str | None = None) -> list[AdapterFileError]:
         found: list[AdapterFileError] = []
+        if self.altered:
+            found.append(AlteredFileError([_altered_problem(file)]))
         if self.unknown:
             found.append(UnknownKeysError([self._unknown_problem(file)]))
         if self.broken:
@@ -90,18 +96,28 @@ class Reading:
         if self.without_scale:
             layers = sorted(self.without_scale)
             more = f"; the same for {len(layers) - 1} more layers" if layers[1:] else ""
+            hint = _GIVE_ALPHA.format(rank=self.without_scale[layers[0]])
             problems.append(
-                Problem(layers[0], self.broken[layers[0]] + more, "an alpha beside the tensors", _GIVE_ALPHA, file)
+                Problem(layers[0], self.broken[layers[0]] + more, "an alpha beside the tensors", hint, file)
             )
         return problems
 
     def _unknown_problem(self, file: str | None) -> Problem:
         text = any(map(is_of_text_encoder, self.unknown))
-        hint = "if it is of another family, name that one with --family; gracetune adapter inspect shows what fits"
+        hint = "it may be of another family: gracetune adapter inspect FILE --family NAME shows whether it fits"
         if text:
             leave_out = "gracetune adapter convert FILE --to comfyui --without-text-encoders"
             hint = f"layers of text encoders are not supported; {leave_out} writes a file without them"
         return Problem("keys", _listed(self.unknown), f"layers of {self.family} and tensors of an adapter", hint, file)
+
+
+def _altered_problem(file: str | None) -> Problem:
+    found = "the tensors are not those that gracetune wrote: their hash is another than sshs_model_hash"
+    hint = (
+        "copy or download it again; if you changed it yourself, gracetune adapter convert FILE --to comfyui "
+        "--ignore-hash writes it anew"
+    )
+    return Problem("sshs_model_hash", found, "the hash of the tensors in this file", hint, file)
 
 
 @dataclass
@@ -131,7 +147,7 @@ def read_states(
     convention = replace(convention, dora_by_base=metadata.get(DORA_ENTRY) == BY_BASE)
     gathered, unknown, broken = _gather(tensors, keys)
     layers: dict[Stage, dict[str, Layer]] = {}
-    without_scale: set[str] = set()
+    without_scale: dict[str, int] = {}
     for found in gathered:
         if found.stem in broken:
             continue
@@ -139,8 +155,8 @@ def read_states(
             parts = _layers(found, convention, scale)
         except LayerError as fault:
             broken[found.stem] = str(fault)
-            if isinstance(fault, NoScaleError) and found.located.is_bare and "lora_A.weight" in found.tensors:
-                without_scale.add(found.stem)
+            if isinstance(fault, NoScaleError):
+                without_scale[found.stem] = fault.rank
             continue
         of_stage = layers.setdefault(found.located.stage, {})
         for path, layer in parts.items():
@@ -152,16 +168,12 @@ def read_states(
         stage: AdapterState(family, stage, {path: found[path] for path in keys.in_order(found)}, dict(metadata))
         for stage, found in layers.items()
     }
-    return Reading(family, states, tuple(unknown), broken, frozenset(without_scale), not_finite(tensors))
+    return Reading(family, states, tuple(unknown), broken, without_scale, not_finite(tensors))
 
 
 def not_finite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """Keys of tensors with a NaN or an infinity. Alpha is no weight: its own rules apply."""
-    return tuple(
-        key
-        for key, tensor in tensors.items()
-        if tensor.is_floating_point() and not key.endswith("alpha") and not tensor.isfinite().all()
-    )
+    return tuple(key for key, tensor in tensors.items() if not key.endswith("alpha") and not is_finite(tensor))
 
 
 def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered], list[str], dict[str, str]]:
@@ -181,21 +193,24 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
         if parts.tensor == "alpha":
             if tensors[key].numel() != 1:
                 broken[parts.stem] = f"an alpha of {tensors[key].numel()} numbers"
+            elif tensors[key].dtype == torch.bool:
+                broken[parts.stem] = "alpha is true or false: it is a number"
             elif entry.alpha is not None:
-                broken[parts.stem] = f"two alphas, one of them {key}"
+                broken[parts.stem] = f"two alphas, one of them {short(key)}"
             else:
                 entry.alpha = _number(tensors[key])
             continue
         name, tensor = _canonical(parts.tensor, tensors[key])
         if name in entry.tensors:
-            broken[parts.stem] = f"{name} twice, once as {key}"
+            broken[parts.stem] = f"{name} twice, once as {short(key)}"
         entry.tensors[name] = tensor
     return list(gathered.values()), unknown, broken
 
 
 def _number(alpha: Tensor) -> float:
     """The shortest number that has this value in fp32: 0.1, and not 0.10000000149."""
-    return float(str(alpha.float().reshape(()).numpy()))
+    exact, found = float(alpha), alpha.float().reshape(())
+    return float(str(found.numpy())) if found.isfinite() else exact
 
 
 def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
@@ -234,7 +249,7 @@ def _by_base(layer: Layer) -> Layer:
 def _listed(names: Iterable[str]) -> str:
     names = list(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return ", ".join(map(short, names[:_SHOWN])) + more
 
 
 def dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:

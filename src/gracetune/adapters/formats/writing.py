@@ -187,7 +187,7 @@ def cast(tensor: Tensor, dtype: torch.dtype, name: str, layer: Layer) -> Tensor:
                     name,
                     f"values up to {largest:.3g}",
                     f"values of {dtype} (up to {torch.finfo(dtype).max:.3g})",
-                    "--dtype bf16 or --dtype fp32",
+                    "bf16 or fp32: --set checkpoints.save_dtype=bf16; gracetune adapter convert FILE --dtype bf16",
                 )
             ]
         )

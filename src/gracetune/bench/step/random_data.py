@@ -18,8 +18,8 @@ from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.data.items import DatasetIndex, Item
 from gracetune.data.media.probe import ImageFacts, VideoFacts
+from gracetune.data.media_files import MediaFile
 from gracetune.data.refs import Bucket
-from gracetune.data.scan import MediaFile
 from gracetune.models.footprint import Shape
 from gracetune.models.registry import geometry
 from gracetune.train.data import Ready

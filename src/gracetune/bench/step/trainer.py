@@ -17,13 +17,14 @@ from gracetune.bench.step.job import StepJob
 from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import RandomModel
 from gracetune.cache.batches import Live
+from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
 from gracetune.hardware import Machine
 from gracetune.planning.activations import BUDGETS, Policy
 from gracetune.planning.tiers import CONTEXT_BYTES, FRAGMENTATION, HEADROOM
 from gracetune.train.assembly import assemble, begin, open_host
-from gracetune.train.control import Stop
+from gracetune.train.control import Control, Stop
 from gracetune.train.data import Ready, open_source
 from gracetune.train.job import Job
 from gracetune.train.loop import run_window
@@ -117,6 +118,11 @@ def assemble_unresumed(
     beginning, live = begin(config, trainee, ready.index, runtime, view), Live()
     source = open_source(ready, beginning.state.loader, live, runtime, None, stack, on_decision=view.say)
     return assemble(
-        config, trainee, ready, live, beginning, source, runtime, None, view,
-        on_epoch_end=lambda ended: None, memory_alarm=lambda: None,
+        config, trainee, ready, live, beginning, source, runtime, None, Control(), view,
+        on_epoch_end=lambda ended: None, memory_alarm=lambda: None, repair=_cannot_repair,
     )  # fmt: skip
+
+
+def _cannot_repair(error: EntriesError) -> None:
+    """Random entries are made once, in memory."""
+    raise error

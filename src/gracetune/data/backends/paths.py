@@ -11,6 +11,7 @@ import re
 from gracetune.data.errors import OutsideRootError
 
 _DRIVE = re.compile(r"[A-Za-z]:/")
+_NO_NAMES = frozenset(["", ".", ".."])
 
 
 def refusal(path: str) -> str | None:
@@ -23,8 +24,10 @@ def refusal(path: str) -> str | None:
         return "it contains a backslash, and folders are separated by /"
     if path.startswith("/") or _DRIVE.match(path):
         return "it is absolute"
-    if any(part in ("", ".", "..") for part in path.split("/")):
+    if not _NO_NAMES.isdisjoint(path.split("/")):
         return "it contains an empty part, '.' or '..'"
+    if path.isascii():  # nearly all of them; encoding one takes as long as everything before it
+        return None
     try:
         path.encode()
     except UnicodeEncodeError:
@@ -45,6 +48,15 @@ def printable(path: str) -> str:
     return path.encode(errors="backslashreplace").decode()
 
 
+def split_suffix(path: str) -> tuple[str, str]:
+    """The path without its extension, and the extension as it is written, with its dot.
+
+    As `PurePosixPath` has it, in a tenth of the time: no extension in `name`, `.name` and `name.`.
+    """
+    dot = path.rfind(".")
+    return (path[:dot], path[dot:]) if path.rfind("/") + 1 < dot < len(path) - 1 else (path, "")
+
+
 def suffix_of(path: str) -> str:
     """The extension in lower case with its dot; empty for `name`, `.name` and `name.`."""
     name = path.rpartition("/")[2]
@@ -54,4 +66,4 @@ def suffix_of(path: str) -> str:
 
 def is_hidden(path: str) -> bool:
     """Whether a part of it starts with a dot: macOS' `._photo.jpg`, `.thumbnails/`, `.git/`."""
-    return any(part.startswith(".") for part in path.split("/"))
+    return path.startswith(".") or "/." in path

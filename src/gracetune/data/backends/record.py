@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.shared import Storage
 from gracetune.data.staging.progress import OnProgress, unwatched
-from gracetune.data.staging.selection import Selection
-from gracetune.hardware import Machine
-from gracetune.hostmem.sharing import LocalRanks
+
+if TYPE_CHECKING:  # a process that only reads files should not wait for the configuration's code (scan_workers.py)
+    from gracetune.config.dataset_config import Dataset
+    from gracetune.data.staging.selection import Selection
+    from gracetune.hardware import Machine
+    from gracetune.hostmem.sharing import LocalRanks
 
 
 @dataclass(frozen=True)

@@ -45,4 +45,14 @@ class _Memory(io.RawIOBase):
 
 
 def stream_over(view: memoryview) -> BinaryIO:
-    return io.BufferedReader(_Memory(view))
+    whole = whole_bytes(view)
+    return io.BufferedReader(_Memory(view)) if whole is None else io.BytesIO(whole)
+
+
+def whole_bytes(view: memoryview) -> bytes | None:
+    """The bytes that a view shows from end to end; None where it shows other memory, or a part of it.
+
+    `io.BytesIO` takes bytes without a copy, and every call of it is many times faster than one of a class in Python.
+    """
+    found = view.obj
+    return found if isinstance(found, bytes) and view.c_contiguous and view.nbytes == len(found) else None

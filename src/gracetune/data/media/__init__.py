@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Literal
+
+from gracetune.data.backends.paths import split_suffix
 
 Kind = Literal["image", "video", "audio"]
 
@@ -20,12 +21,14 @@ EXTENSIONS: dict[Kind, frozenset[str]] = {
 }
 
 
+_KINDS: dict[str, Kind] = {extension: kind for kind, names in EXTENSIONS.items() for extension in names}
+
+
 def extension_of(path: str) -> str:
-    """Lower case, without the dot."""
-    return PurePosixPath(path).suffix[1:].lower()
+    """Lower case, without the dot; empty for `name`, `.name` and `name.`."""
+    return split_suffix(path)[1][1:].lower()
 
 
 def kind_of(path: str) -> Kind | None:
     """What a file is by its name; None for captions, sidecars and everything else."""
-    extension = extension_of(path)
-    return next((kind for kind, names in EXTENSIONS.items() if extension in names), None)
+    return _KINDS.get(extension_of(path))

@@ -72,7 +72,7 @@ class _BombsUnsaid:
                 self._changed.close()
 
 
-_BOMBS_UNSAID = _BombsUnsaid()
+BOMBS_UNSAID = _BombsUnsaid()
 
 
 def decode_image(
@@ -111,7 +111,7 @@ def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Im
     if stream.seek(0, io.SEEK_END) == 0:
         raise UnreadableMediaError(path, "the file is empty (0 bytes)")
     stream.seek(0)
-    with _BOMBS_UNSAID:
+    with BOMBS_UNSAID:
         picture = Image.open(stream)
     pixels = picture.width * picture.height
     if pixels > max_pixels:

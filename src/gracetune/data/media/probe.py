@@ -9,12 +9,14 @@ beginning is found only by decoding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from gracetune.data.backend import Backend
+from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
 from gracetune.data.media.cut_off import refuse_cut_off
-from gracetune.data.media.image import MAX_PIXELS, damage_named, open_header, size_upright, too_large
+from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
 from gracetune.data.media.video import Video, opened, size_shown
 
 
@@ -54,7 +56,18 @@ class AudioFacts:
 
 
 def probe_image(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> ImageFacts:
-    with backend.open(path) as stream, damage_named(path), open_header(stream, path, max_pixels) as picture:
+    with backend.open(path) as stream:
+        return _image_facts(stream, path, max_pixels)
+
+
+def image_facts(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> ImageFacts:
+    """The same of a file that is in memory already."""
+    with stream_over(memoryview(data)) as stream:
+        return _image_facts(stream, path, max_pixels)
+
+
+def _image_facts(stream: BinaryIO, path: str, max_pixels: int) -> ImageFacts:
+    with damage_named(path), open_header(stream, path, max_pixels) as picture:
         width, height = size_upright(picture, stream)
         return ImageFacts(width, height, picture.has_transparency_data)
 

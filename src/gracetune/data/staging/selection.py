@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.listing import LeftOut, Listing
 from gracetune.data.backends.paths import is_hidden, suffix_of
 from gracetune.data.media import EXTENSIONS, Kind
+
+if TYPE_CHECKING:
+    from gracetune.config.dataset_config import Dataset
 
 
 def dotted(extension: str) -> str:

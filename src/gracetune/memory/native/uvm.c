@@ -8,6 +8,8 @@
  *  - Bytes are reserved before the driver is asked and given back after it has freed, so what exists never exceeds a
  *    cap, whatever races.
  *  - Autograd threads have no current context: every driver call runs with the primary one pushed, and popped again.
+ *  - Every exported function may be called with any number and with NULL: it answers GT_ERROR_ARGUMENT. What a pointer
+ *    that is not NULL points to is the caller's to know.
  *  - A forked child has no CUDA. There every call answers GT_ERROR_FORKED and never reaches the driver.
  */
 #define _POSIX_C_SOURCE 200809L
@@ -545,8 +547,15 @@ static void *slot_alloc(int slot, size_t bytes, int device)
 
 static void slot_free(int slot, void *pointer, size_t bytes, int device)
 {
-    if (pointer != NULL)
-        release(&slots[slot], device, (uint64_t)(uintptr_t)pointer, bytes);
+    struct account *account = &slots[slot];
+    if (pointer == NULL)
+        return;
+    if (bytes == 0 || bytes > get(account, GT_LIVE_BYTES)) { /* as in gt_managed_free */
+        note_error(account, own_error(GT_ERROR_ARGUMENT));
+        count(account, GT_FAILED_FREES);
+        return;
+    }
+    release(account, device, (uint64_t)(uintptr_t)pointer, bytes);
 }
 
 /* PyTorch passes no user data, so every slot is a pair of functions of its own. */
@@ -664,7 +673,7 @@ GT_API int gt_range_attribute(int device, uint64_t pointer, size_t bytes, int at
 {
     int code = check_range(pointer, bytes, device);
     if (code == GT_OK && (attribute < CU_RANGE_READ_MOSTLY || attribute > CU_RANGE_LAST_PREFETCH || values == NULL ||
-                          count == 0))
+                          count == 0 || count > MAX_DEVICES)) /* the driver fills all that it is told there is */
         code = own_error(GT_ERROR_ARGUMENT);
     if (code == GT_OK && driver.cuMemRangeGetAttribute == NULL)
         code = UNAVAILABLE(cuMemRangeGetAttribute);
@@ -704,6 +713,7 @@ GT_API int gt_pointer_range(int device, uint64_t pointer, uint64_t *start, uint6
     size_t size = 0;
     if (start == NULL || bytes == NULL)
         return own_error(GT_ERROR_ARGUMENT);
+    *start = 0;
     int code = pointer_attribute(device, pointer, CU_POINTER_RANGE_START, start);
     if (code == GT_OK)
         code = pointer_attribute(device, pointer, CU_POINTER_RANGE_SIZE, &size);
@@ -738,7 +748,8 @@ static int copy_all(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t 
 GT_API int gt_copy_batch(int device, uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, void *stream)
 {
     int code = usable();
-    if (code == GT_OK && (targets == NULL || sources == NULL || sizes == NULL || count == 0 || device < 0))
+    if (code == GT_OK && (targets == NULL || sources == NULL || sizes == NULL || count == 0 ||
+                          count > SIZE_MAX / sizeof(*sizes) || device < 0 || device >= MAX_DEVICES))
         code = own_error(GT_ERROR_ARGUMENT);
     for (size_t i = 0; code == GT_OK && i < count; i++)
         if (targets[i] == 0 || sources[i] == 0 || sizes[i] == 0)
@@ -928,6 +939,8 @@ GT_API int gt_slot_count(void)
 GT_API int gt_driver_version(int *version)
 {
     int code = usable();
+    if (code == GT_OK && version == NULL)
+        code = own_error(GT_ERROR_ARGUMENT);
     if (code == GT_OK && driver.cuDriverGetVersion == NULL)
         code = UNAVAILABLE(cuDriverGetVersion);
     return code == GT_OK ? DRIVER(cuDriverGetVersion, version) : code;
@@ -939,6 +952,8 @@ GT_API int gt_has_function(const char *name)
     int code = usable();
     if (code != GT_OK)
         return code;
+    if (name == NULL)
+        return own_error(GT_ERROR_ARGUMENT);
     for (int i = 0; i < FN_COUNT; i++) {
         void *address = NULL;
         memcpy(&address, (const char *)&driver + symbols[i].offset, sizeof(address));

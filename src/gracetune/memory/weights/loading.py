@@ -30,6 +30,7 @@ from gracetune.errors import Problem
 from gracetune.memory.weights.destinations import find_problems, torch_dtype
 from gracetune.memory.weights.staging import CudaStaging, HostStaging, Staging, bytes_of
 from gracetune.storage.errors import WeightFileError
+from gracetune.storage.regular_files import open_regular
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import (
     FileIdentity,
@@ -100,7 +101,7 @@ def _dtype_of(weights: Weights, name: str) -> torch.dtype:
 
 def _open(stack: ExitStack, path: Path, expected: FileIdentity) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except OSError as error:
         raise WeightFileError([unreadable(path, error)]) from None
     stack.callback(os.close, descriptor)

@@ -42,14 +42,15 @@ def encoder_id(
 
 
 def _config(source: ModelSource, component: str) -> str:
-    return json.dumps(_without_writers(read_config(source, component)), sort_keys=True)
+    return json.dumps(without_writers(read_config(source, component)), sort_keys=True)
 
 
-def _without_writers(value: Any) -> Any:
-    """Models within models (Qwen2.5-VL's) have configurations of their own inside, each with its writer."""
+def without_writers(value: Any) -> Any:
+    """A configuration without what says who wrote it. Models within models (Qwen2.5-VL's) have configurations of their
+    own inside, each with its writer."""
     if not isinstance(value, dict):
         return value
-    return {key: _without_writers(one) for key, one in value.items() if key not in _WRITERS}
+    return {key: without_writers(one) for key, one in value.items() if key not in _WRITERS}
 
 
 def files_digest(folder: Path) -> str:

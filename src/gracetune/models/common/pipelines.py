@@ -15,6 +15,7 @@ from gracetune.cache.encoder import EncoderId, Prompt
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.bars import without_bars
 from gracetune.models.common.encoding import release
+from gracetune.models.common.tokens import CutTexts
 from gracetune.models.layout import TOKENIZER, read_config
 from gracetune.models.source import ModelSource, read_json
 
@@ -60,23 +61,25 @@ def _refusing(source: ModelSource, what: str) -> Iterator[None]:
 
 
 class PipelineText:
-    """A text encoder that is a pipeline with everything but its text parts left out.
+    """A text encoder that is made of the text parts of a pipeline, and of nothing else of it.
 
-    So the templates, lengths and layers are those the pipeline samples with, and none of them is written down twice.
-    Satisfies `cache.encoder.TextEncoder`.
+    Satisfies `cache.encoder.TextEncoder`, `CutsTexts` and `MeasuresTexts`.
     """
 
     def __init__(
         self,
         pipeline: Any,
         identity: EncoderId,
-        encode: Callable[[Any, torch.device, Sequence[Prompt]], list[Entry]],
+        encode: Callable[[Any, torch.device, Sequence[Prompt], CutTexts], list[Entry]],
         *,
         device: torch.device,
         reads_pictures: bool = False,
+        lengths: Callable[[Any, Sequence[str]], list[int]] = lambda pipeline, texts: [0] * len(texts),
     ) -> None:
-        self._pipeline, self._identity, self._encode = pipeline, identity, encode
+        """`lengths` of texts, where only those of the same one are computed together."""
+        self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
         self._device, self._reads_pictures = device, reads_pictures
+        self._cut = CutTexts()
 
     @property
     def id(self) -> EncoderId:
@@ -86,11 +89,18 @@ class PipelineText:
     def reads_pictures(self) -> bool:
         return self._reads_pictures
 
+    @property
+    def cut(self) -> Mapping[str, Sequence[str]]:
+        return self._cut.by_limit
+
+    def lengths(self, texts: Sequence[str]) -> list[int]:
+        return self._lengths(self._pipeline, texts)
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
-        entries = self._encode(self._pipeline, self._device, prompts)
+        entries = self._encode(self._pipeline, self._device, prompts, self._cut)
         # Copies: an entry must not keep the memory of its whole batch.
         return [{name: tensor.to("cpu", copy=True) for name, tensor in entry.items()} for entry in entries]
 

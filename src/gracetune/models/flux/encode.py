@@ -12,6 +12,7 @@ from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
 from gracetune.models.common.encoding import encoder_id, files_digest
 from gracetune.models.common.picture_latents import Codec, PictureLatents
 from gracetune.models.common.pipelines import PipelineText
+from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.flux.load import TRANSFORMER, around, inspect, load_vae, text_parts
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, Placement
@@ -47,8 +48,20 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     return PipelineText(pipeline, identity, partial(_encode, tokens=tokens), device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], *, tokens: int) -> list[Entry]:
-    """Always `tokens` long: the transformer was trained with the padding in sight, and nothing masks it."""
+def _encode(
+    pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts, *, tokens: int
+) -> list[Entry]:
+    """What the pipeline's `encode_prompt` gives; that makes tokens of every text several times, to warn of long ones.
+
+    Always `tokens` long: the transformer was trained with the padding in sight, and nothing masks it.
+    """
     texts = [prompt.text for prompt in prompts]
-    embeds, pooled, _ = pipeline.encode_prompt(prompt=texts, device=device, max_sequence_length=tokens)
+    clip, t5 = pipeline.text_encoder, pipeline.text_encoder_2
+    seen, beyond_clip = padded_tokens(pipeline.tokenizer, texts, pipeline.tokenizer_max_length)
+    read, beyond_t5 = padded_tokens(pipeline.tokenizer_2, texts, tokens)
+    pooled_from = f"{pipeline.tokenizer_max_length} tokens, for the pooled embedding"
+    cut.add(pooled_from, (texts[number] for number in beyond_clip))
+    cut.add(f"{tokens} tokens", (texts[number] for number in beyond_t5))
+    pooled = clip(seen.input_ids.to(device)).pooler_output.to(clip.dtype)
+    embeds = t5(read.input_ids.to(device))[0].to(t5.dtype)
     return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

@@ -20,6 +20,26 @@ def _embedders() -> Iterator[Rule]:
             yield Rule(f"time_text_embed.{ours}_embedder.linear_{number}", f"{original}.{layer}")
 
 
+def _of_diffsynth() -> Iterator[tuple[str, str]]:
+    """DiffSynth-Studio's names. Its layers are the original's, with their rows in the original's order."""
+    for theirs, original in (("time_embedder", "time_in"), ("guidance_embedder", "guidance_in")):
+        yield f"{theirs}.timestep_embedder.0", f"{original}.in_layer"
+        yield f"{theirs}.timestep_embedder.2", f"{original}.out_layer"
+    yield "pooled_text_embedder.0", "vector_in.in_layer"
+    yield "pooled_text_embedder.2", "vector_in.out_layer"
+    for letter, stream in (("a", "img"), ("b", "txt")):
+        yield f"blocks.{{}}.norm1_{letter}.linear", f"{_THEIRS}.{stream}_mod.lin"
+        yield f"blocks.{{}}.attn.{letter}_to_qkv", f"{_THEIRS}.{stream}_attn.qkv"
+        yield f"blocks.{{}}.attn.{letter}_to_out", f"{_THEIRS}.{stream}_attn.proj"
+        for number in (0, 2):
+            yield f"blocks.{{}}.ff_{letter}.{number}", f"{_THEIRS}.{stream}_mlp.{number}"
+    yield f"{_THEIR_SINGLE}.norm.linear", f"{_THEIR_SINGLE}.modulation.lin"
+    yield f"{_THEIR_SINGLE}.to_qkv_mlp", f"{_THEIR_SINGLE}.linear1"
+    yield f"{_THEIR_SINGLE}.proj_out", f"{_THEIR_SINGLE}.linear2"
+    yield "final_norm_out.linear", "final_layer.adaLN_modulation.1"
+    yield "final_proj_out", "final_layer.linear"
+
+
 KEYS = KeyMap(
     family="flux",
     component="transformer",
@@ -48,6 +68,7 @@ KEYS = KeyMap(
             (*((f"{_SINGLE}.attn.to_{name}", 1) for name in "qkv"), (f"{_SINGLE}.proj_mlp", 4)),
         ),
     ),
+    other_names=tuple(_of_diffsynth()),
     depths=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
     comfyui_takes_ours=True,
     architecture="flux-1",

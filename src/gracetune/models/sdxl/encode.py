@@ -14,6 +14,7 @@ from gracetune.data.media.load import Sample
 from gracetune.models.common.encoding import encoder_id, files_digest
 from gracetune.models.common.picture_latents import Codec, PictureLatents
 from gracetune.models.common.pipelines import PipelineText
+from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.sdxl.load import UNET, around, encoding_dtype, load_vae, text_parts
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, Placement
@@ -65,8 +66,21 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     return PipelineText(pipeline, identity, _encode, device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt]) -> list[Entry]:
-    """Always 77 tokens: the U-Net was trained with the padding in sight, and nothing masks it."""
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
+    """What the pipeline's `encode_prompt` gives; that makes tokens of every text five times, to warn of long ones.
+
+    Always 77 tokens: the U-Net was trained with the padding in sight, and nothing masks it.
+    """
     texts = [prompt.text for prompt in prompts]
-    embeds, _, pooled, _ = pipeline.encode_prompt(prompt=texts, device=device, do_classifier_free_guidance=False)
+    states, answer = [], None
+    for tokenizer, encoder in (
+        (pipeline.tokenizer, pipeline.text_encoder),
+        (pipeline.tokenizer_2, pipeline.text_encoder_2),
+    ):
+        tokens, long = padded_tokens(tokenizer, texts, tokenizer.model_max_length)
+        cut.add(f"{tokenizer.model_max_length} tokens", (texts[number] for number in long))
+        answer = encoder(tokens.input_ids.to(device), output_hidden_states=True)
+        states.append(answer.hidden_states[-2])
+    assert answer is not None, "there are two encoders; the last one has the pooled embedding"
+    embeds, pooled = torch.cat(states, dim=-1).to(pipeline.text_encoder_2.dtype), answer.text_embeds
     return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

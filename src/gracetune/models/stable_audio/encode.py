@@ -11,7 +11,7 @@ was dropped, and what the pipeline guides away from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
 from gracetune.models.common.encoding import drawn, encoder_id, files_digest, release
 from gracetune.models.common.pipelines import load_tokenizer
+from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, Placement
@@ -117,23 +118,24 @@ class StableAudioTextEncoder:
         self._tokens = tokens
         self._placement = placement
         self._id = identity
+        self._cut = CutTexts()
 
     @property
     def id(self) -> EncoderId:
         return self._id
 
+    @property
+    def cut(self) -> Mapping[str, Sequence[str]]:
+        return self._cut.by_limit
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
-        # Always the full length: an embedding's last bits must not depend on the captions it is computed with.
-        tokens = self._tokenizer(
-            [prompt.text for prompt in prompts],
-            padding="max_length",
-            max_length=self._tokens,
-            truncation=True,
-            return_tensors="pt",
-        ).to(self._placement.device)
+        texts = [prompt.text for prompt in prompts]
+        tokens, long = padded_tokens(self._tokenizer, texts, self._tokens)
+        self._cut.add(f"{self._tokens} tokens", (texts[number] for number in long))
+        tokens = tokens.to(self._placement.device)
         states = self._model(tokens.input_ids, attention_mask=tokens.attention_mask)[0]
         states = self._projection(text_hidden_states=states).text_hidden_states.to("cpu", self._placement.dtype)
         lengths = tokens.attention_mask.sum(dim=1).tolist()

@@ -7,7 +7,7 @@ states of the real tokens; `predict` fills up to 512 with zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.common.encoding import drawn, encoder_id, files_digest, latent_mask, release
 from gracetune.models.common.pipelines import load_tokenizer
+from gracetune.models.common.tokens import CutTexts, padded_tokens
 from gracetune.models.common.vae_encoder import VaeEncoder
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EncodeOptions, ModelFacts, Placement
@@ -183,32 +184,36 @@ class WanTextEncoder:
         self._tokenizer = tokenizer
         self._placement = placement
         self._id = identity
+        self._cut = CutTexts()
 
     @property
     def id(self) -> EncoderId:
         return self._id
 
+    @property
+    def cut(self) -> Mapping[str, Sequence[str]]:
+        return self._cut.by_limit
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> list[Entry]:
         if not prompts:
             return []
-        found = embedded(self._model, self._tokenizer, [prompt.text for prompt in prompts], self._placement.device)
+        texts = [prompt.text for prompt in prompts]
+        found = embedded(self._model, self._tokenizer, texts, self._placement.device, self._cut)
         return [{"prompt_embeds": embeds.to("cpu", self._placement.dtype, copy=True)} for embeds in found]
 
     def close(self) -> None:
         release([self._model])
 
 
-def embedded(model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device) -> list[Tensor]:
+def embedded(
+    model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device, cut: CutTexts | None = None
+) -> list[Tensor]:
     """[tokens, width] for each caption."""
-    # Always the full length: an embedding's last bits must not depend on the captions it is computed with.
-    tokens = tokenizer(
-        [_clean(caption) for caption in captions],
-        padding="max_length",
-        max_length=TEXT_TOKENS,
-        truncation=True,
-        return_tensors="pt",
-    ).to(device)
+    tokens, long = padded_tokens(tokenizer, [_clean(caption) for caption in captions], TEXT_TOKENS)
+    if cut is not None:
+        cut.add(f"{TEXT_TOKENS} tokens", (captions[number] for number in long))
+    tokens = tokens.to(device)
     states = model(tokens.input_ids, tokens.attention_mask).last_hidden_state
     lengths = tokens.attention_mask.sum(dim=1).tolist()
     return [caption[:length] for caption, length in zip(states, lengths, strict=True)]

@@ -13,7 +13,7 @@ from gracetune.telemetry.curves import Series, evenly, smoothed
 from gracetune.telemetry.events import MemorySampled
 from gracetune.telemetry.report.pictures import Cell, Grid, link_to
 from gracetune.telemetry.report.plots import TABLE_ROWS, Plot, figure
-from gracetune.telemetry.report.story import Story, data_wait_share, loss_facts, moment, peaks
+from gracetune.telemetry.report.story import Story, loss_facts, moment
 from gracetune.telemetry.report.style import STYLE
 from gracetune.telemetry.schema import plain
 
@@ -67,18 +67,18 @@ def _head(story: Story, name: str) -> str:
 
 def _tiles(story: Story) -> str:
     total = "" if story.start.total_steps is None else f" of {story.start.total_steps:,}"
-    share = data_wait_share(story.steps)
+    share = story.steps.data_wait_share
     tiles = [("Steps", f"{story.step:,}{total}")]
-    if story.steps:
-        last = story.steps[-1]
+    last = story.steps.last
+    if last is not None:
         tiles += [("Samples", f"{last.samples:,}"), ("Epochs", f"{last.epoch + 1:,}")]
     for stage in story.stages:
-        smooth = loss_facts(story.losses(stage))["last_smoothed"]
+        smooth = loss_facts(story.steps.losses(stage))["last_smoothed"]
         label = f"Loss, smoothed{f' ({stage})' if stage else ''}"
         tiles.append((label, words.UNKNOWN if smooth is None else words.number(smooth)))
     tiles += [("Pace", words.pace(story.seconds_per_step) if story.seconds_per_step else words.UNKNOWN)]
     tiles += [] if share is None else [("Waiting for data", f"{share:.1%}")]
-    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in peaks(story.memory).items()]
+    tiles += [(f"Peak, {tier}", words.size(owners["total"])) for tier, owners in story.memory.peaks.items()]
     tiles += [("Time", words.duration(story.active_s)), ("Starts", f"{len(story.starts)}")]
     return "".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in tiles)
 
@@ -102,11 +102,11 @@ def _plots(plots: Iterable[Plot], first: int) -> str:
 def _loss_plots(story: Story) -> list[Plot]:
     series = []
     for stage in story.stages:
-        points, name = story.losses(stage), stage or "loss"
+        points, name = story.steps.losses(stage), stage or "loss"
         series += [Series(f"{name}, each", points, faint=True), Series(name, smoothed(points))]
     markers = [(event.step, f"{event.before or 'start'} to {event.after}") for event in story.switches]
     markers += [(start.resumed_step, "resumed") for start in story.starts if start.resumed_step is not None]
-    missing = sum(int(loss_facts(story.losses(stage))["not_finite"] or 0) for stage in story.stages)
+    missing = sum(int(loss_facts(story.steps.losses(stage))["not_finite"] or 0) for stage in story.stages)
     note = f"{missing} losses are no numbers (NaN or infinite)." if missing else ""
     held_out = [
         Series(stage or "held out", tuple((one.step, one.mean) for one in story.held_out if one.stage == stage))
@@ -126,8 +126,8 @@ def _speed_plots(story: Story) -> list[Plot]:
         Plot(
             "Step time",
             (
-                Series("step", tuple((one.step, one.step_ms) for one in story.steps)),
-                Series("of which waiting for data", tuple((one.step, one.data_wait_ms) for one in story.steps)),
+                Series("step", story.steps.step_ms),
+                Series("of which waiting for data", story.steps.data_wait_ms),
             ),
             unit=milliseconds,
         )
@@ -135,12 +135,9 @@ def _speed_plots(story: Story) -> list[Plot]:
 
 
 def _rate_plots(story: Story) -> list[Plot]:
-    groups = dict.fromkeys(group for one in story.steps for group in one.lr)
-    rates = tuple(
-        Series(group, tuple((one.step, one.lr[group]) for one in story.steps if group in one.lr)) for group in groups
-    )
-    norms = tuple((one.step, one.grad_norm) for one in story.steps if one.grad_norm is not None)
-    plots = [Plot("Learning rate", rates), Plot("Gradient norm before clipping", (Series("norm", norms),))]
+    rates = tuple(Series(group, story.steps.rates(group)) for group in story.steps.rate_groups)
+    norms = Series("norm", story.steps.norms)
+    plots = [Plot("Learning rate", rates), Plot("Gradient norm before clipping", (norms,))]
     if len({batch for _, batch in story.batches}) > 1:
         plots.append(Plot("Effective batch, all processes", (Series("samples", story.batches),), stairs=True))
     return plots
@@ -148,9 +145,9 @@ def _rate_plots(story: Story) -> list[Plot]:
 
 def _memory(story: Story) -> str:
     plots = []
-    for tier, owners in peaks(story.memory).items():
-        series = tuple(Series(owner, _held(story.memory, tier, owner)) for owner in owners if owner != "total")
-        capacity = story.memory[-1].capacity_bytes.get(tier)
+    for tier, owners in story.memory.peaks.items():
+        series = tuple(Series(owner, _held(story.kept_memory, tier, owner)) for owner in owners if owner != "total")
+        capacity = story.kept_memory[-1].capacity_bytes.get(tier)
         note = "" if capacity is None else f"The tier holds {words.size(capacity)}."
         plots.append(
             Plot(f"{tier}: memory in use, by owner", series, unit=words.size, base=1024, stacked=True, note=note)
@@ -159,8 +156,9 @@ def _memory(story: Story) -> str:
     plots.append(Plot("Memory stage", (Series("memory stage", story.memory_stages),), stairs=True, markers=reclaimed))
     ahead = Series("batches", story.look_ahead_depths)
     plots.append(Plot("Batches brought to the GPU ahead of their step", (ahead,), stairs=True))
-    held = peaks(story.memory).items()
-    rows = [(tier, owner, words.size(most)) for tier, owners in held for owner, most in owners.items()]
+    rows = [
+        (tier, owner, words.size(most)) for tier, owners in story.memory.peaks.items() for owner, most in owners.items()
+    ]
     return _plots(plots, 300) + _table("The most each held", ("tier", "owner", "peak"), rows)
 
 
@@ -232,12 +230,12 @@ def _self_checks(story: Story) -> str:
 
 
 def _counters(story: Story) -> str:
-    if not story.memory:
+    if not story.kept_memory:
         return ""
-    last = story.memory[-1]
+    last = story.kept_memory[-1]
     rows = []
     for name, value in sorted(last.counters.items()):
-        highest = max(one.counters[name] for one in story.memory if name in one.counters)
+        highest = story.memory.highest[name]
         unit: Callable[[float], str] = words.size if name.endswith(_MEMORY_UNITS) else words.number
         rows.append((name, unit(value), unit(highest)))
     missing = [(name, why) for name, why in sorted(last.unavailable.items())]
@@ -281,7 +279,7 @@ def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         return ""
     shown = [rows[place] for place in evenly(len(rows), TABLE_ROWS)]
     if len(shown) < len(rows):
-        caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in report.json)"
+        caption = f"{caption} ({len(shown)} of {len(rows):,} rows; all are in logs/events.jsonl)"
     titles = "".join(f'<th scope="col">{_text(title)}</th>' for title in head)
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>" for row in shown)
     named = f"<caption>{_text(caption)}</caption>" if caption else ""

@@ -222,7 +222,7 @@ def _table(plot: Plot, series: Sequence[Series]) -> str:
         + "</tr>"
         for x in shown
     )
-    left_out = "" if len(shown) == len(xs) else f" ({len(shown)} of {len(xs):,} steps; all are in report.json)"
+    left_out = "" if len(shown) == len(xs) else f" ({len(shown)} of {len(xs):,} steps; all are in logs/events.jsonl)"
     return (
         f'<details><summary>Numbers{left_out}</summary><div class="scroll"><table><caption>{_escape(plot.title)}'
         f'</caption><thead><tr><th scope="col">step</th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'

@@ -1,13 +1,13 @@
-"""What a run did, gathered from its events. Pure."""
+"""What a run did, gathered from its event log, which is read line by line."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
-from gracetune.telemetry.curves import Point, finite, smoothed
+from gracetune.telemetry.curves import Point, evenly, finite, smoothed
 from gracetune.telemetry.events import (
     CheckpointWritten,
     EffectiveBatchChanged,
@@ -28,10 +28,13 @@ from gracetune.telemetry.events import (
     Warned,
 )
 from gracetune.telemetry.progress import Progress
+from gracetune.telemetry.report.columns import MemoryColumns, StepColumns
 from gracetune.telemetry.schema import plain
-from gracetune.telemetry.sinks.jsonl import Log
+from gracetune.telemetry.sinks.jsonl import LogReader
 
-REPORT_FORMAT, REPORT_VERSION = "gracetune-report", 1
+REPORT_FORMAT, REPORT_VERSION = "gracetune-report", 2
+MOST_LISTED: Final = 2000
+"""Of the events of any other kind in report.json; evenly chosen where there are more."""
 NO_END = "the log ends without an end of the run: it was killed, or is still running"
 
 Kind = TypeVar("Kind", bound=Event)
@@ -42,14 +45,18 @@ class Story:
     """The events that count, by kind and in order."""
 
     starts: tuple[RunStarted, ...]
-    steps: tuple[StepDone, ...]
+    steps: StepColumns
+    kept_steps: tuple[StepDone, ...]
+    """Those that report.json lists."""
     switches: tuple[StageSwitched, ...]
     batch_changes: tuple[EffectiveBatchChanged, ...]
     memory_changes: tuple[MemoryStageChanged, ...]
     reclamations: tuple[MemoryReclaimed, ...]
     arena_changes: tuple[OverflowArenaChanged, ...]
     look_ahead: tuple[LookAheadChanged, ...]
-    memory: tuple[MemorySampled, ...]
+    memory: MemoryColumns
+    kept_memory: tuple[MemorySampled, ...]
+    """Those that are plotted, and that report.json lists. The first and the last are always among them."""
     checkpoints: tuple[CheckpointWritten, ...]
     validations: tuple[ValidationDone, ...]
     held_out: tuple[HeldOutLoss, ...]
@@ -78,19 +85,19 @@ class Story:
 
     @property
     def step(self) -> int:
-        done = [event.step for event in self.steps[-1:]]
+        done = [] if self.steps.last is None else [self.steps.last.step]
         done += [] if self.end is None else [self.end.step]
         return max([*done, self.start.resumed_step or 0])
 
     @property
     def stages(self) -> tuple[str, ...]:
         """Noise experts in the order they were first trained."""
-        return tuple(dict.fromkeys(event.stage for event in self.steps))
+        return self.steps.stages
 
     @property
     def memory_stages(self) -> tuple[Point, ...]:
-        """Every change at its own step, and what was sampled at log steps."""
-        sampled = [(one.step, one.counters["uvm.stage"]) for one in self.memory if "uvm.stage" in one.counters]
+        """Every change at its own step, and what was sampled."""
+        sampled = [(one.step, one.counters["uvm.stage"]) for one in self.kept_memory if "uvm.stage" in one.counters]
         return _in_order(sampled, self._changes(self.memory_changes))
 
     @property
@@ -107,71 +114,112 @@ class Story:
     def batches(self) -> tuple[Point, ...]:
         """Samples of an optimizer step, over all processes: the first step that had so many, and every log step."""
         world = self.start.world_size
-        logged = [(one.step, float(one.micro_batch * one.accumulation * world)) for one in self.steps]
+        logged = [(step, size * world) for step, size in self.steps.batches]
         changed = [(one.step + 1, float(one.after)) for one in self.batch_changes]
         return _in_order(changed, logged)
-
-    def losses(self, stage: str | None = None) -> tuple[Point, ...]:
-        return tuple((event.step, event.loss) for event in self.steps if stage is None or event.stage == stage)
 
 
 def _in_order(*points: Sequence[Point]) -> tuple[Point, ...]:
     return tuple(sorted((point for some in points for point in some), key=lambda point: point[0]))
 
 
-def tell(log: Log) -> Story:
-    records = log.merged()
-    events = [record.event for record in records]
-    pace = Progress(recent=max(1, len(events)))
-    for event in events:
+class _Gathered:
+    """What is known of a log after some of its lines."""
+
+    def __init__(self) -> None:
+        self.steps, self.memory = StepColumns(), MemoryColumns()
+        self.others: dict[type[Event], list[Event]] = {}
+        self.pace = Progress(recent=None)
+        self.began_s: float | None = None
+        self.ended_s: float | None = None
+        self._active = 0.0
+        self._process: tuple[float, float] | None = None
+        """Of the process whose lines these are: its first and its last moment."""
+
+    def of(self, kind: type[Kind]) -> tuple[Kind, ...]:
+        return tuple(event for event in self.others.get(kind, []) if isinstance(event, kind))
+
+    def add(self, begin: int, record: Record, *, stands: bool) -> None:
+        event, now = record.event, record.time_s
+        if isinstance(event, RunStarted) or self._process is None:
+            self._active = self.active_s
+            self._process = (now, now)
+        self._process = (self._process[0], now)
+        if not stands:
+            return
+        self.began_s = now if self.began_s is None else self.began_s
+        self.ended_s = now
         if not isinstance(event, RunStarted):  # those clear what was measured before
-            pace.observe(event)
-    ends = _of(events, RunEnded)
+            self.pace.observe(event)
+        if isinstance(event, StepDone):
+            self.steps.add(begin, event)
+        elif isinstance(event, MemorySampled):
+            self.memory.add(begin, event)
+        else:
+            self.others.setdefault(type(event), []).append(event)
+
+    @property
+    def active_s(self) -> float:
+        """From each process's first event to its last."""
+        return self._active + (0.0 if self._process is None else self._process[1] - self._process[0])
+
+
+def tell(log: LogReader) -> Story:
+    found, unreadable = _Gathered(), []
+    for line in log.lines():
+        if line.record is None:
+            unreadable.append((line.number, line.why))
+        else:
+            found.add(line.begin, line.record, stands=line.stands)
+    ends = found.of(RunEnded)
+    kept_steps = [record.event for record in log.at(found.steps.kept())]
+    kept_memory = [record.event for record in log.at(found.memory.kept())]
     return Story(
-        starts=_of(events, RunStarted),
-        steps=_of(events, StepDone),
-        switches=_of(events, StageSwitched),
-        batch_changes=_of(events, EffectiveBatchChanged),
-        memory_changes=_of(events, MemoryStageChanged),
-        reclamations=_of(events, MemoryReclaimed),
-        arena_changes=_of(events, OverflowArenaChanged),
-        look_ahead=_of(events, LookAheadChanged),
-        memory=_of(events, MemorySampled),
-        checkpoints=_of(events, CheckpointWritten),
-        validations=_of(events, ValidationDone),
-        held_out=_of(events, HeldOutLoss),
-        self_checks=_of(events, SelfChecked),
-        warnings=_of(events, Warned),
+        starts=found.of(RunStarted),
+        steps=found.steps,
+        kept_steps=tuple(event for event in kept_steps if isinstance(event, StepDone)),
+        switches=found.of(StageSwitched),
+        batch_changes=found.of(EffectiveBatchChanged),
+        memory_changes=found.of(MemoryStageChanged),
+        reclamations=found.of(MemoryReclaimed),
+        arena_changes=found.of(OverflowArenaChanged),
+        look_ahead=found.of(LookAheadChanged),
+        memory=found.memory,
+        kept_memory=tuple(event for event in kept_memory if isinstance(event, MemorySampled)),
+        checkpoints=found.of(CheckpointWritten),
+        validations=found.of(ValidationDone),
+        held_out=found.of(HeldOutLoss),
+        self_checks=found.of(SelfChecked),
+        warnings=found.of(Warned),
         end=ends[-1] if ends else None,
-        began_s=records[0].time_s if records else None,
-        ended_s=records[-1].time_s if records else None,
-        active_s=_active(log.records),
-        seconds_per_step=pace.standing().seconds_per_step,
-        unreadable=log.unreadable,
+        began_s=found.began_s,
+        ended_s=found.ended_s,
+        active_s=found.active_s,
+        seconds_per_step=found.pace.standing().seconds_per_step,
+        unreadable=tuple(unreadable),
     )
-
-
-def _of(events: Iterable[Event], kind: type[Kind]) -> tuple[Kind, ...]:
-    return tuple(event for event in events if isinstance(event, kind))
-
-
-def _active(records: Sequence[Record]) -> float:
-    """From each process's first event to its last."""
-    total, first, last = 0.0, None, 0.0
-    for record in records:
-        if isinstance(record.event, RunStarted) or first is None:
-            total += 0.0 if first is None else last - first
-            first = record.time_s
-        last = record.time_s
-    return total + (0.0 if first is None else last - first)
 
 
 # -- report.json ------------------------------------------------------------------------------------------------------
 
 
 def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -> dict[str, Any]:
-    """Everything the report says, as JSON."""
-    start = story.start
+    """Everything the report says, as JSON. `logged` counts the events of each list; the log itself has all of them."""
+    start, last = story.start, story.kept_memory[-1] if story.kept_memory else None
+    lists: dict[str, Sequence[Any]] = {
+        "stage_transitions": story.switches,
+        "effective_batch_changes": story.batch_changes,
+        "memory_stage_changes": story.memory_changes,
+        "reclamations": story.reclamations,
+        "arena_changes": story.arena_changes,
+        "look_ahead_changes": story.look_ahead,
+        "held_out": story.held_out,
+        "self_checks": story.self_checks,
+        "validations": story.validations,
+        "checkpoints": story.checkpoints,
+        "warnings": story.warnings,
+        "unreadable_lines": story.unreadable,
+    }
     facts = {
         "format": REPORT_FORMAT,
         "version": REPORT_VERSION,
@@ -184,35 +232,29 @@ def summary(story: Story, how_to_load: dict[str, str], outputs: Sequence[str]) -
         "starts": len(story.starts),
         "step": story.step,
         "total_steps": start.total_steps,
-        "samples": max((event.samples for event in story.steps), default=0),
-        "epochs": max((event.epoch + 1 for event in story.steps), default=0),
-        "loss": {stage or "all": loss_facts(story.losses(stage)) for stage in story.stages},
+        "samples": story.steps.samples,
+        "epochs": story.steps.epochs,
+        "loss": {stage or "all": loss_facts(story.steps.losses(stage)) for stage in story.stages},
         "seconds_per_step": story.seconds_per_step,
-        "data_wait_share": data_wait_share(story.steps),
-        "compile_ms": sum(event.compile_ms for event in story.steps),
-        "peak_bytes": peaks(story.memory),
-        "capacity_bytes": dict(story.memory[-1].capacity_bytes) if story.memory else {},
-        "counters": dict(story.memory[-1].counters) if story.memory else {},
-        "unavailable": dict(story.memory[-1].unavailable) if story.memory else {},
-        "stage_transitions": story.switches,
-        "effective_batch_changes": story.batch_changes,
-        "memory_stage_changes": story.memory_changes,
-        "reclamations": story.reclamations,
-        "arena_changes": story.arena_changes,
-        "look_ahead_changes": story.look_ahead,
-        "held_out": story.held_out,
-        "self_checks": story.self_checks,
-        "validations": story.validations,
-        "checkpoints": story.checkpoints,
-        "warnings": story.warnings,
-        "steps": story.steps,
-        "memory": story.memory,
+        "data_wait_share": story.steps.data_wait_share,
+        "compile_ms": story.steps.compile_ms,
+        "peak_bytes": story.memory.peaks,
+        "capacity_bytes": {} if last is None else last.capacity_bytes,
+        "counters": {} if last is None else last.counters,
+        "unavailable": {} if last is None else last.unavailable,
+        "logged": {
+            "steps": len(story.steps),
+            "memory": len(story.memory),
+            **{name: len(events) for name, events in lists.items()},
+        },
+        **{name: [events[place] for place in evenly(len(events), MOST_LISTED)] for name, events in lists.items()},
+        "steps": story.kept_steps,
+        "memory": story.kept_memory,
         "outputs": outputs,
         "how_to_load": how_to_load,
         "machine": start.machine,
         "versions": start.versions,
         "config": start.config,
-        "unreadable_lines": story.unreadable,
     }
     return {name: plain(value) for name, value in facts.items()}
 
@@ -228,22 +270,6 @@ def loss_facts(points: Sequence[Point]) -> dict[str, float | int | None]:
         "last_smoothed": smoothed(points)[-1][1],
         "not_finite": len(points) - len(known),
     }
-
-
-def data_wait_share(steps: Sequence[StepDone]) -> float | None:
-    total = sum(event.step_ms * event.steps for event in steps)
-    return sum(event.data_wait_ms * event.steps for event in steps) / total if total > 0 else None
-
-
-def peaks(samples: Sequence[MemorySampled]) -> dict[str, dict[str, int]]:
-    """Tier -> owner -> the most it held; `total` is the most all held together."""
-    found: dict[str, dict[str, int]] = {}
-    for sample in samples:
-        for tier, owners in sample.used_bytes.items():
-            known = found.setdefault(tier, {})
-            for owner, used in (*owners.items(), ("total", sum(owners.values()))):
-                known[owner] = max(known.get(owner, 0), used)
-    return found
 
 
 def moment(time_s: float | None) -> str | None:

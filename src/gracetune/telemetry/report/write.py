@@ -11,7 +11,7 @@ from gracetune.telemetry.report.loading import find_outputs, how_to_load
 from gracetune.telemetry.report.page import page
 from gracetune.telemetry.report.pictures import grid
 from gracetune.telemetry.report.story import summary, tell
-from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.telemetry.sinks.jsonl import LogReader
 
 LOG_FILE = Path("logs") / "events.jsonl"
 
@@ -25,7 +25,7 @@ class Report:
 def write_report(run_folder: Path) -> Report:
     """From the event log alone: for a finished, a crashed or a running run. TelemetryError where there is no log."""
     run_folder = run_folder.absolute()
-    story = tell(read_log(run_folder / LOG_FILE))
+    story = tell(LogReader(run_folder / LOG_FILE))
     outputs = story.end.outputs if story.end is not None and story.end.outputs else find_outputs(run_folder)
     told = dict(story.end.how_to_load) if story.end is not None else {}
     loading = told or how_to_load(story.start, outputs, run_folder)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
 
 from gracetune.storage.append import LineFile
 from gracetune.telemetry.errors import TelemetryError
@@ -34,55 +36,130 @@ class JsonlSink:
         self._file.close()
 
 
+class Line(NamedTuple):
+    """One line of a log."""
+
+    number: int
+    begin: int
+    """Where it begins, in bytes."""
+    record: Record | None
+    why: str
+    """It is no record, because ... One that was torn by a kill is ordinary."""
+    stands: bool
+    """False for what was done again after a resume, and for the ends of earlier processes."""
+
+
+class LogReader:
+    """A log file, read line by line as often as asked: that of a long run is larger than a process should hold."""
+
+    def __init__(self, path: Path) -> None:
+        """TelemetryError where there is none."""
+        self._path = path
+        self._limits = _limits(self._resumed_steps())
+
+    def lines(self) -> Iterator[Line]:
+        """All that are not empty. Those that are no events are told, never guessed at."""
+        process = 0
+        for number, begin, raw in self._raw_lines():
+            try:
+                record = from_line(raw)
+            except NotAnEventError as error:
+                yield Line(number, begin, None, str(error), stands=False)
+                continue
+            process += isinstance(record.event, RunStarted)
+            stands = process >= len(self._limits) or _stands(record, self._limits[process])
+            yield Line(number, begin, record, "", stands)
+
+    def at(self, places: Iterable[int]) -> list[Record]:
+        """The records of lines that begin there."""
+        found = []
+        with self._open() as file:
+            for place in places:
+                file.seek(place)
+                found.append(from_line(file.readline()))
+        return found
+
+    def _resumed_steps(self) -> list[int | None]:
+        """Of every start."""
+        found: list[int | None] = []
+        for _, _, raw in self._raw_lines():
+            if b"RunStarted" in raw:  # that alone tells nearly all lines; it may be in a warning's text
+                with suppress(NotAnEventError):
+                    event = from_line(raw).event
+                    found += [event.resumed_step] if isinstance(event, RunStarted) else []
+        return found
+
+    def _raw_lines(self) -> Iterator[tuple[int, int, bytes]]:
+        with self._open() as file:
+            begin = 0
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield number, begin, raw
+                begin += len(raw)
+
+    def _open(self) -> BinaryIO:
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise TelemetryError(
+                f"event log {self._path}",
+                found=error.strerror or str(error),
+                expected="the log of a run",
+                hint=f"name the run's folder, the one that holds logs/; `ls {self._path.parent}`",
+            ) from None
+
+
 @dataclass(frozen=True)
 class Log:
-    """What a log file says."""
+    """What a log file says, all of it at once: for short ones."""
 
     records: tuple[Record, ...]
     """As they were written, void ones included."""
     unreadable: tuple[tuple[int, str], ...] = ()
-    """Lines that are no events: number and why. One that was torn by a kill is ordinary."""
+    """Lines that are no events: number and why."""
 
     def merged(self) -> tuple[Record, ...]:
         return merge(self.records)
 
 
 def read_log(path: Path) -> Log:
-    """TelemetryError where there is none; lines that are no events are listed, never guessed at."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise TelemetryError(
-            f"event log {path}",
-            found=error.strerror or str(error),
-            expected="the log of a run",
-            hint=f"name the run's folder, the one that holds logs/; `ls {path.parent}`",
-        ) from None
-    records, unreadable = [], []
-    for number, line in enumerate(content.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            records.append(from_line(line))
-        except NotAnEventError as error:
-            unreadable.append((number, str(error)))
-    return Log(tuple(records), tuple(unreadable))
+    """TelemetryError where there is none."""
+    lines = [*LogReader(path).lines()]
+    return Log(
+        tuple(line.record for line in lines if line.record is not None),
+        tuple((line.number, line.why) for line in lines if line.record is None),
+    )
 
 
 def merge(records: Sequence[Record]) -> tuple[Record, ...]:
     """One line of history: what was done again after a resume is dropped, and the ends of earlier processes with it."""
-    kept: list[Record] = []
+    limits = _limits([one.event.resumed_step for one in records if isinstance(one.event, RunStarted)])
+    kept, process = [], 0
     for record in records:
-        event = record.event
-        if isinstance(event, RunStarted):
-            begin = event.resumed_step
-            kept = [] if begin is None else [one for one in kept if _stands(one, begin)]
-        kept.append(record)
+        process += isinstance(record.event, RunStarted)
+        if process >= len(limits) or _stands(record, limits[process]):
+            kept.append(record)
     return tuple(kept)
 
 
-def _stands(record: Record, resumed_step: int) -> bool:
-    if isinstance(record.event, RunEnded):
+def _limits(resumed_steps: Sequence[int | None]) -> list[int | None]:
+    """For what comes before the first start, and for every process but the last: up to which step it stands.
+
+    None: a later process began anew, and nothing of it does.
+    """
+    limits: list[int | None] = []
+    anew, least = False, 1 << 63
+    for resumed in reversed(resumed_steps):
+        if resumed is None:
+            anew = True
+        else:
+            least = min(least, resumed)
+        limits.append(None if anew else least)
+    return limits[::-1]
+
+
+def _stands(record: Record, limit: int | None) -> bool:
+    if limit is None or isinstance(record.event, RunEnded):
         return False
     step = step_of(record.event)
-    return step is None or step <= resumed_step
+    return step is None or step <= limit

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gracetune.telemetry.errors import TelemetryError
-from gracetune.telemetry.events import Record, RunStarted, ValidationDone, Warned, step_of
+from gracetune.telemetry.events import Event, Record, RunStarted, ValidationDone, Warned, step_of
 from gracetune.telemetry.hub import Tracker
 from gracetune.telemetry.sinks.scalars import scalars
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardSink:
@@ -31,46 +34,99 @@ class TensorBoardSink:
                 hint="pip install tensorboard, or --set logging.trackers=[]",
             ) from None
         self._folder, self._run_folder = folder, run_folder
-        self._writer: SummaryWriter | None = None
+        self._file: _EventFile | None = None
 
     def write(self, record: Record) -> None:
         event = record.event
         if isinstance(event, RunStarted):
             self._restart(0 if event.resumed_step is None else event.resumed_step + 1)
-        writer, step = self._opened(), step_of(event)
-        for tag, value in scalars(event).items():
-            writer.add_scalar(tag, value, step, walltime=record.time_s)
-        if isinstance(event, Warned):
-            writer.add_text("warnings", event.message, step, walltime=record.time_s)
-        if isinstance(event, ValidationDone):
-            self._add_pictures(writer, event, record.time_s)
+        file, step = self._opened(), step_of(event)
+        file.write(self._summaries(event), step, record.time_s)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
     def _restart(self, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=first_step)
+        self._file = _EventFile(self._folder, first_step)
 
-    def _opened(self) -> SummaryWriter:
-        if self._writer is None:
+    def _opened(self) -> _EventFile:
+        if self._file is None:
             self._restart(0)
-        assert self._writer is not None
-        return self._writer
+        assert self._file is not None
+        return self._file
 
-    def _add_pictures(self, writer: SummaryWriter, event: ValidationDone, time_s: float) -> None:
+    def _summaries(self, event: Event) -> list[Any]:
+        from torch.utils.tensorboard import summary
+
+        found = [summary.scalar(tag, value) for tag, value in scalars(event).items()]
+        if isinstance(event, Warned):
+            found.append(summary.text("warnings", event.message))
+        if isinstance(event, ValidationDone):
+            found += self._pictures(event)
+        return found
+
+    def _pictures(self, event: ValidationDone) -> Iterator[Any]:
         import numpy as np
         from PIL import Image
+        from torch.utils.tensorboard import summary
 
         for number, file in enumerate(event.files):
             if file.kind == "image":
                 with Image.open(self._run_folder / file.path) as picture:
                     pixels = np.asarray(picture.convert("RGB"))
-                tag = f"samples/{number:02d} {file.prompt[:80]}"
-                writer.add_image(tag, pixels, event.step, walltime=time_s, dataformats="HWC")
+                yield summary.image(f"samples/{number:02d} {file.prompt[:80]}", pixels, dataformats="HWC")
+
+
+class _EventFile:
+    """One event file. Written by whoever emits: torch's SummaryWriter has a thread for it, which dies of a full disk
+    with a traceback, after the events it still held."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        """TensorBoard forgets what earlier files of the folder say about `first_step` and later ones."""
+        from tensorboard.compat.proto.event_pb2 import Event as Entry
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path, self._file = _new_file(folder)
+        now = time.time()
+        self._append(
+            Entry(wall_time=now, file_version="brain.Event:2"),
+            Entry(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)),
+        )
+
+    def write(self, summaries: Iterable[Any], step: int | None, time_s: float) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Entry
+
+        if os.fstat(self._file.fileno()).st_nlink == 0:
+            raise FileNotFoundError(errno.ENOENT, "the file or its folder was removed", str(self._path))
+        self._append(*(Entry(wall_time=time_s, step=step, summary=one) for one in summaries))
+
+    def _append(self, *entries: Any) -> None:
+        """At once, and each whole unless the disk is full."""
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        packed = io.BytesIO()
+        for entry in entries:
+            RecordWriter(packed).write(entry.SerializeToString())
+        left = packed.getbuffer()
+        while left:
+            left = left[self._file.write(left) :]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _new_file(folder: Path) -> tuple[Path, io.FileIO]:
+    """TensorBoard reads the files of a folder in the order of their names."""
+    number = 0
+    while True:
+        path = folder / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{number}"
+        try:
+            return path, io.FileIO(path, "xb")
+        except FileExistsError:
+            number += 1
 
 
 TRACKER = Tracker(open=lambda run: TensorBoardSink(run.logs / "tensorboard", run.folder))

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
 import math
 import urllib.error
 import urllib.parse
 import urllib.request
 
+from gracetune.redaction import redact_webhook
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import Record, RunEnded, RunStarted, StepDone
 from gracetune.telemetry.schema import to_json
 
 TIMEOUT_S = 5.0
+
+
+def _host_of(url: str) -> tuple[str, str | None]:
+    """The host, and what keeps a request from being sent there: a request that is refused later repeats the address."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = parts.hostname or ""
+        host.encode("idna")
+        parts.port  # noqa: B018 - raises where it is no number
+    except ValueError:  # also a UnicodeError
+        return "", "which is no address"
+    if parts.scheme not in ("http", "https"):
+        return host, "which is no address of the web"
+    if not host:
+        return host, "which names no host"
+    if not url.isascii() or not url.isprintable() or " " in url:
+        return host, "which has blanks or other letters that must be written as %XX"
+    return host, None
+
+
+def _without_login(url: str) -> tuple[str, dict[str, str]]:
+    """The address that is asked, and the header that `user:password@` stands for."""
+    parts = urllib.parse.urlsplit(url)
+    login, sign, host = parts.netloc.rpartition("@")
+    if not sign:
+        return url, {}
+    encoded = base64.b64encode(urllib.parse.unquote_to_bytes(login)).decode()
+    return urllib.parse.urlunsplit(parts._replace(netloc=host)), {"Authorization": f"Basic {encoded}"}
 
 
 class WebhookSink:
@@ -22,16 +53,17 @@ class WebhookSink:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        host, wrong = _host_of(url)
+        if wrong is not None:
             raise TelemetryError(
                 "logging.webhook",
-                found=f"an address that begins with {url[:8]!r}",
+                found=f"{redact_webhook(url)}, {wrong}",
                 expected="http://HOST/... or https://HOST/...",
                 hint="--set logging.webhook=https://HOST/PATH, or leave it out",
             )
-        self.name = f"the webhook at {parts.hostname}"
-        self._url, self._timeout_s = url, timeout_s
+        self.name = f"the webhook at {host}"
+        self._url, self._login = _without_login(url)
+        self._timeout_s = timeout_s
         self._run = ""
         self._loss: float | None = None
 
@@ -53,15 +85,15 @@ class WebhookSink:
         body = {**to_json(record), "run": self._run, "text": text, "content": text}
         if self._loss is not None:
             body["loss"] = self._loss if math.isfinite(self._loss) else str(self._loss)
-        request = urllib.request.Request(
-            self._url,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json", "User-Agent": "gracetune"},
-            method="POST",
-        )
+        headers = {"Content-Type": "application/json", "User-Agent": "gracetune", **self._login}
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s):
                 return
+        except http.client.HTTPException as error:  # an answer that is none
+            raise TelemetryError(
+                self.name, found=type(error).__name__, expected="an answer", hint="check logging.webhook"
+            ) from None
         except urllib.error.HTTPError as error:  # its text holds the address
             raise TelemetryError(
                 self.name,

@@ -30,6 +30,11 @@ def lora(rank: int = 2, up_rank: int | None = None) -> dict[str, Tensor]:
     return {f"{STEM}.lora_A.weight": torch.ones(rank, 8), f"{STEM}.lora_B.weight": torch.ones(8, up_rank or rank)}
 
 
+def loha(side: int = 8, rank: int = 2) -> dict[str, Tensor]:
+    sizes = {"hada_w1_a": (side, rank), "hada_w1_b": (rank, side), "hada_w2_a": (side, rank), "hada_w2_b": (rank, side)}
+    return {f"{STEM}.{name}": torch.ones(size, dtype=torch.bfloat16) for name, size in sizes.items()}
+
+
 def read(tensors: dict[str, Tensor], format: str = "comfyui"):
     return FORMATS[format].read(tensors, {}, "wan").checked("file.safetensors")
 
@@ -46,7 +51,10 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
         (lora() | {f"{STEM}.lokr_w1": torch.ones(2, 2)}, "LoKr together with"),
         (lora() | {f"{STEM}.diff": torch.ones(8, 8)}, "more than one kind"),
         (lora() | {f"{STEM}.alpha": torch.tensor(math.inf).half()}, "alpha is inf"),
-        (lora() | {f"{STEM}.alpha": torch.tensor(math.nan)}, "alpha is nan"),
+        (lora() | {f"{STEM}.alpha": torch.tensor(math.nan)}, "alpha is NaN"),
+        (lora() | {f"{STEM}.alpha": torch.tensor(True)}, "alpha is true or false"),
+        (lora() | {f"{STEM}.alpha": torch.tensor(1e300, dtype=torch.float64)}, "alpha is above 3.4e"),
+        (lora() | {f"{STEM}.alpha": torch.ones(0)}, "an alpha of 0 numbers"),
         (lora() | {f"{STEM}.alpha": torch.ones(3)}, "an alpha of 3 numbers"),
         (lora() | {f"{STEM}.dora_scale": torch.ones(5, 1)}, "dora_scale 5x1 for 8 outputs"),
         (lora() | {f"{STEM}.dora_scale": torch.ones(1, 5)}, "dora_scale 1x5 for 8 outputs"),
@@ -56,7 +64,18 @@ def read(tensors: dict[str, Tensor], format: str = "comfyui"):
         ({f"{STEM}.weight": torch.ones(8, 8)}, "no tensor of an adapter"),
         ({f"{STEM}.diff_b": torch.ones(8)}, "diff_b without diff"),
         ({f"{STEM}.lora_A.weight": torch.ones(2), f"{STEM}.lora_B.weight": torch.ones(2)}, "not the shape"),
-        ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "not the shape"),
+        ({f"{STEM}.lora_A.weight": torch.ones(0, 8), f"{STEM}.lora_B.weight": torch.ones(8, 0)}, "nothing in it"),
+        ({key: value.reshape(*value.shape, 1, 1, 1, 1) for key, value in lora().items()}, "not the shape"),
+        (loha() | {f"{STEM}.dora_scale": torch.ones(5, 1)}, "dora_scale 5x1 for 8 outputs"),
+        (loha() | {f"{STEM}.dora_scale": torch.ones(2, 4)}, "a number for each channel"),
+        (
+            loha() | {f"{STEM}.hada_t1": torch.ones(2, 2, 1, 1, 1, 1), f"{STEM}.hada_t2": torch.ones(2, 2)},
+            "not the shape",
+        ),
+        ({f"{STEM}.diff": torch.ones(8, 8), f"{STEM}.diff_b": torch.ones(4)}, "diff_b of 4 for 8 outputs"),
+        ({f"{STEM}.weight": torch.ones(2, 4), f"{STEM}.on_input": torch.tensor(0)}, "a number for each channel"),
+        ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.tensor(math.nan)}, "0 or 1"),
+        (loha(1 << 17), "131,072 x 131,072: no model has"),
         ({f"{STEM}.weight": torch.ones(8), f"{STEM}.on_input": torch.ones(2)}, "one number"),
         (lora() | {"lora_unet_blocks_0_self_attn_q.lora_down.weight": torch.ones(2, 8)}, "twice"),
         ({key: value.to(torch.int8) for key, value in lora().items()}, "lora_A.weight holds torch.int8"),
@@ -84,13 +103,27 @@ def test_weights_that_are_no_numbers(value: float) -> None:
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
         f"{STEM}.lora_C.weight",
         f"{STEM}.lora_B.bias",
-        "diffusion_model." + "9" * 5000 + ".lora_A.weight",
+        "diffusion_model.blocks.00.self_attn.q.lora_A.weight",
+        "diffusion_model.blocks.\N{FULLWIDTH DIGIT ZERO}.self_attn.q.lora_A.weight",
+        "diffusion_model.blocks.\N{ARABIC-INDIC DIGIT ZERO}.self_attn.q.lora_A.weight",
+        "diffusion_model.blocks.#.self_attn.q.lora_A.weight",
     ],
 )
 def test_keys_that_name_nothing_are_listed(key: str) -> None:
+    """Only the one way in which a number is written names a block: no two keys of a file are the same layer's."""
     with pytest.raises(UnknownKeysError) as error:
         read(lora() | {key: torch.ones(2, 8)})
     assert key in error.value.problems[0].found
+
+
+@pytest.mark.parametrize("key", ["diffusion_model." + "9" * 5_000 + ".lora_A.weight", "x" * 1_000_000, "a\n\x1b[2Jb"])
+def test_a_key_is_shown_on_one_line_and_short(key: str) -> None:
+    with pytest.raises(UnknownKeysError) as error:
+        read(lora() | {key: torch.ones(2, 8)})
+    for line in str(error.value).splitlines():
+        assert len(line) < 400
+        assert line.isprintable()
+    assert len(str(error.value).splitlines()) == 4
 
 
 def test_an_alpha_that_is_missing() -> None:
@@ -113,7 +146,7 @@ def test_keys_that_begin_with_the_layer_have_no_scale_of_their_own(prefix: str, 
     with pytest.raises(BrokenLayerError, match="is scaled; the same for 19 more") as refused:
         read(tensors, format)
     (problem,) = refused.value.problems
-    assert "lora_alpha" in problem.hint
+    assert "--alpha ALPHA (DiffSynth-Studio trains with alpha = rank, 4 here)" in problem.hint
     with_alpha = tensors | {f"{stem}.alpha": torch.tensor(2.0) for stem in stems}
     (state,) = read(with_alpha, format).states.values()
     assert {layer.scale for layer in state.layers.values()} == {0.5}
@@ -300,15 +333,20 @@ def test_what_fits_can_be_applied(kind: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"lora_alpha": 1, "alpha_pattern": {"to_q": "x"}}, "an alpha of x"),
-        ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "an alpha of None"),
-        ({"lora_alpha": 10**400}, "an alpha of 1000"),
-        ({"lora_alpha": math.inf}, "an alpha of inf"),
-        ({"lora_alpha": math.nan}, "alpha is nan"),
-        ({"lora_alpha": "8"}, "an alpha of 8 in the header: no number"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": "x"}}, 'is the text "x"'),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": None}}, "is None: it is a number"),
+        ({"lora_alpha": 1, "alpha_pattern": {"to_q": True}}, "is true: it is a number"),
+        ({"lora_alpha": 10**400}, "is above 3.4e"),
+        ({"lora_alpha": math.inf}, "is infinite"),
+        ({"lora_alpha": math.nan}, "is NaN"),
+        ({"lora_alpha": "8"}, 'alpha in the header is the text "8"'),
+        ({"lora_alpha": True}, "alpha in the header is true"),
         ({"lora_alpha": 1, "alpha_pattern": {"(": 2}}, "cannot be followed"),
         ({"lora_alpha": 1, "alpha_pattern": {"([a-z0-9_.]+)+!": 2}}, "cannot be followed"),
         ({"lora_alpha": 1, "alpha_pattern": {".*.*.*.*.*!": 2}}, "cannot be followed"),
+        ({"lora_alpha": 1, "alpha_pattern": {".?" * 24 + "." * 8 + "!": 2}}, "cannot be followed"),
+        ({"lora_alpha": 1, "alpha_pattern": {f".*{number}": 2 for number in range(17)}}, "more than 2,000 entries"),
+        ({"lora_alpha": 1, "alpha_pattern": {f"x{number}": 2 for number in range(2_001)}}, "more than 2,000 entries"),
     ],
 )
 def test_a_header_that_says_no_number(config: dict[str, object], says: str) -> None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from gracetune.adapters.delta import delta
-from gracetune.adapters.file_errors import MixedStagesError
+from gracetune.adapters.file_errors import BrokenLayerError, MixedStagesError
 from gracetune.adapters.formats.names import locate, split
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.opening import open_adapter
@@ -267,3 +267,74 @@ def test_our_flux_kohya_file_in_diffusers_converter() -> None:
         ours = layer.tensors["lora_B.weight"] @ layer.tensors["lora_A.weight"][:, some] * layer.scale
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
     assert all(not tensor.any() for key, tensor in found.items() if "lora_B" in key), "parts without an adapter stay so"
+
+
+# -- DiffSynth-Studio -------------------------------------------------------------------------------------------------
+
+# Its FLUX.1: what its layers are called, and the rows of diffusers' layers that each consists of, in its order.
+DIFFSYNTH_FLUX = {
+    "blocks.0.norm1_a.linear": ["transformer_blocks.0.norm1.linear"],
+    "blocks.0.norm1_b.linear": ["transformer_blocks.0.norm1_context.linear"],
+    "blocks.0.attn.a_to_qkv": [f"transformer_blocks.0.attn.to_{name}" for name in "qkv"],
+    "blocks.0.attn.b_to_qkv": [f"transformer_blocks.0.attn.add_{name}_proj" for name in "qkv"],
+    "blocks.0.attn.a_to_out": ["transformer_blocks.0.attn.to_out.0"],
+    "blocks.0.attn.b_to_out": ["transformer_blocks.0.attn.to_add_out"],
+    "blocks.0.ff_a.0": ["transformer_blocks.0.ff.net.0.proj"],
+    "blocks.0.ff_a.2": ["transformer_blocks.0.ff.net.2"],
+    "blocks.0.ff_b.0": ["transformer_blocks.0.ff_context.net.0.proj"],
+    "blocks.0.ff_b.2": ["transformer_blocks.0.ff_context.net.2"],
+    "single_blocks.0.norm.linear": ["single_transformer_blocks.0.norm.linear"],
+    "single_blocks.0.to_qkv_mlp": [
+        *(f"single_transformer_blocks.0.attn.to_{name}" for name in "qkv"),
+        "single_transformer_blocks.0.proj_mlp",
+    ],
+    "single_blocks.0.proj_out": ["single_transformer_blocks.0.proj_out"],
+    "time_embedder.timestep_embedder.0": ["time_text_embed.timestep_embedder.linear_1"],
+    "guidance_embedder.timestep_embedder.2": ["time_text_embed.guidance_embedder.linear_2"],
+    "pooled_text_embedder.0": ["time_text_embed.text_embedder.linear_1"],
+    "context_embedder": ["context_embedder"],
+    "x_embedder": ["x_embedder"],
+    "final_proj_out": ["proj_out"],
+}
+DIFFSYNTH_WAN = {
+    f"blocks.1.{theirs}": [f"blocks.1.{ours}"]
+    for theirs, ours in {
+        "self_attn.q": "attn1.to_q", "self_attn.k": "attn1.to_k", "self_attn.v": "attn1.to_v",
+        "self_attn.o": "attn1.to_out.0", "cross_attn.q": "attn2.to_q", "ffn.0": "ffn.net.0.proj", "ffn.2": "ffn.net.2",
+    }.items()
+}  # fmt: skip
+DIFFSYNTH_QWEN = {
+    f"transformer_blocks.1.{name}": [f"transformer_blocks.1.{name}"]
+    for name in ("attn.to_q", "attn.add_k_proj", "attn.to_out.0", "attn.to_add_out", "img_mlp.net.2", "img_mod.1")
+}
+DIFFSYNTH = {"flux": DIFFSYNTH_FLUX, "wan": DIFFSYNTH_WAN, "qwen_image": DIFFSYNTH_QWEN}
+
+
+@pytest.mark.parametrize("prefix", ["", "pipe.dit."])
+@pytest.mark.parametrize("family", DIFFSYNTH)
+def test_files_of_diffsynth_studio(family: str, prefix: str, tiny_model, tmp_path: Path) -> None:
+    """peft's names for its own modules, and no alpha: with the one its trainer uses, every layer gets its rows."""
+    shapes = making.layer_shapes(family, tiny_model)
+    generator, rank = torch.Generator().manual_seed(0), 4
+    tensors, changes = {}, {}
+    for name, paths in DIFFSYNTH[family].items():
+        rows = [shapes[path][0] for path in paths]
+        down = torch.randn(rank, shapes[paths[0]][1], generator=generator)
+        up = torch.randn(sum(rows), rank, generator=generator)
+        tensors |= {f"{prefix}{name}.lora_A.default.weight": down, f"{prefix}{name}.lora_B.default.weight": up}
+        changes |= dict(zip(paths, (up @ down).split(rows), strict=True))
+    path = tmp_path / "epoch-4.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(BrokenLayerError, match="--alpha"):
+        open_adapter(path, family).states()
+    found = open_adapter(path, family, alpha=2.0).state()
+    assert found.layers.keys() == changes.keys()
+    for layer, change in changes.items():
+        torch.testing.assert_close(delta(found.layers[layer], shapes[layer]), change / 2)
+
+
+def test_the_final_norm_of_diffsynths_flux_has_the_originals_order() -> None:
+    place = KEY_MAPS["flux"].find("final_norm_out.linear")
+    assert place == KEY_MAPS["flux"].find("final_layer.adaLN_modulation.1")
+    assert place is not None
+    assert place.halves_swapped

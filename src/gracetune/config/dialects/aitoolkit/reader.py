@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gracetune.config import native
@@ -21,8 +21,9 @@ from gracetune.config.dialects.aitoolkit.train import EMA, LOGGING, SAVE, TRAIN
 from gracetune.config.dialects.peer_file import PeerBlock, PeerFile, block_at
 from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number
-from gracetune.config.draft import Draft, Said
+from gracetune.config.draft import Draft, Said, describe
 from gracetune.config.environment import Environment
+from gracetune.config.limits import joined, replaced
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError
@@ -52,31 +53,39 @@ def read(document: Document, draft: Draft, environment: Environment) -> None:
     reading.note_unused()
 
 
-_VARIABLE = re.compile(r"\$\{([^}]+)\}")
-
-
 def _substituted(document: Document, draft: Draft, environment: Environment) -> Any:
     """The file's data with `${NAME}` replaced in its text. What stands in a comment of its own is left alone."""
     missing: dict[str, None] = {}
-
-    def value(match: re.Match[str]) -> str:
-        before = document.text[document.text.rfind("\n", 0, match.start()) + 1 : match.start()]
-        if before.lstrip().startswith(("#", "//")):
-            return match[0]
-        found = environment.get(match[1])
-        if found is None:
-            missing[match[1]] = None
-        return match[0] if found is None else found
-
-    text = _VARIABLE.sub(value, document.text)
+    text = joined(_filled(document.text, environment, missing))
     for name in missing:
         found, expected = Said("an unset variable"), "its value in the environment"
-        draft.problem(f"${{{name}}}", found, expected, f"export {name}=...")
+        draft.problem(f"${{{describe(Said(name))}}}", found, expected, f"export {describe(Said(name))}=...")
     if text == document.text:
         return document.data
     substituted = document.reparsed(text)
+    draft.redactor.learn(substituted.data)
     draft.problems += substituted.problems
     return substituted.data
+
+
+def _filled(text: str, environment: Environment, missing: dict[str, None]) -> Iterator[str]:
+    """The text in pieces; names that the environment does not have are added to `missing`."""
+    end = 0
+    in_comment = _COMMENT.match(text) is not None
+    while (start := text.find("${", end)) >= 0 and (close := text.find("}", start)) >= 0:
+        before, name, end = text[end:start], text[start + 2 : close], close + 1
+        if "\n" in before:
+            in_comment = _COMMENT.match(before, before.rindex("\n") + 1) is not None
+        found = environment.get(name) if name and not in_comment else None
+        if found is None and name and not in_comment:
+            missing[name] = None
+        yield before
+        yield text[start:end] if found is None else found
+    yield text[end:]
+
+
+_COMMENT = re.compile(r"\s*(?:#|//)")
+"""Of a line that is one."""
 
 
 def _read_config(top: PeerBlock, _: None) -> None:
@@ -105,7 +114,7 @@ def _named(config: PeerBlock) -> PeerBlock:
 
 def _replaced(value: Any, name: str) -> Any:
     if isinstance(value, str):
-        return value.replace("[name]", name)
+        return replaced(value, "[name]", name)
     if isinstance(value, list):
         return [_replaced(item, name) for item in value]
     return {key: _replaced(item, name) for key, item in value.items()} if isinstance(value, Mapping) else value

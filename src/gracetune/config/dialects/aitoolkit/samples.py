@@ -13,6 +13,7 @@ from gracetune.config.dialects.peer_file import PeerBlock, block_at
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Path
+from gracetune.config.limits import replaced
 from gracetune.config.spelling import misspelt
 
 _ADAPTERS_ONLY = "nothing: adapters that take images are not trained here"
@@ -110,7 +111,7 @@ def _with_flags(item: PeerBlock, trigger: Any) -> PeerBlock:
     if not isinstance(prompt, str):
         return item
     if isinstance(trigger, str):
-        prompt = prompt.replace("[trigger]", trigger)
+        prompt = replaced(prompt, "[trigger]", trigger)
     text, *pieces = _FLAG.split(prompt)
     found: dict[str, Any] = {}
     keys = dict(item.written)

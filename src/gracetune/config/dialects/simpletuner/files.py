@@ -13,6 +13,7 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES
 from gracetune.config.draft import Draft
 from gracetune.config.environment import Environment
+from gracetune.config.limits import substituted
 from gracetune.config.syntax import Document, read_document
 from gracetune.errors import ConfigError
 
@@ -39,7 +40,7 @@ class Placeholders:
 
     def fill(self, value: Any, draft: Draft, key: str, file: str) -> Any:
         if isinstance(value, str):
-            return _PLACEHOLDER.sub(lambda found: self._one(found, draft, key, file), value)
+            return substituted(_PLACEHOLDER, lambda found: self._one(found, draft, key, file), value)
         if isinstance(value, list):
             return [self.fill(item, draft, f"{key}[{index}]", file) for index, item in enumerate(value)]
         if isinstance(value, Mapping):
@@ -72,6 +73,7 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
     except ConfigError as error:
         options.draft.problems += error.problems
         return None
+    options.draft.redactor.learn(document.data)
     options.draft.problems += document.problems
     return document
 

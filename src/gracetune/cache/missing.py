@@ -1,0 +1,92 @@
+"""Why entries have to be encoded, in words: new content, another encoder, or bytes that changed on the disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from gracetune.cache.audit import differences
+from gracetune.cache.keys import Origin
+from gracetune.cache.store import DiskStore
+from gracetune.cache.wanted import LatentItem, TextItem, by_folder
+from gracetune.data.words import counted
+
+MOST_ENTRIES: Final = 300_000
+"""Of a store whose entries are looked at, which takes 11 µs each."""
+
+_ENCODERS: Final = {"latent": "the VAE", "text": "the text encoder"}
+_PARTS: Final = {
+    "bucket": "their size",
+    "fit": "their crop",
+    "clip": "the part of the clip",
+    "augmentation": "their augmentation",
+    "mask": "their masks",
+    "conditioning": "their references",
+    "pictures": "their references",
+}
+_SETTING: Final = "encoder.settings."
+
+
+def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentItem | TextItem]) -> list[str]:
+    """One line for each reason, the most frequent first."""
+    reasons: Counter[str] = Counter()
+    new: list[LatentItem | TextItem] = []
+    damaged = 0
+    for folder, items in by_folder(missing).items():
+        store = store_of(folder)
+        if len(store.keys()) > MOST_ENTRIES:
+            reasons["; the cache has too many entries to look for the reason"] += len(items)
+            continue
+        nearest = _nearest(store, items)
+        kind = items[0].origin.kind
+        reasons.update(_words(kind, nearest[item.key]) for item in items if item.key in nearest)
+        new += [item for item in items if item.key not in nearest]
+        damaged += len(store.damaged)
+    kind = missing[0].origin.kind if missing else "latent"
+    lines = [f"{_counted(kind, count)} encoded{why}" for why, count in reasons.most_common()]
+    if new:
+        or_lost = f", or in {counted(damaged, 'damaged file')} of the cache" if damaged else ""
+        lines.append(f"{_counted(kind, len(new))} encoded: {_named(new)}{or_lost}")
+    return lines
+
+
+def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[str, frozenset[str]]:
+    """By key, in which parts the stored entry of the same content differs that differs least."""
+    by_source: dict[str, list[tuple[str, Origin]]] = {}
+    for item in items:
+        origin = item.origin
+        by_source.setdefault(origin.source, []).append((item.key, origin))
+    found: dict[str, frozenset[str]] = {}
+    for _, entry in store.stored():
+        for key, origin in by_source.get(entry.origin.source, ()):
+            if entry.origin.kind == origin.kind:
+                parts = frozenset(one.part for one in differences(entry.origin, origin))
+                if key not in found or len(parts) < len(found[key]):
+                    found[key] = parts
+    return found
+
+
+def _words(kind: str, parts: frozenset[str]) -> str:
+    if not parts:
+        return " again: their bytes on the disk had changed; look at the disk (`dmesg`, `smartctl -a`)"
+    if "encoder.weights" in parts:
+        return f" again: {_ENCODERS[kind]} changed since they were cached"
+    settings = [f"the encoder's {part.removeprefix(_SETTING)}" for part in parts if part.startswith(_SETTING)]
+    own = [_PARTS.get(part, part) for part in parts if not part.startswith(_SETTING)]
+    return f" again: {' and '.join(sorted({*settings, *own}))} changed since they were cached"
+
+
+def _counted(kind: str, count: int) -> str:
+    return counted(count, "latent" if kind == "latent" else "text embedding")
+
+
+def _named(new: Sequence[LatentItem | TextItem]) -> str:
+    files = {(item.ref.dataset, item.ref.path): item.ref.bucket for item in new if isinstance(item, LatentItem)}
+    if not files:
+        return counted(len({item.text for item in new if isinstance(item, TextItem)}), "new caption")
+    media = Counter(
+        "sound" if bucket.audio_samples else "clip" if bucket.frames > 1 else "image" for bucket in files.values()
+    )
+    return " and ".join(counted(count, f"new {medium}") for medium, count in media.most_common())

@@ -1,0 +1,58 @@
+"""What a process of this run that was killed left behind: removed, or brought to its end, by the next one.
+
+Called while the run's folder is locked. Removed are files and folders that only gracetune names so (`temporary_name`),
+and files that the journal says were never completed. Everything else is somebody else's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from gracetune.cache.places import places_of
+from gracetune.checkpoint.journal import Work
+from gracetune.checkpoint.store import CheckpointStore
+from gracetune.config.run_config import RunConfig
+from gracetune.data.build import scan_folder
+from gracetune.models.spec import Expert
+from gracetune.storage.atomic import sweep, sweep_folders
+from gracetune.storage.os_errors import explain
+from gracetune.train.output import RunFolder
+
+_ENDED_BY_REMOVAL: Final[tuple[Work, ...]] = ("saving", "retiring")
+
+
+def remove_leftovers(
+    config: RunConfig, folder: RunFolder, store: CheckpointStore, experts: Sequence[Expert]
+) -> list[str]:
+    """Returns what could not be removed, in words: leftovers are no reason to stop."""
+    for place in (folder.path, folder.samples, places_of(config).base, scan_folder(config)):
+        with suppress(OSError):  # it is not there; or the run finds out itself what is wrong with it
+            sweep(place)
+    try:
+        for model in folder.model_folders():
+            _sweep_model(model, [expert.component for expert in experts])
+    except OSError as error:
+        return [f"what a killed process left could not be removed: {explain(error, folder.path).found}"]
+    notes = []
+    for work in _ENDED_BY_REMOVAL:
+        for step in store.unfinished(work):
+            failed = folder.remove_step(experts, step)
+            notes += failed
+            if not failed:
+                store.end_work(work, step)
+    if store.unfinished("finishing") and not folder.are_there(folder.final_files(experts, config.adapter.kind)):
+        notes += folder.remove_step(experts, None)
+    return notes
+
+
+def _sweep_model(folder: Path, components: Iterable[str]) -> None:
+    """A model's folder holds whole components, or is not there."""
+    sweep_folders(folder)
+    for component in components:
+        shutil.rmtree(folder / f".{component}.tmp", ignore_errors=True)  # what earlier releases called it
+    if not any(folder.iterdir()):
+        folder.rmdir()

@@ -1,0 +1,351 @@
+"""The other processes of a run: whether they live, what ended those that do not, and whom this one waits for.
+
+A collective whose peer is gone fails with a message about a socket, or (NCCL) does not return at all. So every process
+writes into the store that the launcher's processes met in: who it is, a beat every second, and why it ends. A process
+whose collective fails reads there which rank was lost (`Peers.explain`). Threads read it too: if a peer is lost and
+the main thread does not come back from its collective, they end this process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from gracetune.errors import GracetuneError
+from gracetune.train.control import InterruptedBySignal
+from gracetune.units import format_duration
+
+BEAT_S = 1.0
+SILENT_BEATS = 300
+"""So many of our own beats without one of a peer's, and it counts as lost. Counted, not timed: a scheduler may suspend
+all processes of a job for an hour. Patient, because a thread cannot beat while another one holds Python's lock."""
+GRACE_S = 15.0
+"""How long the main thread may take to notice a lost peer by itself."""
+SETTLED_S = 5.0
+"""How long after a failed collective a dead process may still look alive."""
+SAID_S = {True: 60.0, False: 600.0}
+"""Waiting is said after so long, on rank 0 and on the others, and whenever it has doubled."""
+
+
+class LostRankError(GracetuneError):
+    """Another process of the run is gone, so this one cannot go on."""
+
+    def __init__(self, message: str, lost: Sequence[int], *, speaks: bool) -> None:
+        """`speaks`: this is the rank that says how to go on, and writes the end of the run into its log."""
+        super().__init__(message)
+        self.lost, self.speaks = tuple(lost), speaks
+
+
+@dataclass(frozen=True)
+class _Process:
+    """Of one rank."""
+
+    host: str
+    machine: str
+    """The same for processes that see each other's numbers."""
+    pid: int
+    started: str
+    """When, as the kernel counts: numbers of processes are used again."""
+
+    @classmethod
+    def this(cls) -> _Process:
+        name, pid = socket.gethostname(), os.getpid()
+        return cls(name, f"{name} {Path('/proc/self/ns/pid').readlink()}", pid, _state(pid)[1])
+
+    def is_gone(self) -> bool:
+        try:
+            state, started = _state(self.pid)
+        except OSError:
+            return True
+        return state in "ZX" or started != self.started
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """A letter for what it does (Z: dead, and nobody has asked how it ended), and when it was started."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], fields[19]
+
+
+@dataclass(frozen=True)
+class _End:
+    """What a rank wrote when it left because of an error."""
+
+    place: int
+    """Among the ranks that failed: the first one has the cause."""
+    reason: str
+    interrupted: bool
+    lost: tuple[int, ...]
+    """The ranks it had lost itself."""
+    is_clear: bool
+    """It knows what ended it: no error of a collective, say."""
+
+
+class Peers:
+    """`advice` is what a message about a lost rank ends with: the last checkpoint, and the command that goes on."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, *, store_in_rank_0: bool) -> None:
+        """`store` is a `torch.distributed.Store`; every rank makes one of these, and a barrier follows. It lives in the
+        process of rank 0, or in the launcher."""
+        self.rank, self.world_size = rank, world_size
+        self._store_in_rank_0 = store_in_rank_0
+        self.advice: Callable[[], str] = lambda: ""
+        self.on_forced_end: Callable[[LostRankError], None] = lambda error: None
+        """Called before a thread ends the process: for the run's log."""
+        self._opened = store  # kept open until `close`, whatever becomes of the process group
+        self._store, self._threads_store = store.clone(), store.clone()
+        for one in (self._store, self._threads_store):
+            one.set_timeout(timedelta(seconds=10))
+        self._met, self._since = 0, 0.0
+        """Collectives begun; since when this process waits in one."""
+        self._answer: BaseException | None = None
+        self._place = 0
+        self._this = _Process.this()
+        self._failing, self._closing = threading.Event(), threading.Event()
+        self._store.set(f"peer/{rank}/process", json.dumps(asdict(self._this)))
+        self._store.set(f"peer/{rank}/beat", "0 0")
+        self._processes: dict[int, _Process] = {}
+        self._seen = _Seen()
+        self._has_store = threading.Event()
+        self._has_store.set()
+        self._threads = [
+            threading.Thread(target=work, name=f"gracetune-peers-{work.__name__}", daemon=True)
+            for work in (self._beat, self._watch)
+        ]
+
+    def start(self) -> None:
+        """After the barrier: everybody's entries are there."""
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        self._processes = {rank: _Process(**json.loads(self._store.get(f"peer/{rank}/process"))) for rank in others}
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """After the process group, so that the others do not wait in it."""
+        if self._answer is not None and self._store_in_rank_0 and self.rank == 0:
+            self._wait_for_readers()
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(timeout=2 * SETTLED_S)
+
+    def _wait_for_readers(self) -> None:
+        """With this process goes the store, and why it ended: the others read that first."""
+        deadline = time.monotonic() + GRACE_S + 2 * SETTLED_S
+        while time.monotonic() < deadline:
+            with suppress(RuntimeError):
+                ends = self._ends(self._store)
+                if all(rank in ends or process.is_gone() for rank, process in self._visible()):
+                    return
+            time.sleep(0.05)
+
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around every collective that may have to wait for a peer."""
+        self._met += 1
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = 0.0
+
+    # -- why a collective failed --------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> BaseException:
+        """The error to raise in place of this one: about a lost rank, where one is lost; otherwise the same."""
+        if error is self._answer:  # on its way through another level of the run
+            return error
+        self._failing.set()
+        while self._answer is None:
+            with suppress(InterruptedBySignal):  # a launcher ends all processes when one of them has died: say why
+                found = self._explained(error)
+                self._leave(found)
+                self._answer = found
+        return self._answer
+
+    def _explained(self, error: BaseException) -> BaseException:
+        speaks_for_itself = isinstance(error, GracetuneError)
+        if self._is_store_gone(within_s=0.0 if speaks_for_itself else SETTLED_S / 10):
+            return error if speaks_for_itself else self._store_gone()
+        try:
+            self._place = self._store.add("peer/failures", 1)
+            return error if speaks_for_itself else self._found_among_peers(error)
+        except RuntimeError:  # the store itself is out of reach
+            return error if speaks_for_itself else self._store_gone()
+
+    def _found_among_peers(self, error: BaseException) -> BaseException:
+        """The first rank that failed finds out what has happened, the others repeat it."""
+        by_signal = isinstance(error, KeyboardInterrupt)
+        beats = self._beats(self._store)
+        patience = SETTLED_S / 4 if by_signal else SETTLED_S if self._place == 1 else 2 * SETTLED_S
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
+            gone = [rank for rank, process in self._visible() if process.is_gone()]
+            ends = self._ends(self._store)  # read after that: a process that is gone has written its own
+            if died := {rank: self._died(rank) for rank in gone if rank not in ends}:
+                return self._error(died)
+            if clear := {rank: end for rank, end in ends.items() if end.is_clear or self._place > 1}:
+                return self._of_end(clear)
+            time.sleep(0.05)
+        if by_signal:
+            return error
+        ends, now = self._ends(self._store), self._beats(self._store)
+        silent = [rank for rank in beats if rank not in ends and now[rank] == beats[rank]]
+        return self._error({rank: self._silent(rank) for rank in silent}) if silent else error
+
+    def _of_end(self, ends: Mapping[int, _End]) -> BaseException:
+        for end in ends.values():
+            if end.lost:
+                return self._error({rank: self._died(rank) for rank in end.lost if rank != self.rank})
+        rank, end = min(ends.items(), key=lambda item: item[1].place)
+        if end.interrupted:
+            return InterruptedBySignal(f"{end.reason} (rank {rank})")
+        # It has said why. Rank 0 says it too, in the log of the run.
+        return self._error({rank: f"it stopped: {end.reason}"}, speaks=self.rank == 0)
+
+    def _is_store_gone(self, within_s: float = 0.0) -> bool:
+        """Asked before it is used: torch writes pages about a store that does not answer."""
+        if not self._store_in_rank_0 or self.rank == 0 or 0 not in dict(self._visible()):
+            return False
+        deadline = time.monotonic() + within_s
+        while not (gone := self._processes[0].is_gone()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return gone
+
+    def _store_gone(self) -> LostRankError:
+        gone = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
+        if not gone and self._store_in_rank_0:
+            gone = {0: self._silent(0)}
+        return self._error(gone) if gone else self._error({}, "the launcher of this run is gone, or its machine")
+
+    def _visible(self) -> list[tuple[int, _Process]]:
+        here = self._this.machine
+        return [(rank, process) for rank, process in self._processes.items() if process.machine == here]
+
+    def _died(self, rank: int) -> str:
+        why = "killed, or crashed; its own messages and `dmesg -T` (out of memory?) may say more"
+        return f"its process ({self._processes[rank]}) has ended without a word: {why}"
+
+    def _silent(self, rank: int) -> str:
+        return f"its process ({self._processes[rank]}) does not answer: it is stopped, or its machine is out of reach"
+
+    def _error(self, lost: Mapping[int, str], headline: str = "", *, speaks: bool | None = None) -> LostRankError:
+        left = [rank for rank in range(self.world_size) if rank not in lost]
+        lines = [f"rank {rank} of {self.world_size} is lost: {why}" for rank, why in sorted(lost.items())] or [headline]
+        if speaks is None:
+            speaks = not left or self.rank == min(left)
+        text = "\n".join([*lines, self.advice()]).strip() if speaks else lines[0].partition("\n")[0]
+        return LostRankError(text, sorted(lost), speaks=speaks)
+
+    # -- the store ----------------------------------------------------------------------------------------------------
+
+    def _leave(self, error: BaseException) -> None:
+        if self._is_store_gone():
+            return
+        lost = error.lost if isinstance(error, LostRankError) else ()
+        by_signal = isinstance(error, KeyboardInterrupt)
+        is_clear = by_signal or isinstance(error, GracetuneError)
+        end = _End(self._place, str(error) or type(error).__name__, by_signal, lost, is_clear)
+        with suppress(RuntimeError):
+            self._store.set(f"peer/{self.rank}/end", json.dumps(asdict(end)))
+
+    def _ends(self, store: Any) -> dict[int, _End]:
+        ended = [rank for rank in self._processes if store.check([f"peer/{rank}/end"])]
+        found = {rank: json.loads(store.get(f"peer/{rank}/end")) for rank in ended}
+        return {rank: _End(**{**end, "lost": tuple(end["lost"])}) for rank, end in found.items()}
+
+    def _beats(self, store: Any) -> dict[int, tuple[int, int]]:
+        ranks = [*self._processes]
+        found = store.multi_get([f"peer/{rank}/beat" for rank in ranks])
+        return {rank: _numbers(text) for rank, text in zip(ranks, found, strict=True)}
+
+    # -- the threads --------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        """One thread talks to the store, which may hang with its process. The other one only looks at what it saw."""
+        while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
+            try:
+                if self._is_store_gone():
+                    break
+                seen = self._seen
+                self._threads_store.set(f"peer/{self.rank}/beat", f"{seen.beat + 1} {self._met}")
+                now = self._beats(self._threads_store)
+                missed = {rank: seen.missed.get(rank, 0) + 1 if now[rank][0] == seen.of(rank) else 0 for rank in now}
+                self._seen = _Seen(seen.beat + 1, now, missed, self._ends(self._threads_store))
+            except RuntimeError:
+                break
+        self._has_store.clear()
+
+    def _watch(self) -> None:
+        said, beat, unanswered, lost_since = 0.0, 0, 0, 0.0
+        while not self._closing.wait(BEAT_S * max(1, self.world_size // 64)):
+            seen = self._seen
+            beat, unanswered = seen.beat, unanswered + 1 if seen.beat == beat else 0
+            said = self._say_waiting(said, seen)
+            is_store_lost = not self._has_store.is_set() or unanswered >= SILENT_BEATS
+            dead = any(process.is_gone() for _, process in self._visible())
+            lost = is_store_lost or dead or seen.ends or max(seen.missed.values(), default=0) >= SILENT_BEATS
+            lost_since = (lost_since or time.monotonic()) if lost else 0.0
+            if lost and time.monotonic() - lost_since > GRACE_S and not self._failing.is_set():
+                self._end_process(self._store_gone() if is_store_lost else self._lost_by(seen))
+
+    def _lost_by(self, seen: _Seen) -> BaseException:
+        dead = {rank: self._died(rank) for rank, process in self._visible() if process.is_gone()}
+        silent = {rank: self._silent(rank) for rank, count in seen.missed.items() if count >= SILENT_BEATS}
+        return self._of_end(seen.ends) if seen.ends else self._error(dead or silent)
+
+    def _say_waiting(self, said: float, seen: _Seen) -> float:
+        """How long a wait was when it was said last."""
+        since, met = self._since, self._met
+        waited = time.monotonic() - since if since else 0.0
+        behind = [rank for rank, (_, theirs) in seen.beats.items() if theirs < met]
+        if waited < SAID_S[self.rank == 0] or not behind:
+            return 0.0
+        if waited < 2 * said:
+            return said
+        which = "which is alive" if max(seen.missed[rank] for rank in behind) < 10 else "which does not answer"
+        ranks = ", ".join(map(str, behind))
+        sys.stderr.write(f"rank {self.rank} has waited {format_duration(waited)} for rank {ranks}, {which}\n")
+        return waited
+
+    def _end_process(self, error: BaseException) -> None:
+        """The main thread is inside a collective that does not return; no exception can reach it there."""
+        self._closing.set()
+        by_signal = isinstance(error, KeyboardInterrupt)
+        if isinstance(error, LostRankError):
+            self.on_forced_end(error)
+        sys.stderr.write(f"interrupted by {error}\n" if by_signal else f"error {error}\n")
+        sys.stderr.flush()
+        os._exit(3 if by_signal else 1)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the store said last."""
+
+    beat: int = 0
+    """Our own."""
+    beats: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Of the others: beat, and collectives begun."""
+    missed: Mapping[int, int] = field(default_factory=dict)
+    """How many of our beats ago theirs came."""
+    ends: Mapping[int, _End] = field(default_factory=dict)
+
+    def of(self, rank: int) -> int:
+        return self.beats.get(rank, (0, 0))[0]
+
+
+def _numbers(text: bytes) -> tuple[int, int]:
+    beat, met = text.split()
+    return int(beat), int(met)

@@ -1,0 +1,1 @@
+"""Real failures of file operations, for tests of whole commands."""

@@ -1,0 +1,199 @@
+"""A console that cannot be written stops no run: real pipes, terminals and file systems that fail under it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gracetune.config.run_config import RunConfig
+from gracetune.telemetry.events import RunEnded, Warned
+from gracetune.telemetry.sinks.jsonl import read_log
+from runs.launched import ROOT, write_config
+from runs.made import TinyModel, config_for, run
+from unit.cache.processes import Child, mount_tmpfs, own_mounts
+from unit.cli.consoles import Connect, both_to, gracetune
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    root = tmp_path_factory.mktemp("undisturbed")
+    shared = {"cache_dir": str(root / "cache")}
+    config = config_for("flux", tiny_model, root, training={"max_steps": STEPS}, cache=shared)
+    run(config)
+    return config
+
+
+def disturbed(config: RunConfig, folder: Path) -> RunConfig:
+    """The same run in another folder."""
+    return config.model_copy(update={"output_dir": str(folder / "out")})
+
+
+def trained(config: RunConfig, folder: Path, connect: Connect, *options: str) -> Child:
+    return gracetune(connect, "train", str(write_config(config, folder / "c.yaml")), *options)
+
+
+def assert_undisturbed(config: RunConfig, undisturbed: RunConfig, *reasons: str) -> None:
+    """Its result is that of a run nobody disturbed. The log says once what happened to the console."""
+    ours, theirs = (Path(one.output_dir) / "tiny.safetensors" for one in (config, undisturbed))
+    assert ours.read_bytes() == theirs.read_bytes()
+    events = [record.event for record in read_log(Path(config.output_dir) / "logs" / "events.jsonl").records]
+    assert [event.outcome for event in events if isinstance(event, RunEnded)] == ["finished"]
+    warned = [event.message for event in events if isinstance(event, Warned)]
+    assert len(warned) == len(reasons), warned
+    for message, reason in zip(warned, reasons, strict=True):
+        assert reason in message
+        assert reason in (Path(config.output_dir) / "report.html").read_text()
+
+
+def test_a_reader_that_goes_away(undisturbed: RunConfig, tmp_path: Path) -> None:
+    config = disturbed(undisturbed, tmp_path)
+    reading, writing = os.pipe()
+
+    def connect() -> None:
+        os.close(reading)
+        both_to(writing)()
+
+    child = trained(config, tmp_path, connect)
+    os.close(writing)
+    read = b""
+    while b"step 3/" not in read:
+        read += os.read(reading, 100)
+    os.close(reading)
+    assert child.join() == ["0"]
+    assert_undisturbed(config, undisturbed, "stderr cannot be written (Broken pipe)")
+
+
+@pytest.mark.full
+def test_a_log_file_on_a_full_disk(undisturbed: RunConfig, tmp_path: Path) -> None:
+    config = disturbed(undisturbed, tmp_path)
+
+    def connect() -> None:
+        own_mounts()
+        mount_tmpfs(tmp_path / "small", 4096)
+        log = tmp_path / "small" / "log"
+        log.write_bytes(b"x" * 3500)
+        both_to(os.open(log, os.O_WRONLY | os.O_APPEND))()
+
+    assert trained(config, tmp_path, connect).join() == ["0"]
+    assert_undisturbed(config, undisturbed, "stderr cannot be written (No space left on device)")
+
+
+def test_a_terminal_that_is_closed(undisturbed: RunConfig, tmp_path: Path) -> None:
+    """With progress bars, drawn by a thread. As under nohup: SIGHUP is ignored."""
+    config = disturbed(undisturbed, tmp_path)
+    master, terminal = pty.openpty()
+
+    def connect() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.close(master)
+        both_to(terminal)()
+
+    child = trained(config, tmp_path, connect)
+    os.close(terminal)
+    read = b""
+    while b"training" not in read:
+        read += os.read(master, 1000)
+    os.close(master)
+    assert child.join() == ["0"]
+    assert_undisturbed(config, undisturbed, "stderr cannot be written (Input/output error)")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_reader_that_reads_nothing(
+    kind: str, undisturbed: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pager nobody scrolls, a terminal behind a dead connection."""
+    monkeypatch.setattr("gracetune.cli.streams.PATIENCE_S", 0.2)
+    config = disturbed(undisturbed, tmp_path)
+    reading, writing = os.pipe() if kind == "pipe" else pty.openpty()
+    fill(writing)
+
+    def connect() -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(writing, 2)
+
+    child = trained(config, tmp_path, connect)
+    assert child.join() == ["0"]
+    os.close(reading)
+    os.close(writing)
+    assert_undisturbed(config, undisturbed, "stderr took nothing for 0 s: output is left out until it does")
+
+
+def fill(descriptor: int) -> None:
+    """Until it takes nothing more. A terminal moves what it was given once more, and has room again."""
+    os.set_blocking(descriptor, False)
+    for _ in range(5):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(descriptor, b"x" * 64)
+        time.sleep(0.02)
+    os.set_blocking(descriptor, True)
+
+
+def test_descriptors_that_are_closed_from_the_beginning(undisturbed: RunConfig, tmp_path: Path) -> None:
+    """No file of the run gets their numbers, and so what a C library prints. Closed on purpose: nothing to warn of."""
+    config = disturbed(undisturbed, tmp_path)
+
+    def connect() -> None:
+        for number in (0, 1, 2):
+            os.close(number)
+
+    assert trained(config, tmp_path, connect).join() == ["0"]
+    assert_undisturbed(config, undisturbed)
+
+
+@pytest.mark.full
+def test_a_result_that_nobody_takes_is_no_failed_run(undisturbed: RunConfig, tmp_path: Path) -> None:
+    config = disturbed(undisturbed, tmp_path)
+
+    def connect() -> None:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        os.dup2(os.open(tmp_path / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+
+    assert trained(config, tmp_path, connect, "--json").join() == ["0"]
+    assert_undisturbed(config, undisturbed)
+    said = (tmp_path / "stderr").read_text()
+    assert "warning: stdout cannot be written (No space left on device)" in said
+    assert "the run is not affected" in said
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{gracetune} train {config} 2>&1 | head -20",
+        "{gracetune} train {config} --log-level debug > /dev/full 2>&1; (exit $?) | true",
+        "{train} --config {config} 2>&1 | head -1",
+        "accelerate launch --cpu --num_processes 1 {train} --config {config} 2>&1 | head -1",
+        "torchrun --nproc_per_node 2 {train} --config {config} --set training.batch_size=1 > /dev/full 2>&1 | true",
+    ],
+    ids=["head", "full", "train.py", "accelerate", "two-processes"],
+)
+def test_as_it_is_typed(line: str, undisturbed: RunConfig, tmp_path: Path) -> None:
+    """The exit code of the first program of the line is that of a run that ended well. 120 would be Python's own."""
+    config = disturbed(undisturbed, tmp_path)
+    names = {"gracetune": f"{sys.executable} -m gracetune", "train": f"{sys.executable} {ROOT / 'train.py'}"}
+    if "accelerate" in line or "torchrun" in line:
+        names["train"] = str(ROOT / "train.py")
+    script = line.format(config=write_config(config, tmp_path / "c.yaml"), **names)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", f"{script}; exit ${{PIPESTATUS[0]}}"],
+        env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = [record.event for record in read_log(Path(config.output_dir) / "logs" / "events.jsonl").records]
+    assert [event.outcome for event in events if isinstance(event, RunEnded)] == ["finished"]
+    if "torchrun" not in line:
+        assert_undisturbed(config, undisturbed, "stderr cannot be written")

@@ -1,0 +1,95 @@
+"""Why entries are encoded, told from what the store holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gracetune.cache import missing
+from gracetune.cache.encoder import EncoderId
+from gracetune.cache.errors import CorruptEntryError
+from gracetune.cache.keys import latent_origin, text_origin
+from gracetune.cache.missing import why_missing
+from gracetune.cache.store import DiskStore
+from gracetune.cache.wanted import LatentItem, TextItem
+from gracetune.cache.writer import Flush
+from gracetune.data.refs import Bucket, SampleRef
+from unit.cache.samples import TEXT, VAE, entry, ref
+
+OTHER_VAE = replace(VAE, weights="changed")
+OTHER_DTYPE = replace(VAE, settings=(("dtype", "fp32"), ("posterior", "mean")))
+
+
+def latent(one: SampleRef, encoder: EncoderId = VAE) -> LatentItem:
+    origin = latent_origin(one, encoder)
+    return LatentItem(one, origin, origin.key, Path("cache"))
+
+
+def text(words: str, encoder: EncoderId = TEXT) -> TextItem:
+    origin = text_origin(words, encoder)
+    return TextItem(words, (), origin, origin.key, Path("cache"))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DiskStore:
+    """Twenty latents and two texts, one shard for every ten."""
+    opened = DiskStore.open(tmp_path / "cache", writable=True)
+    with opened.writer(Flush(entries=10)) as writer:
+        for number in range(20):
+            writer.add(latent(ref(number)).origin, entry(number))
+        for words in ("a house", "a tree"):
+            writer.add(text(words).origin, entry(0))
+    return opened
+
+
+def test_each_reason_has_its_line(store: DiskStore) -> None:
+    wanted = [latent(ref(number), OTHER_VAE) for number in range(6)]
+    wanted += [latent(ref(number), OTHER_DTYPE) for number in range(6, 9)]
+    wanted += [latent(replace(ref(9), bucket=Bucket(32, 32), fit=None))]
+    wanted += [latent(ref(number)) for number in range(100, 102)]
+    wanted += [latent(replace(ref(102), bucket=Bucket(64, 64, 5)))]
+    assert why_missing(lambda folder: store, wanted) == [
+        "6 latents encoded again: the VAE changed since they were cached",
+        "3 latents encoded again: the encoder's dtype changed since they were cached",
+        "1 latent encoded again: their crop and their size changed since they were cached",
+        "3 latents encoded: 2 new images and 1 new clip",
+    ]
+    spoken = [text("a house", replace(TEXT, weights="changed")), text("a boat")]
+    assert why_missing(lambda folder: store, spoken) == [
+        "1 text embedding encoded again: the text encoder changed since they were cached",
+        "1 text embedding encoded: 1 new caption",
+    ]
+    assert why_missing(lambda folder: store, []) == []
+
+
+def test_damaged_entries_and_files(store: DiskStore) -> None:
+    first, second = sorted(store.shards_folder.iterdir())[:2]
+    held = {name: [one.key for shard, one in store.stored() if shard == name] for name in (first.name, second.name)}
+    items = {
+        item.key: item for item in [*(latent(ref(number)) for number in range(20)), text("a house"), text("a tree")]
+    }
+    raw = bytearray(first.read_bytes())
+    raw[-70] ^= 1  # in the last entry
+    first.write_bytes(raw)
+    bad = held[first.name][-1]
+    with pytest.raises(CorruptEntryError):
+        store.read(bad)
+    (line,) = why_missing(lambda folder: store, [items[bad]])
+    assert "1 " in line
+    assert "encoded again: their bytes on the disk had changed" in line
+    second.write_bytes(second.read_bytes()[:-64])
+    store.refresh()
+    lost = [
+        items[key] for key in held[second.name] if items[key].origin.kind == items[held[second.name][0]].origin.kind
+    ]
+    (line,) = why_missing(lambda folder: store, lost)
+    assert line.endswith("or in 1 damaged file of the cache")
+
+
+def test_a_cache_of_very_many_entries_is_not_searched(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing, "MOST_ENTRIES", 10)
+    assert why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)]) == [
+        "1 latent encoded; the cache has too many entries to look for the reason"
+    ]

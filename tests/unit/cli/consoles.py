@@ -1,0 +1,47 @@
+"""`gracetune` in a process of its own, whose descriptors 1 and 2 are what a test makes of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+
+from gracetune.cli.main import main
+from unit.cache.processes import Child
+
+Connect = Callable[[], None]
+
+
+def gracetune(connect: Connect, *arguments: str) -> Child:
+    """Forked, so that it starts at once. It says its exit code, as far as that is ours."""
+
+    def work(say: Callable[[str], None]) -> None:
+        connect()
+        sys.stdout, sys.stderr = (_stream(number) for number in (1, 2))  # as Python opens them at its start
+        code = None
+        try:
+            main([*arguments])
+        except SystemExit as ended:
+            code = ended.code
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # as Python does at its end, where a failure makes the exit code 120
+        say(str(code))
+
+    return Child(work)
+
+
+def _stream(number: int) -> io.TextIOWrapper:
+    try:
+        return io.TextIOWrapper(io.FileIO(number, "w", closefd=False), "utf-8", line_buffering=True)
+    except OSError:
+        return None  # type: ignore[return-value]  # what Python has in `sys` for a closed descriptor
+
+
+def both_to(descriptor: int) -> Connect:
+    def connect() -> None:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+    return connect

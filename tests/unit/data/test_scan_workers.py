@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gracetune.config.dataset_config import Dataset
+from gracetune.data import scan_workers
+from gracetune.data.backends.local import LocalBackend
+from gracetune.data.backends.open import open_backend
+from gracetune.data.backends.paths import split_suffix
+from gracetune.data.media_files import MediaFile, examine
+from gracetune.data.scan import scan
+from gracetune.data.scan_workers import ALONE, Threads, examine_files
+from gracetune.testing.slow_backend import SlowBackend
+from unit.data.backends.helpers import this_machine
+from unit.data.folders import image, pictures, write
+
+
+def thread_of(item: int) -> tuple[int, str]:
+    return item, threading.current_thread().name
+
+
+def wait_in_thread(item: int) -> tuple[int, str]:
+    time.sleep(0.002)
+    return thread_of(item)
+
+
+class TestThreads:
+    def test_one_thread_while_nothing_is_waited_for(self) -> None:
+        done = [*Threads(thread_of, 8).map(range(500))]
+        assert [item for item, _ in done] == [*range(500)]
+        assert {name for _, name in done} == {threading.current_thread().name}
+
+    def test_several_as_soon_as_files_are_waited_for_and_in_order(self) -> None:
+        workers = Threads(wait_in_thread, 8)
+        done = [*workers.map(range(200))]
+        assert workers.waits
+        assert [item for item, _ in done] == [*range(200)]
+        assert {name for _, name in done[:ALONE]} == {threading.current_thread().name}
+        assert len({name for _, name in done[ALONE:]}) == 8
+
+    def test_one_again_when_the_storage_has_become_quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(scan_workers, "WAITING", 16)
+        done = [*Threads(lambda item: (wait_in_thread if item < 20 else thread_of)(item), 4).map(range(100))]
+        assert [item for item, _ in done] == [*range(100)]
+        assert {name for _, name in done[48:]} == {threading.current_thread().name}
+
+    def test_an_error_is_the_caller_s(self) -> None:
+        def fail(item: int) -> int:
+            time.sleep(0.001)
+            return 1 // (50 - item)
+
+        with pytest.raises(ZeroDivisionError):
+            list(Threads(fail, 4).map(range(100)))
+
+    def test_a_slow_line_is_asked_by_all_of_them(self, tmp_path: Path) -> None:
+        slow = SlowBackend(LocalBackend(write(tmp_path, pictures(72, captions=False))), latency_seconds=0.01)
+        began = time.monotonic()
+        assert len(scan(slow, "image", workers=8).files) == 72
+        assert time.monotonic() - began < 0.5 * 72 * 0.01, "one after the other they take twice as long, at least"
+
+
+FILES = {**pictures(150, captions=False), "bad.png": b"x", "cut.png": image()[:-60], "é/ü.png": image()}
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A further process is started, however little there is to do, and gets its share."""
+    monkeypatch.setattr(scan_workers, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(scan_workers, "_LOT", 2)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
+
+
+@pytest.mark.usefixtures("two_cores")
+class TestProcesses:
+    @pytest.mark.parametrize("staged", [False, True])
+    def test_they_find_what_one_process_finds(self, tmp_path: Path, staged: bool) -> None:
+        folder = write(tmp_path, FILES)
+        dataset = Dataset(id="d", path=str(folder), type="in_memory" if staged else "local")
+        with open_backend(dataset, machine=this_machine()) as backend:
+            files = [(path, stat.size) for path, stat in backend.survey().files.items()]
+            told: list[int] = []
+
+            def report(done: int) -> None:
+                told.append(done)
+                time.sleep(0.05 if len(told) < 40 else 0)  # the other process takes most lots meanwhile
+
+            found = examine_files(backend, "image", files, threads=2, on_done=report)
+            alone = {path: examine(backend, path, "image", size) for path, size in files}
+        assert found == alone
+        assert told[-1] == len(files)
+        assert len(told) < len(files) // 2, "this process would have reported each of its lots"
+        assert {path for path, one in found.items() if not isinstance(one, MediaFile)} == {"bad.png", "cut.png"}
+
+    @pytest.mark.parametrize(
+        "program",
+        [
+            "",
+            "print('no answer', flush=True)",
+            "import sys; sys.stdin.readline(); print('[]', flush=True); sys.stdin.read()",
+            "import os, sys; sys.stdin.readline(); sys.stdin.readline(); os.kill(os.getpid(), 9)",
+        ],
+        ids=["ends", "nonsense", "too few", "killed"],
+    )
+    def test_what_a_failed_one_was_given_is_done_here(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+    ) -> None:
+        monkeypatch.setattr(scan_workers, "_PROGRAM", program)
+        backend = LocalBackend(write(tmp_path, FILES))
+        found = scan(backend, "image", on_scanned=lambda done, total: time.sleep(0.003))
+        assert (len(found.files), len(found.unreadable)) == (151, 2)
+
+
+def _is_usual(path: str) -> bool:
+    """In its one spelling. Newer releases of Python call a dot at the end an extension."""
+    return str(PurePosixPath(path)) == path and path[-1] not in "./"
+
+
+@given(st.text(alphabet="a./İé ", min_size=1, max_size=8).filter(_is_usual))
+def test_extensions_are_split_as_pathlib_does(path: str) -> None:
+    assert split_suffix(path) == (str(PurePosixPath(path).with_suffix("")), PurePosixPath(path).suffix)

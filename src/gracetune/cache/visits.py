@@ -74,11 +74,11 @@ def _appearances(index: DataIndex, dataset: DatasetIndex, item: Item, epoch: int
 
 def _texts(dataset: DatasetIndex, item: Item) -> Iterator[tuple[str, float]]:
     """Each text with the share of the item's visits that draws it."""
-    dropout = dataset.dataset.captions.dropout
+    options = dataset.dataset.captions
     for caption in item.captions:
-        yield caption, (1 - dropout) / len(item.captions)
-    if dropout > 0:
-        yield "", dropout
+        yield caption, (1 - options.dropout) / len(item.captions)
+    if options.dropout > 0:
+        yield options.dropped_caption, options.dropout
 
 
 def _add(found: dict[Key, Visits], key: Key, visits: Visits) -> None:

@@ -118,7 +118,7 @@ def wanted_texts(
     epoch: int = 0,
     part: Part = "all",
 ) -> list[TextItem]:
-    """Every caption an epoch can draw, the empty one where captions are dropped, and `prompts`.
+    """Every caption an epoch can draw, that of a dropped one where captions are dropped, and `prompts`.
 
     Where an embedding depends on pictures it is one for every caption of every appearance of a sample. Prompts have no
     such pictures among the data: with an encoder that reads pictures they are embedded when they are drawn.
@@ -216,7 +216,7 @@ def _pictures(
 def _texts(dataset: DatasetIndex, item: Item) -> Iterator[str]:
     yield from item.captions
     if dataset.dataset.captions.dropout > 0:
-        yield ""
+        yield dataset.dataset.captions.dropped_caption
 
 
 def _flips(ref: SampleRef) -> tuple[bool, bool]:

@@ -129,7 +129,8 @@ def fill_caches(
     for (dataset, path), reason in found_by_others(built, runtime).items():
         built = replace(built, index=built.index.without(dataset, {path: reason}))
         view.warn(f"left out, unreadable: {path} of {dataset}: {reason}")
-    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
+    per_use = encoders.spec.per_use(config.model)
+    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures(), per_use)
     latents, texts, report = load_caches(config, built.index, encoders, keys, caches, where, stack, epoch=epoch)
     return Cached(built.index, keys, latents, texts, caches, built, report)
 
@@ -237,13 +238,13 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack:
 
 def open_source(
     ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack, *,
-    where: Where | None = None, on_decision: Callable[[str], None] = lambda text: None,
+    where: Where | None = None, per_step: int | None = None, on_decision: Callable[[str], None] = lambda text: None,
 ) -> BatchSource:  # fmt: skip
     chosen = None if where is None else where.transport
     return stack.enter_context(
         BatchSource(
             loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
-            memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
+            per_step=per_step, memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
             on_decision=on_decision,
         )
     )  # fmt: skip

@@ -45,6 +45,7 @@ _SIMPLETUNER = SimpleTunerNames(
             "nano": ("single_transformer_blocks.7.proj_out",),
         },
     ),
+    alignment=64,
     own_options=(
         "flux_fast_schedule",
         "flux_guidance_mode",
@@ -60,9 +61,10 @@ _AI_TOOLKIT = AiToolkitNames(
             ("dev", "krea", "schnell"),
             switch="is_flux",
             latent_space="flux1",
+            bucket_step=32,
             other_models={"flex.": "FLUX.1 weights: Flex is another model"},
         ),
-        "flux_kontext": Arch(("kontext",), references="reference_strict"),
+        "flux_kontext": Arch(("kontext",), references="reference_strict", bucket_step=16),
     },
     guidance_embedding="false: Flux is trained with its guidance embedding",
 )

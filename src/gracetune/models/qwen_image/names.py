@@ -17,16 +17,19 @@ _SIMPLETUNER = SimpleTunerNames(
     untrained_flavours=("v2.1",),
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     text_encoder_option="qwen_text_encoder_model_name_or_path",
+    alignment=32,
+    free_alignment=True,
 )
 
 _AI_TOOLKIT = AiToolkitNames(
     archs={
-        "qwen_image": Arch(("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}),
-        "qwen_image_edit": Arch(("edit",), references="reference_strict"),
+        "qwen_image": Arch(("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}, bucket_step=32),
+        "qwen_image_edit": Arch(("edit",), references="reference_strict", bucket_step=32),
         "qwen_image_edit_plus": Arch(
             ("edit-2509", "edit-2511"),
             references="reference_loose",
             tags={"2509": "edit-2509", "2511": "edit-2511"},
+            bucket_step=32,
         ),
     }
 )

@@ -20,7 +20,14 @@ STORAGES = ("local", "in_memory")
 def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     entries = [_entry(block, job) for block in _blocks(process)]
     _text_cache(entries, job)
+    if job.target.names.told_sizes:
+        process.default(("model", "size_conditioning"), "bucket")
+    if any(entry.block.get("buckets") is not False for entry in entries):
+        process.default(("training", "fill_batches"), True)
     cuts = _cuts(entries)
+    process.draft.entries = [
+        tuple(at for at, cut in enumerate(cuts) if cut.entry is entry) for entry in entries
+    ] or None  # fmt: skip
     for cut in cuts:
         block = cut.entry.block
         apply(block, DATASET, cut, cut.root)
@@ -73,6 +80,7 @@ def _entry(block: PeerBlock, job: AiToolkitJob) -> Entry:
         trigger=own.get("trigger_word"),
         trigger_key=own.key("trigger_word"),
         is_reg=block.flag("is_reg", False),
+        caches_text=job.caches_text or block.flag("cache_text_embeddings", False),
         video=video,
         whole_clip=block.flag("shrink_video_to_frames", True) and not from_length,
         from_length=from_length,
@@ -149,11 +157,21 @@ def _report(block: PeerBlock, entry: Entry) -> None:
         block.list_unused(HARMLESS, "fps")  # frames are spread over the whole clip, or there is only one
     if entry.from_length and not block.flag("trim_auto_frame_count_tail", True):
         block.refuse("trim_auto_frame_count_tail", "true: the tail that does not fit is cut off, not squeezed in")
+    _report_captions(block, entry)
     if block.get("keep_tokens") and block.get("shuffle_tokens"):
         block.note(f"{block.key('keep_tokens')}: these tags stay in front here; ai-toolkit shuffles them too")
     extension = block.get("caption_ext")
     if isinstance(extension, str) and extension.lstrip(".").lower() == "json":
         block.refuse("caption_ext", "txt: one caption a file, as plain text")
+
+
+def _report_captions(block: PeerBlock, entry: Entry) -> None:
+    job_word, own = entry.job.process.get("trigger_word"), block.get("trigger_word")
+    if own and job_word and own != job_word and not entry.caches_text:
+        key = block.key("trigger_word")
+        block.note(f"{key}: takes the place of the job's `{job_word}`; ai-toolkit puts both in front of a caption")
+    if entry.job.one_prompt and block.get("caption_dropout_rate"):
+        block.list_unused(HARMLESS, "caption_dropout_rate")  # every caption is the same, and stays
 
 
 def _text_cache(entries: list[Entry], job: AiToolkitJob) -> None:

@@ -155,6 +155,8 @@ class FamilyNames:
     """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
     epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no
     options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
+    spaces_count: bool = False
+    """Its tokenizer tells one space from two; the others take them for one."""
     told_sizes: bool = False
     """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
     simpletuner: SimpleTunerNames = SimpleTunerNames()

@@ -161,10 +161,10 @@ def _targets(draft: Draft, path: Path) -> list[Path]:
         return [("datasets", at, *path[2:]) for at, one in enumerate(_datasets(draft)) if one.get("id") == path[1]]
     if draft.entries is None:
         return [path]
-    if path[1] < len(draft.entries):
-        return [("datasets", at, *path[2:]) for at in draft.entries[path[1]]]
-    new = len(_datasets(draft)) + path[1] - len(draft.entries)
-    return [("datasets", new, *path[2:])]
+    if path[1] == len(draft.entries):
+        draft.entries.append((len(_datasets(draft)),))  # a dataset more, which later flags reach by this number too
+    made = draft.entries[path[1]] if path[1] < len(draft.entries) else (len(_datasets(draft)) + path[1],)
+    return [("datasets", at, *path[2:]) for at in made]
 
 
 def _only_one_resolution(draft: Draft, targets: list[Path], origin: Origin) -> list[Path]:

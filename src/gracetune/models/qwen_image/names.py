@@ -44,6 +44,7 @@ NAMES = FamilyNames(
         Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
     ),
     objective="flow",
+    spaces_count=True,
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -38,6 +39,22 @@ def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     for cut in cuts:
         put_controls(cut, free)
         free += len(cut.entry.controls)
+    if entries:
+        process.note(f"on purpose not as in ai-toolkit: {', '.join(_kept(entries, job))}; see docs/fidelity.md")
+
+
+def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
+    """What is done otherwise, where that is the better way."""
+    yield "images are scaled with Lanczos (there bicubic)"
+    yield "what is transparent becomes white"
+    yield "latents are the mean of the VAE's distribution (there a sample)"
+    yield "batches are put together anew in every epoch"
+    if job.target.names.spaces_count:
+        yield "captions keep their spaces (there a second one follows each comma)"
+    if any(entry.block.get("mask_path") or entry.block.get("alpha_mask") for entry in entries):
+        yield "masks are not blurred at random"
+    if any(entry.random_crop for entry in entries):
+        yield "a random crop is drawn anew wherever latents are"
 
 
 def _cuts(entries: list[Entry]) -> list[Cut]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,9 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
             count += 1
     _embeds(embeds)
     _own_ids(embeds)
+    if any(entry.get("dataset_type") not in ("audio", *_EMBEDS) for entry in entries):
+        kept = ", ".join(_kept(options, family))
+        options.note(f"on purpose not as in SimpleTuner: {kept}; see docs/fidelity.md")
     apply(options, MIXING, family)
     if not count:
         if len(draft.problems) == before:
@@ -62,6 +65,18 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
         draft.unread.add(("datasets", 0))
     return count
+
+
+def _kept(options: PeerBlock, family: str) -> Iterator[str]:
+    """What is done otherwise, where that is the better way."""
+    yield "images are scaled with Lanczos (there bilinear) and never squeezed"
+    yield "what is transparent becomes white"
+    if all(flavour.makes != "video" for flavour in flavours(family)):
+        yield "latents are the mean of the VAE's distribution (there a sample)"
+    yield "every bucket is visited in every epoch"
+    styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
+    if names_of(family).told_sizes and any(style in (None, "random") for style in styles):
+        yield "the model is told where a random crop is (there the middle, wherever it is)"
 
 
 def _ask_for_datasets(options: PeerBlock) -> None:

@@ -66,7 +66,7 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
         return None
     place = find_sidecar(value.strip(), FilePath(options.file))
     if place is None:
-        options.problem(name, f"{what}: a file, seen from the folder of {options.file} or the working folder",
+        options.problem(name, f"{what}; no such file in the folder of {options.file} or in the working folder",
                         _sidecar_hint(value.strip(), FilePath(options.file)))  # fmt: skip
         return None
     try:

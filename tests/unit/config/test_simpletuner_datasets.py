@@ -54,7 +54,6 @@ def entry_problems(folder: Path, entry: dict[str, Any], options: dict[str, Any] 
         ({"caption_shuffle": {"enable": False, "count": 3}}, "captions.shuffle_tags", False),
         ({"repeats": "5"}, "repeats", 5),
         ({"repeats": ""}, "repeats", 0),
-        ({"probability": 0}, "probability", 1.0),
         ({"max_num_samples": 10}, "max_samples", 10),
         ({"train_batch_size": 2}, "batch_size", 2),
         ({"start_epoch": 2, "end_epoch": 0}, "end_epoch", None),
@@ -185,6 +184,15 @@ def test_uniform_sampling_matters_with_more_than_one_dataset(tmp_path: Path) -> 
     assert resolve(tmp_path, options, datasets=two).config.training.dataset_weights == "equal"
     assert resolve(tmp_path, {}, datasets=two).config.training.dataset_weights == "size"
     assert list(problems(tmp_path, {"data_backend_sampling": "evenly"}, datasets=two)) == ["data_backend_sampling"]
+
+
+def test_a_dataset_with_probability_0_is_not_trained_on(tmp_path: Path) -> None:
+    two = [ENTRY, {**ENTRY, "id": "b", "probability": 0}, {**ENTRY, "id": "c", "probability": "0.5"}]
+    resolved = resolve(tmp_path, {}, datasets=two)
+    assert [(one.disabled, one.probability) for one in resolved.config.datasets] == [
+        (False, 1.0), (True, 1.0), (False, 0.5)
+    ]  # fmt: skip
+    assert any("probability: 0" in note for note in resolved.notes)
 
 
 def test_where_embeddings_are_cached(tmp_path: Path) -> None:

@@ -111,6 +111,15 @@ def _sizes(entry: PeerBlock, setting: Setting) -> None:
     entry.note(f"{keys}: every image is scaled to the latter before it is cropped, as in SimpleTuner")
 
 
+def _probability(entry: PeerBlock, setting: Setting) -> None:
+    value = as_number(entry.get("probability"))
+    if value == 0 and is_number(value):
+        entry.assign((*setting.here, "disabled"), True, "probability")
+        entry.note(f"{entry.key('probability')}: 0, so nothing of {entry.get('id')} is trained on, as in SimpleTuner")
+    elif value not in (None, ""):
+        entry.put("probability", (*setting.here, "probability"), as_number)
+
+
 def _buckets(entry: PeerBlock, setting: Setting) -> None:
     if setting.kind == "audio":
         return
@@ -368,6 +377,7 @@ ENTRY: KeyTable[Setting] = KeyTable(
     *ROWS,
     KeyRule(_id, "id"),
     KeyRule(_check),
+    KeyRule(_probability, "probability"),
     KeyRule(_sizes, _LARGEST, _DOWNSAMPLED),
     KeyRule(_buckets),
     Key("dataset_type", ("dataset_type",)),

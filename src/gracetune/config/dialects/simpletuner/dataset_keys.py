@@ -20,10 +20,6 @@ def _ids(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _probability(value: Any) -> Any:
-    return as_number(value) or 1.0
-
-
 ROWS = (
     Key("id", ("id",)),
     Key("cache_dir_vae", ("cache_dir",)),
@@ -37,7 +33,6 @@ ROWS = (
     Key("prepend_instance_prompt", ("captions", "prepend_instance_prompt"), as_flag, inherits=True),
     Key("disable_multiline_split", ("captions", "split_lines"), inverse),
     Key("repeats", ("repeats",), _or_nothing),
-    Key("probability", ("probability",), _probability),
     Key("max_num_samples", ("max_samples",), not_zero),
     Key("train_batch_size", ("batch_size",), as_number),
     Key("start_epoch", ("start_epoch",), as_number),

@@ -91,7 +91,9 @@ def make_files(root: Path) -> Path:
         width, height = sizes[number % len(sizes)]
         name = f"{number:02}"
         files[f"pictures/{name}.png"] = image(width, height, seed=number)
-        if number != 3:
+        if number == 7:
+            files[f"pictures/{name}.txt"] = ""
+        elif number != 3:
             files[f"pictures/{name}.txt"] = f"tag {number}, red, green, blue\nanother line {number}"
         files[f"pictures/{name}.caption"] = f"a caption of its own {number}"
         rows.append(f"{name}.png,{'' if number == 4 else f'row {number}'},other {number},{width},{height}")
@@ -103,6 +105,9 @@ def make_files(root: Path) -> Path:
     files["pictures/10.jpg"] = image(64, 64, seed=10, kind="JPEG")
     for number in range(4):
         files[f"few/{number}.png"], files[f"few/{number}.txt"] = image(64, 64, seed=number), f"picture {number}"
+    for number, width in enumerate((300, 304, 310)):
+        files[f"alike/{number}.png"] = image(width, 200, seed=number)
+    files["kohya/3_a dog/a.png"], files["kohya/1_a cat/b.png"] = image(64, 64, seed=1), image(64, 64, seed=2)
     files["alpha/a.png"] = _with_alpha()
     files["alpha/a.txt"] = "with an alpha channel"
     files["damaged/a.png"], files["damaged/b.png"] = image(64, 64, seed=1), b"no picture"

@@ -10,10 +10,12 @@ import pytest
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
+from PIL import Image
 from safetensors.torch import load_file
 
+from gracetune.config import load
 from gracetune.optim.aitoolkit_rates import NotImportableError
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made import ALONE, TinyModel, config_for, pictures, run
 from runs.test_commands import gracetune
 
 
@@ -111,6 +113,43 @@ def test_a_flag_keeps_latents_of_the_disk_in_memory(
     found = counters(events)
     assert found["cache.latents.hits"] > 0
     assert found["cache.latents.disk_reads"] == 0
+
+
+@pytest.mark.full
+def test_an_ai_toolkit_job_trains_on_the_data_ai_toolkit_would_make_of_it(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buckets in steps of 16, which SDXL's U-Net does not halve evenly; masks, shuffled tags and a regularisation set.
+
+    The run's own config.yaml has all of it, and goes on where the job ended.
+    """
+    own, reg, masks = pictures(tmp_path / "own", 3, 80), pictures(tmp_path / "reg", 2, 64), tmp_path / "masks"
+    masks.mkdir()
+    for number in range(3):
+        (own / f"{number:02}.txt").write_text("red, green, blue, tall")
+        Image.linear_gradient("L").resize((80, 80)).save(masks / f"{number:02}.png")
+    captions = {"shuffle_tokens": True, "caption_dropout_rate": 0.5, "flip_x": True}
+    job = sdxl_job(
+        tiny_model, tmp_path, trigger_word="sks",
+        datasets=[{"folder_path": str(own), "resolution": 96, "mask_path": str(masks), **captions},
+                  {"folder_path": str(reg), "resolution": 96, "is_reg": True}],
+        train={"steps": 6, "batch_size": 4, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3},
+        save={"dtype": "float32", "save_every": 3}, sample={"sample_every": 100, "prompts": []},
+    )  # fmt: skip
+    told, events = trained(capsys, str(job))
+    assert told["step"] == 6
+    folder = Path(told["files"][0]).parent
+    config = load(folder / "config.yaml", environment=ALONE).config
+    first, second = config.datasets
+    assert (first.buckets.rule, first.buckets.multiple, first.mask.normalise) == ("at_most", 16, True)
+    assert (first.captions.dropped_caption, first.captions.shuffle_variants, first.repeats) == ("sks ", "visits", 1)
+    assert (second.even_steps, second.captions.add_trigger) == (True, False)
+    assert (config.training.fill_batches, config.model.size_conditioning) == (True, "bucket")
+    steps = [event for event in events if event["kind"] == "StepDone"]
+    assert steps[-1]["samples"] == 24  # six full batches of four, of three and two images
+    assert "on purpose not as in ai-toolkit" in warnings(events)
+    again, _ = trained(capsys, str(folder / "config.yaml"), "--max-steps", "8")
+    assert again["step"] == 8
 
 
 def old_optimizer(folder: Path, model: Path, rank: int, **rates: float) -> Path:

@@ -88,7 +88,10 @@ CHANGES = [
         "datasets[].type": "in_memory",
         "datasets[].resolution": 96.0,
         "datasets[].resolution_type": "pixel",
+        "datasets[].buckets.rule": "at_most",
+        "datasets[].buckets.multiple": 8,
         "datasets[].minimum_size": 70.0,
+        "datasets[].minimum_edge": 65.0,
         "datasets[].minimum_aspect_ratio": 0.9,
         "datasets[].maximum_aspect_ratio": 1.2,
         "datasets[].crop.enabled": True,
@@ -109,6 +112,18 @@ CHANGES = [
         "training.batch_size": 3,
         "training.seed": 9,
     }),
+    Changes(probes.data, "sdxl", {f"{ONE}.resolution": 100.0, f"{ONE}.path": "{files}/alike"}, {
+        "datasets[].buckets.aspect_decimals": 1,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/kohya"}, {"datasets[].kohya_folders": False}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.default": "a default"}, {
+        "datasets[].captions.default_for_empty": True,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.trigger_word": "sks"}, {"datasets[].captions.add_trigger": False}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.dropout": 0.5}, {
+        "datasets[].captions.dropped_caption": "sks",
+    }),
+    Changes(probes.data, "sdxl", {"training.batch_size": 3}, {"training.fill_batches": True}),
     Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {
         "datasets[].in_memory.compression": "zstd",
         "datasets[].in_memory.num_workers": 3,
@@ -122,6 +137,11 @@ CHANGES = [
         "datasets[].end_epoch": 1,
         "datasets[].start_step": 2,
         "datasets[].end_step": 2,
+        "datasets[].even_steps": True,
+        "datasets[].turn": 0,
+    }),
+    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "few", "path": "{files}/few"}]}, {
+        "training.dataset_weights": "equal",
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.maximum_size": 80.0, f"{ONE}.downsample_to": 72.0,
                                   f"{ONE}.crop.enabled": True}, {
@@ -141,7 +161,11 @@ CHANGES = [
     Changes(probes.data, "sdxl", {f"{ONE}.captions.shuffle_tags": True}, {
         "datasets[].captions.keep_tags": 2,
         "datasets[].captions.shuffle_variants": 3,
+        "datasets[].captions.shuffle_written": False,
         "datasets[].captions.tag_separator": " ",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions": {"shuffle_tags": True, "trigger_word": "sks"}}, {
+        "datasets[].captions.shuffle_trigger": True,
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.captions": TABLE}, {
         "datasets[].captions.table.path": "second.csv",
@@ -182,6 +206,11 @@ CHANGES = [
         "datasets[].video.clip": "uniform",
         "datasets[].video.whole_clip": True,
         "datasets[].video.from_length": True,
+        "datasets[].video.frame_choice": "numbers",
+    }),
+    Changes(probes.data, "wan", {f"{ONE}.video.num_frames": 33}, {"datasets[].video.allow_shorter": True}),
+    Changes(probes.data, "wan", {f"{ONE}.video": {"num_frames": 81, "allow_shorter": True}}, {
+        "datasets[].video.frame_step": 8,
     }),
     Changes(probes.data, "wan", {f"{ONE}.video": {"from_length": True}}, {"datasets[].video.frame_interval": 12}),
     Changes(probes.data, "wan", {f"{ONE}.video": {}}, {"datasets[].video.bucket_strategy": "resolution_frames"}),
@@ -374,6 +403,12 @@ CHANGES = [
         "memory.enable_uvm_hints": True,
         "datasets[].adapter_strength": 0.5,
         "datasets[].regularisation": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [{**PICTURES, "mask": {"path": "{files}/masks"},
+                                                            "captions": {"dropout": 0.5}}]}, {
+        "datasets[].mask.normalise": True,
+        "model.size_conditioning": "scaled",
+        "model.drop_size_conditioning": True,
     }, long=True),
     Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1}, {
         "checkpoints.keep_last": 1,

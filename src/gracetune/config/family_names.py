@@ -118,6 +118,12 @@ class SimpleTunerNames:
     text_encoder_option: str = ""
     """The option for a text encoder from elsewhere."""
     clips: ClipLength | None = None
+    alignment: int | None = None
+    """The sides of its buckets are multiples of this; None: the family's own multiple."""
+    alignments: Mapping[str, int] = field(default_factory=dict)
+    """By our flavours, where one differs."""
+    free_alignment: bool = False
+    """`aspect_bucket_alignment` counts where the file says `i_know_what_i_am_doing`."""
     own_options: tuple[str, ...] = ()
     """Options that act on this family and not on every other, and are not supported here: its key table says why."""
 
@@ -148,6 +154,8 @@ class Arch:
     """The lowest noise level of `timestep_type: shift`."""
     boundary_note: str = ""
     """What to say about the noise level at which ai-toolkit switches experts, where it is not the weights' own."""
+    bucket_step: int | None = None
+    """The sides of its buckets are multiples of this; None: the family's own multiple."""
     other_models: Mapping[str, str] = field(default_factory=dict)
     """A text in the name of weights that upstream loads with this arch and we do not -> what is expected instead."""
 
@@ -178,5 +186,9 @@ class FamilyNames:
     """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
     epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no
     options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
+    spaces_count: bool = False
+    """Its tokenizer tells one space from two; the others take them for one."""
+    told_sizes: bool = False
+    """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
     simpletuner: SimpleTunerNames = SimpleTunerNames()
     aitoolkit: AiToolkitNames = AiToolkitNames()

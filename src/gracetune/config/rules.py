@@ -185,10 +185,9 @@ def _backend(dataset: Dataset, path: Path) -> Iterator[Broken]:
 
 
 def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:
-    if (dataset.maximum_size is None) != (dataset.downsample_to is None):
-        missing = "maximum_size" if dataset.maximum_size is None else "downsample_to"
-        yield Broken((*path, missing), "nothing", "a size: maximum_size and downsample_to come together",
-                     f"set {missing}, or remove the other")  # fmt: skip
+    if dataset.maximum_size is not None and dataset.downsample_to is None:
+        yield Broken((*path, "downsample_to"), "nothing", "a size that images above maximum_size are scaled to",
+                     "set downsample_to, or remove maximum_size")  # fmt: skip
     low, high = dataset.minimum_aspect_ratio, dataset.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
         yield Broken((*path, "minimum_aspect_ratio"), f"{low:g}", f"at most {high:g}", "swap the two")

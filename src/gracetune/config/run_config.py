@@ -60,6 +60,11 @@ class Model(Section):
     """Noise level above which the high expert works; unset means the flavour's own."""
     vae_tiling: Flag = False
     vae_slicing: Flag = False
+    size_conditioning: Literal["original", "scaled", "bucket"] = "original"
+    """What SDXL is told an image's size was: the file's; the size it was scaled to before the crop; or its bucket's,
+    without a crop."""
+    drop_size_conditioning: Flag = False
+    """SDXL is told zeros instead of sizes where a caption is dropped."""
 
 
 class Adapter(Section):
@@ -133,6 +138,10 @@ class Training(Section):
     accumulation: Literal["mean", "sum"] = "mean"
     """Of the micro-batches' gradients in an optimizer step. ai-toolkit takes the sum: gradients, and so what
     `max_grad_norm` clips, grow with their number."""
+    fill_batches: Flag = False
+    """A batch for which too few samples of a shape are left is filled up with others of that shape, or with copies."""
+    dataset_weights: Literal["size", "equal"] = "size"
+    """What a dataset's share of the batches follows: its `probability` and its size, or its `probability` alone."""
     gradient_checkpointing: Literal["off", "auto", "full"] = "auto"
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     max_grad_norm: PositiveFloat | None = 1.0

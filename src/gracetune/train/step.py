@@ -122,7 +122,7 @@ class TrainStep:
         with self._autocast():
             answer = predict(denoiser, seen, level, batch.tensors, self._facts)
         delta = huber_delta(objective, schedule, level)
-        losses = sample_losses(answer, wanted, objective, batch.tensors.get("loss_mask"), delta)
+        losses = sample_losses(answer, wanted, objective, loss_mask(batch), delta)
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
@@ -138,6 +138,16 @@ class TrainStep:
         """Give back the memory that recorded steps hold, for who needs it between two of them."""
         if self._replay is not None:
             self._replay.release()
+
+
+def loss_mask(batch: Batch) -> Tensor | None:
+    """What each element's loss is multiplied by; None where the batch has no masks."""
+    mask = batch.tensors.get("loss_mask")
+    if mask is None or not any(sample.normalises_mask for sample in batch.ref.samples):
+        return mask
+    mask = mask.float()
+    # A batch that is masked all over learns nothing, and must not divide by 0.
+    return mask / mask.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _on(values: Sequence[float], device: torch.device) -> Tensor:

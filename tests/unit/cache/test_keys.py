@@ -51,6 +51,7 @@ RELEVANT = {
     "clip.spread": changed("clip", spread=True),
     "clip.sample_rate": changed("clip", sample_rate=None),
     "clip.pad": changed("clip", pad=False),
+    "clip.numbers": changed("clip", numbers=(0, 2, 4)),
     "no clip": replace(FULL, clip=None),
     "augmentation.flip_x": augmented(flip_x=False),
     "augmentation.flip_y": augmented(flip_y=True),

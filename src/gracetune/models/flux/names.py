@@ -47,6 +47,7 @@ _SIMPLETUNER = SimpleTunerNames(
         },
     ),
     guidance_option="flux_guidance_value",
+    alignment=64,
     own_options=(
         "flux_fast_schedule",
         "flux_guidance_mode",
@@ -61,12 +62,16 @@ _AI_TOOLKIT = AiToolkitNames(
             ("dev", "krea", "schnell"),
             switch="is_flux",
             latent_space="flux1",
+            bucket_step=32,
             other_models={"flex.": "FLUX.1 weights: Flex is another model"},
             shift=ShiftPoints(),
         ),
         # Upstream counts a token for each latent here, four times as many as the model has.
         "flux_kontext": Arch(
-            ("kontext",), references="reference_strict", shift=ShiftPoints(base_tokens=64, max_tokens=1024)
+            ("kontext",),
+            references="reference_strict",
+            bucket_step=16,
+            shift=ShiftPoints(base_tokens=64, max_tokens=1024),
         ),
     },
     guidance_embedding="false: Flux is trained with its guidance embedding",

@@ -29,18 +29,25 @@ _SIMPLETUNER = SimpleTunerNames(
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     text_encoder_option="qwen_text_encoder_model_name_or_path",
     auto_shift=_SHIFT,
+    alignment=32,
+    free_alignment=True,
 )
 
 _AI_TOOLKIT = AiToolkitNames(
     archs={
-        "qwen_image": Arch(("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}, shift=_SHIFT, shift_terminal=_TERMINAL),
-        "qwen_image_edit": Arch(("edit",), references="reference_strict", shift=_SHIFT, shift_terminal=_TERMINAL),
+        "qwen_image": Arch(
+            ("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}, shift=_SHIFT, shift_terminal=_TERMINAL, bucket_step=32
+        ),
+        "qwen_image_edit": Arch(
+            ("edit",), references="reference_strict", shift=_SHIFT, shift_terminal=_TERMINAL, bucket_step=32
+        ),
         "qwen_image_edit_plus": Arch(
             ("edit-2509", "edit-2511"),
             references="reference_loose",
             tags={"2509": "edit-2509", "2511": "edit-2511"},
             shift=_SHIFT,
             shift_terminal=_TERMINAL,
+            bucket_step=32,
         ),
     }
 )
@@ -55,6 +62,7 @@ NAMES = FamilyNames(
         Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
     ),
     objective="flow",
+    spaces_count=True,
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

@@ -80,6 +80,7 @@ IRRELEVANT = {
     "path": replace(FULL, path="renamed.mp4"),
     "caption": replace(FULL, caption=CaptionRef("", 0, True)),
     "loss_weight": replace(FULL, loss_weight=1.0),
+    "normalises_mask": replace(FULL, normalises_mask=True),
     "mask.dataset": changed("mask", dataset="others"),
     "mask.path": changed("mask", path="other.png"),
     "a reference's path": replace(FULL, conditioning=(ref(1, path="x.png"), ref(2))),

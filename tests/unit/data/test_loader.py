@@ -518,7 +518,7 @@ class TestMixing:
         walk([loader], before, 1)
         victim = index.datasets[-1].items[0].path
         if len(index.datasets[-1].items) > 1:
-            loader.exclude(index.datasets[-1].id, {victim: "damaged"})
+            loader.exclude({index.datasets[-1].id: {victim: "damaged"}})
             after = [outcome for (outcome,) in walk([loader], 20, 1, before) if isinstance(outcome, BatchRef)]
             assert all(sample.path != victim for batch in after for sample in batch.samples)
 

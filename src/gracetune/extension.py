@@ -123,6 +123,8 @@ if TYPE_CHECKING:
     from gracetune.models.common.tiny_parts import save as _save_tiny
     from gracetune.models.common.tiny_parts import t5_options as t5_options
     from gracetune.models.common.tiny_parts import t5_tokenizer as t5_tokenizer
+    from gracetune.models.common.tokens import CutTexts as CutTexts
+    from gracetune.models.common.tokens import padded_tokens as padded_tokens
     from gracetune.models.footprint import Block as _FootprintBlock
     from gracetune.models.footprint import Codec as _FootprintCodec
     from gracetune.models.footprint import Encoder as _FootprintEncoder
@@ -316,6 +318,8 @@ _HOMES: Final[Mapping[str, str]] = {
     "PictureLatents": "gracetune.models.common.picture_latents:PictureLatents",
     "assemble_pipeline": "gracetune.models.common.pipelines:assemble",
     "PipelineText": "gracetune.models.common.pipelines:PipelineText",
+    "CutTexts": "gracetune.models.common.tokens:CutTexts",
+    "padded_tokens": "gracetune.models.common.tokens:padded_tokens",
     "checked_size": "gracetune.models.common.sampling:checked_size",
     "refuse_references": "gracetune.models.common.sampling:refuse_references",
     "build_part": "gracetune.models.common.tiny_parts:made",

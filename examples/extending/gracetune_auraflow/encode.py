@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gracetune.extension import (
+    CutTexts,
     EncodeOptions,
     LatentEncoder,
     ModelSource,
@@ -20,6 +21,7 @@ from gracetune.extension import (
     TextEncoder,
     encoder_id,
     files_digest,
+    padded_tokens,
 )
 from gracetune_auraflow.footprint import CAPTION_TOKENS
 from gracetune_auraflow.load import TRANSFORMER, around, encoding_dtype, load_vae, text_part
@@ -53,10 +55,15 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     return PipelineText(pipeline, identity, _encode, device=placement.device)
 
 
-def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt]) -> list[Entry]:
-    """Always all tokens: what stands behind the caption is zero, and the transformer was trained with it in sight."""
+def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
+    """Always all tokens: what stands behind the caption is zero, and the transformer was trained with it in sight.
+
+    As the pipeline's `encode_prompt`, which makes tokens of every text twice to warn of long ones. `cut` collects them:
+    a run shows one note for all of them.
+    """
     texts = [prompt.text for prompt in prompts]
-    embeds, *_ = pipeline.encode_prompt(
-        prompt=texts, do_classifier_free_guidance=False, device=device, max_sequence_length=CAPTION_TOKENS
-    )
-    return [{"prompt_embeds": row} for row in embeds]
+    tokens, long = padded_tokens(pipeline.tokenizer, texts, CAPTION_TOKENS)
+    cut.add(f"{CAPTION_TOKENS} tokens", (texts[number] for number in long))
+    mask = tokens.attention_mask.to(device)
+    embeds = pipeline.text_encoder(input_ids=tokens.input_ids.to(device), attention_mask=mask)[0]
+    return [{"prompt_embeds": row} for row in embeds * mask.unsqueeze(-1)]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import LayerError, checked_alpha
 from gracetune.adapters.file_errors import UnreadableAdapterError
-from gracetune.adapters.formats.diffusers import PEFT_CONFIG
 from gracetune.errors import ConfigError, Problem, short
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.os_errors import FileError, problem_of
@@ -32,6 +31,8 @@ from gracetune.storage.safetensors_headers import Weights, open_weights
 from gracetune.units import format_bytes
 
 SUFFIX = ".safetensors"
+PEFT_CONFIG = "gracetune.adapter_config"
+"""The entry that gets the adapter_config.json found beside PEFT's adapter_model.safetensors."""
 HASH_ENTRY, OUR_ENTRY = "sshs_model_hash", "gracetune.format"
 """Of a header: the SHA-256 of the data, and what all of our own files have."""
 _PEFT_FILE, _PEFT_CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -172,7 +173,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
             raise _exists(path) from None
         return path
     except OSError as error:
-        elsewhere = "choose another place (output_dir of a run, --output of a command)"
+        elsewhere = "write it to another folder"
         raise FileError(problem_of(error, "file not written", path, elsewhere=elsewhere)) from error
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.record import Algorithm
 from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.files import SUFFIX, data_hash, legacy_hash
-from gracetune.adapters.formats.diffusers import HEADER_ENTRY, PEFT_CONFIG
+from gracetune.adapters.files import PEFT_CONFIG, SUFFIX, data_hash, legacy_hash
+from gracetune.adapters.formats.diffusers import HEADER_ENTRY
 from gracetune.adapters.formats.layers import algorithms, common_alpha, common_rank
 from gracetune.adapters.formats.writing import DORA_ENTRY
 from gracetune.adapters.state import AdapterState, Stage

@@ -24,11 +24,11 @@ from gracetune.cache.batches import BatchSource, Keys
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, Origin, latent_origin, text_key, text_origin
 from gracetune.cache.places import Places
-from gracetune.cache.residence import CacheRole, CacheType, Where
+from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.shards import pack
 from gracetune.cache.store import MAX_THREADS, DiskStore
-from gracetune.cache.wanted import Visits, visits_of, wanted_latents, wanted_texts
+from gracetune.cache.wanted import visits_of, wanted_latents, wanted_texts
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex

@@ -21,10 +21,9 @@ from gracetune.cache.errors import CacheError, CorruptEntryError, listed
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Table, empty_table, merge
 from gracetune.cache.reading import Located
-from gracetune.cache.residence import Residence
+from gracetune.cache.residence import Residence, Visits
 from gracetune.cache.shards import Layout, layout_as_json, layout_from_json
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import Visits
 from gracetune.errors import Problem
 from gracetune.memory.batch_hints import wish_of
 from gracetune.units import format_bytes

@@ -17,6 +17,19 @@ CacheType = Literal["unified_memory", "memory", "disk"]
 CacheRole = Literal["latent_cache", "text_cache"]
 
 
+@dataclass(frozen=True, order=True)
+class Visits:
+    """How often an epoch reads an entry. Sorts by how hot it is: what is read least is the first to stay on disk."""
+
+    per_epoch: float
+    """0 for held-out samples, which validation alone reads."""
+    probability: float = 1.0
+    """Of its dataset: an epoch visits everything, the more probable sooner, and a run may end inside an epoch."""
+
+    def __add__(self, other: Visits) -> Visits:
+        return Visits(self.per_epoch + other.per_epoch, max(self.probability, other.probability))
+
+
 @dataclass(frozen=True)
 class Where:
     """What the machine offers a cache."""

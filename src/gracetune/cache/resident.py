@@ -34,10 +34,9 @@ from gracetune.cache.loading import (
     select,
     unpack_index,
 )
-from gracetune.cache.residence import CacheRole, CacheType, Residence, Where, choose_residence
+from gracetune.cache.residence import CacheRole, CacheType, Residence, Visits, Where, choose_residence
 from gracetune.cache.stats import StoreCounter, StoreStats
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import Visits
 from gracetune.errors import Problem
 from gracetune.hardware.allocation import host_reserve
 from gracetune.hostmem.errors import HostMemoryError, StagingError

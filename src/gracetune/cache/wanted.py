@@ -19,6 +19,7 @@ from gracetune.cache.audit import Wanted
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Key, Origin, latent_key, latent_origin, text_key, text_origin
 from gracetune.cache.places import Places
+from gracetune.cache.residence import Visits
 from gracetune.config.run_config import Validation
 from gracetune.data.index import NO_CAPTION, DataIndex, Turn, freshness
 from gracetune.data.items import DatasetIndex, Item
@@ -30,19 +31,6 @@ Part = Literal["all", "lasting", "epoch"]
 """What stays right for the whole run, what is drawn anew for each epoch, or both."""
 
 _SHOWN = 60
-
-
-@dataclass(frozen=True, order=True)
-class Visits:
-    """How often an epoch reads an entry. Sorts by how hot it is: what is read least is the first to stay on disk."""
-
-    per_epoch: float
-    """0 for held-out samples, which validation alone reads."""
-    probability: float = 1.0
-    """Of its dataset: an epoch visits everything, the more probable sooner, and a run may end inside an epoch."""
-
-    def __add__(self, other: Visits) -> Visits:
-        return Visits(self.per_epoch + other.per_epoch, max(self.probability, other.probability))
 
 
 Uses = tuple[tuple[str, Visits], ...]

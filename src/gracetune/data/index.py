@@ -39,6 +39,8 @@ Freshness = Literal["once", "epoch", "visit"]
 
 Unreadable = Mapping[str, Mapping[str, str]]
 """Files that turned out to be damaged: dataset id -> path -> reason."""
+DamagedFiles = dict[tuple[str, str], str]
+"""The same, as they are found: dataset id and path -> reason."""
 
 NO_CAPTION = CaptionRef("")
 MOST_MADE = 1 << 15
@@ -238,6 +240,19 @@ class DataIndex:
             datasets=tuple(_without(index, unreadable) for index in self.datasets),
             held_out=tuple(_without(index, unreadable) for index in self.held_out),
         )
+
+
+def by_dataset(damaged: DamagedFiles) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for (dataset, path), reason in sorted(damaged.items()):
+        found.setdefault(dataset, {})[path] = reason
+    return found
+
+
+def left_out_lines(damaged: DamagedFiles) -> list[str]:
+    return [
+        f"left out, unreadable: {path} of {dataset}: {reason}" for (dataset, path), reason in sorted(damaged.items())
+    ]
 
 
 class Exclusions:

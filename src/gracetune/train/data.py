@@ -18,19 +18,19 @@ from gracetune.cache.missing import why_missing
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
 from gracetune.cache.repair import EntryRepair
-from gracetune.cache.residence import CacheRole, CacheType, Where
+from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.session import Built, Caches, Needs, build, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import LatentItem, TextItem, Visits, visits_of
+from gracetune.cache.wanted import LatentItem, TextItem, visits_of
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
 from gracetune.data.backends.in_memory import InMemoryBackend
 from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.build import build_index, scan_folder
 from gracetune.data.geometry import Geometry
-from gracetune.data.index import DataIndex, freshness
+from gracetune.data.index import DamagedFiles, DataIndex, by_dataset, freshness, left_out_lines
 from gracetune.data.loader import Loader
 from gracetune.data.words import counted
 from gracetune.hardware import Machine
@@ -158,10 +158,6 @@ def fill_caches(
     return Cached(built.index, keys, latents, texts, caches, built, report)
 
 
-DamagedFiles = dict[tuple[str, str], str]
-"""Dataset and path -> why."""
-
-
 def repair_of(
     config: RunConfig, cached: Cached, loader: Loader, encoders: FamilyEncoders, runtime: Runtime, view: View
 ) -> Callable[[EntriesError], None]:
@@ -183,19 +179,6 @@ def found_by_others(built: Built, runtime: Runtime) -> DamagedFiles:
     own = found_here(built)
     told = runtime.all_of([*own.items()] or None)
     return {file: reason for found in told for file, reason in found if file not in own}
-
-
-def by_dataset(damaged: DamagedFiles) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for (dataset, path), reason in sorted(damaged.items()):
-        found.setdefault(dataset, {})[path] = reason
-    return found
-
-
-def left_out_lines(damaged: DamagedFiles) -> list[str]:
-    return [
-        f"left out, unreadable: {path} of {dataset}: {reason}" for (dataset, path), reason in sorted(damaged.items())
-    ]
 
 
 def load_caches(

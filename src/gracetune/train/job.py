@@ -14,6 +14,7 @@ from gracetune.cache.batches import Batch, BatchSource
 from gracetune.cache.errors import EntriesError
 from gracetune.data.backends.errors import UnreadableFilesError
 from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.index import by_dataset, left_out_lines
 from gracetune.data.loader import EpochEnd, Exhausted
 from gracetune.errors import GracetuneError
 from gracetune.models.experts import expert_for_window, next_expert
@@ -21,7 +22,6 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
-from gracetune.train.data import by_dataset, left_out_lines
 from gracetune.train.gradients import Accumulation, Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position

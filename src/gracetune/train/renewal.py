@@ -17,9 +17,10 @@ from gracetune.cache.residence import Where
 from gracetune.cache.session import needs
 from gracetune.cache.wanted import is_refreshed
 from gracetune.config.run_config import RunConfig
+from gracetune.data.index import by_dataset, left_out_lines
 from gracetune.data.loader import EpochEnd
 from gracetune.models.encoders import FamilyEncoders
-from gracetune.train.data import Cached, by_dataset, found_by_others, found_here, left_out_lines, load_caches
+from gracetune.train.data import Cached, found_by_others, found_here, load_caches
 from gracetune.train.runtime import Runtime
 from gracetune.train.state import TrainingState
 from gracetune.train.view import View

@@ -15,10 +15,10 @@ from gracetune.cache.keys import Key, latent_origin, text_origin
 from gracetune.cache.manifest import Place
 from gracetune.cache.places import Places
 from gracetune.cache.reading import Located
-from gracetune.cache.residence import CacheType, Where
+from gracetune.cache.residence import CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import Visits, visits_of, wanted_latents, wanted_texts
+from gracetune.cache.wanted import visits_of, wanted_latents, wanted_texts
 from gracetune.cache.writer import Flush
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader

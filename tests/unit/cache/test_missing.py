@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -23,13 +25,14 @@ OTHER_DTYPE = replace(VAE, settings=(("dtype", "fp32"), ("posterior", "mean")))
 
 
 def latent(one: SampleRef, encoder: EncoderId = VAE) -> LatentItem:
-    origin = latent_origin(one, encoder)
-    return LatentItem(one, origin, origin.key, Path("cache"))
+    index: Any = SimpleNamespace(describe=lambda *of: one)
+    nothing: Any = None
+    key = latent_origin(one, encoder).key
+    return LatentItem(key, Path("cache"), (), encoder, index, nothing, nothing, nothing)
 
 
 def text(words: str, encoder: EncoderId = TEXT) -> TextItem:
-    origin = text_origin(words, encoder)
-    return TextItem(words, (), origin, origin.key, Path("cache"))
+    return TextItem(text_origin(words, encoder).key, Path("cache"), (), encoder, words, ())
 
 
 @pytest.fixture

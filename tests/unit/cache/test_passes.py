@@ -390,7 +390,9 @@ class TestRoom:
         folder = write(tmp_path / "many", dict(files))
         found = [{"path": str(folder), "resolution": 64.0, "captions": {"strategy": "filename"}}]
         cache = {"cache_dir": str(tmp_path / "disk"), "text_cache_dir": str(tmp_path / "text")}
-        run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), found, cache=cache)
+        run = Run.of(
+            tmp_path, "sdxl", Path(str(sdxl.config.model.path)), found, cache={**cache, "text_encoder_batch_size": 8}
+        )
         run.encoders = Watched(run.encoders)
 
         def work(say: Callable[[str], None]) -> None:

@@ -15,10 +15,9 @@ import torch
 from gracetune.cache.errors import CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, Origin
 from gracetune.cache.loading import LoadReport, load_into, pack_index, select, unpack_index
-from gracetune.cache.residence import CacheType, Where, choose_residence
+from gracetune.cache.residence import CacheType, Visits, Where, choose_residence
 from gracetune.cache.resident import ResidentStore, load_resident
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import Visits
 from gracetune.cache.writer import Flush
 from gracetune.hardware.machine import ProfileName
 from gracetune.hostmem.errors import HostMemoryError
@@ -270,7 +269,7 @@ from gracetune.cache.keys import Key
 from gracetune.cache.resident import load_resident
 from gracetune.cache.residence import Where
 from gracetune.cache.store import DiskStore
-from gracetune.cache.wanted import Visits
+from gracetune.cache.residence import Visits
 from gracetune.hostmem.sharing import LocalRanks
 from gracetune.hardware import probe
 

@@ -37,7 +37,10 @@ _CONVERT = "shown by `adapter convert` alone"
 NOT_IN_A_RUN: Mapping[tuple[str, str], str] = {
     ("adapters/bases.py", "--model"): _CONVERT,
     ("adapters/bases.py", "--merge-into"): _CONVERT,
+    ("adapters/opening.py", "--alpha"): _CONVERT,
     ("adapters/svd.py", "--merge-into"): _CONVERT,
+    ("adapters/svd.py", "--to"): _CONVERT,
+    ("adapters/svd.py", "--lora-rank"): _CONVERT,
     ("adapters/formats/writing.py", "--lora-rank"): "a run has a hint of its own: `check_format`",
     ("adapters/formats/writing.py", "--merge-into"): "a run has a hint of its own: `check_format`",
     ("adapters/formats/comfyui.py", "--model"): "a run measures the magnitudes by its base model",

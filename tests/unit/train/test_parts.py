@@ -72,12 +72,14 @@ def test_a_number_of_steps_is_taken_as_it_is() -> None:
 @pytest.fixture
 def control() -> Iterator[Control]:
     """One that listens to signals, of a run that is training."""
+    own = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, which ignores it
     before = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGUSR1)}
     control, said = Control(), []
     control.phase, control.say = "training", said.append
     with listening(control):
         yield control
     assert {number: signal.getsignal(number) for number in before} == before
+    signal.signal(signal.SIGHUP, own)
     assert len(said) <= 1
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from gracetune.adapters.algorithms.assembly import Convention, LayerError, checked_alpha
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.files import PEFT_CONFIG
 from gracetune.adapters.formats.layers import common_alpha, common_rank
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.record import Format
@@ -33,8 +34,6 @@ from gracetune.errors import short
 from gracetune.models.key_maps import KEY_MAPS
 
 HEADER_ENTRY = "lora_adapter_metadata"
-PEFT_CONFIG = "gracetune.adapter_config"
-"""Where `adapters.files` puts the adapter_config.json it found beside PEFT's adapter_model.safetensors."""
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
 _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16

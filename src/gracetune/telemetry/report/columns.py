@@ -35,7 +35,8 @@ class StepColumns:
     def __init__(self) -> None:
         self.begins = array("q")
         """Where their lines begin in the log."""
-        self._steps, self._batches = array("q"), array("q")
+        self._steps = array("q")
+        self._batches = array("d")  # two numbers of a damaged log may multiply to more than 64 bits
         self._losses: defaultdict[str, _Curve] = defaultdict(_Curve)
         self._rates: defaultdict[str, _Curve] = defaultdict(_Curve)
         self._step_ms, self._data_wait_ms, self._norms = _Curve(), _Curve(), _Curve()
@@ -95,7 +96,7 @@ class StepColumns:
     @property
     def batches(self) -> list[Point]:
         """Samples of an optimizer step of one process."""
-        return [(step, float(size)) for step, size in zip(self._steps, self._batches, strict=True)]
+        return [*zip(self._steps, self._batches, strict=True)]
 
     @property
     def data_wait_share(self) -> float | None:

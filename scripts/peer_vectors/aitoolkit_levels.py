@@ -13,7 +13,7 @@ from common import quantiles, record
 DRAWS, BATCH = 20_000, 100
 MEGAPIXEL, QUARTER = (16, 128, 128), (16, 64, 64)
 CLIP = (16, 5, 60, 104)
-FLOW_ARCHS = {
+FLOW_ARCHS: dict[str, list[tuple[int, ...]]] = {
     "flux": [MEGAPIXEL, QUARTER], "flux_kontext": [MEGAPIXEL, QUARTER], "qwen_image": [MEGAPIXEL, QUARTER],
     "qwen_image_edit": [MEGAPIXEL], "qwen_image_edit_plus": [MEGAPIXEL], "wan21": [CLIP], "wan21_i2v": [CLIP],
     "wan22_5b": [CLIP],
@@ -27,7 +27,7 @@ def cases() -> list[dict[str, Any]]:
     for arch, sizes in FLOW_ARCHS.items():
         for size in sizes:
             found += [{"arch": arch, "size": size, "train": {"timestep_type": kind}} for kind in KINDS]
-    flux = {"arch": "flux", "size": MEGAPIXEL}
+    flux: dict[str, Any] = {"arch": "flux", "size": MEGAPIXEL}
     found += [{**flux, "train": {"timestep_type": kind}} for kind in ("flux_shift", "lumina2_shift")]
     found.append({**flux, "train": {"timestep_type": "sigmoid", "linear_timesteps": True}})
     for kind in ("sigmoid", "linear", "shift"):
@@ -43,10 +43,11 @@ def cases() -> list[dict[str, Any]]:
                 for bias in ("balanced", "content", "style"):
                     train = {"timestep_type": kind, "content_or_style": bias}
                     found.append({"arch": arch, "size": size, "expert": expert, "train": train})
-    for limits in ({}, {"min_denoising_steps": 200, "max_denoising_steps": 600}):
+    ranges: tuple[dict[str, int], ...] = ({}, {"min_denoising_steps": 200, "max_denoising_steps": 600})
+    for limits in ranges:
         for bias in ("balanced", "content", "style"):
-            train = {"noise_scheduler": "ddpm", "content_or_style": bias, **limits}
-            found.append({"arch": "sdxl", "size": (4, 128, 128), "train": train})
+            discrete: dict[str, Any] = {"noise_scheduler": "ddpm", "content_or_style": bias, **limits}
+            found.append({"arch": "sdxl", "size": (4, 128, 128), "train": discrete})
     return found
 
 

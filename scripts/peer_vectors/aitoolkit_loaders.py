@@ -31,7 +31,7 @@ CASES = [
 ]  # fmt: skip
 
 
-def fetching(process: type) -> Any:
+def fetching(process: Any) -> Any:
     """The body of the loop up to where batches are there, as code that reads and writes plain names."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(process.run)))
     loop = next(
@@ -45,7 +45,8 @@ def fetching(process: type) -> Any:
 
 class Loader:
     def __init__(self, name: str, length: int) -> None:
-        self.name, self.length, self.dataset, self.len = name, length, [], None
+        self.name, self.length, self.len = name, length, None
+        self.dataset: list[Any] = []
 
     def __iter__(self) -> Iterator[str]:
         return iter([f"{self.name}{number}" for number in range(self.length)])

@@ -74,7 +74,7 @@ def weights(kinds: list[str], **options: Any) -> list[Any]:
         found = dataset(images, 16, resolution=SIDE, mask_path=str(masks), **options)
         order = sorted(range(len(kinds)), key=lambda index: found.file_list[index].path)
         tensors = [found._get_single_item(index).mask_tensor for index in order]
-    names = {
+    names: dict[str, Any] = {
         "torch": torch,
         "batch": types.SimpleNamespace(mask_tensor=torch.stack(tensors)),
         "self": types.SimpleNamespace(
@@ -86,13 +86,13 @@ def weights(kinds: list[str], **options: Any) -> list[Any]:
         "dtype": torch.float32,
     }
     exec(weighing(SDTrainer), names)
-    return names["mask_multiplier"][:, 0].tolist()
+    return list(names["mask_multiplier"][:, 0].tolist())
 
 
 def values(peer: Path) -> Any:
     prepare(peer)
     random.seed(3)  # the masks are blurred by a random radius, here by none
-    cases = [
+    cases: list[tuple[list[str], dict[str, Any]]] = [
         (["left half"], {}), (["left half"], {"mask_min_value": 0.25}), (["left half"], {"invert_mask": True}),
         (["small square"], {"mask_min_value": 0.1}), (["grey"], {}),
         (["left half", "small square"], {"mask_min_value": 0.1}),

@@ -12,7 +12,11 @@ from simpletuner_models import model_of
 
 DRAWS = 20_000
 MEGAPIXEL, QUARTER, CLIP = (16, 128, 128), (16, 64, 64), (16, 5, 60, 104)
-SIZES = {"flux": [MEGAPIXEL, QUARTER], "qwen_image": [MEGAPIXEL, QUARTER], "wan": [CLIP]}
+SIZES: dict[str, list[tuple[int, ...]]] = {
+    "flux": [MEGAPIXEL, QUARTER],
+    "qwen_image": [MEGAPIXEL, QUARTER],
+    "wan": [CLIP],
+}
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"flow_schedule_shift": 1.0},

@@ -27,7 +27,7 @@ def sampler_length(images: int, batch_size: int, repeats: int) -> int:
     set_dataset("d", repeats=repeats)
     metadata = types.SimpleNamespace(aspect_ratio_bucket_indices={"1.0": [f"{n}.png" for n in range(images)]})
     this = types.SimpleNamespace(id="d", batch_size=batch_size, metadata_backend=metadata)
-    return MultiAspectSampler.__len__(this)
+    return int(MultiAspectSampler.__len__(this))
 
 
 def weights(datasets: list[dict[str, Any]], sampling: str) -> list[float]:

@@ -49,7 +49,8 @@ _AI_TOOLKIT = AiToolkitNames(
             shift_terminal=_TERMINAL,
             bucket_step=32,
         ),
-    }
+    },
+    layers_note="the modulation layers of the blocks too (840 layers there, 720 here)",
 )
 
 NAMES = FamilyNames(

@@ -37,5 +37,9 @@ NAMES = FamilyNames(
     objective="ddpm",
     told_sizes=True,
     simpletuner=_SIMPLETUNER,
-    aitoolkit=AiToolkitNames(archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)}, unet=True),
+    aitoolkit=AiToolkitNames(
+        archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)},
+        unet=True,
+        layers_note="proj_in and proj_out of the attention blocks too",
+    ),
 )

@@ -1,5 +1,5 @@
 # A newcomer needs two of these: `make demo` and `make test`.
-.PHONY: help environment demo test test-half test-other-half test-full test-gpu test-gpu-long lint clean
+.PHONY: help environment demo test test-half test-other-half test-full storm test-gpu test-gpu-long lint clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,6 +24,12 @@ test-other-half:
 
 test-full: environment ## the long CPU tests (under 45 minutes; needs the network)
 	$(pytest) -m 'full and not gpu'
+
+# Results of cases are functions of the seed; STORM_OUTPUT=FILE writes the table as JSON too.
+STORM_CASES ?= 500
+STORM_SEED ?= 1
+storm: environment ## kill, stop and starve 500 runs of every dialect (STORM_CASES, STORM_SEED); a table, 1 if one is wrong
+	PYTHONDONTWRITEBYTECODE= PYTHONPATH=tests .venv/bin/python -m storm --cases $(STORM_CASES) --seed $(STORM_SEED) $(if $(STORM_OUTPUT),--output $(STORM_OUTPUT))
 
 # One process, a random order (ORDER=--order-seed=N repeats one), results merged into the file of this machine's GPU.
 gpu_results ?= benchmarks/results

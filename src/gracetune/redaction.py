@@ -33,6 +33,8 @@ def redact(text: str) -> str:
     text = _TOKEN.sub(HIDDEN, text)
     if "://" in text:
         text = _URL.sub(lambda found: f"://{_shown_rest(found[1])}", text)
+    if ":/" in text and "@" in text:
+        text = _URL_AS_PATH.sub(rf"\1{HIDDEN}@", text)
     if _MAY_NAME_SECRET.search(text):
         text = _PAIR.sub(_shown_pair, text)
         text = _FLAG.sub(_shown_pair, text)
@@ -52,6 +54,8 @@ def is_secret_name(name: str) -> bool:
 # -- URLs -------------------------------------------------------------------------------------------------------------
 
 _URL: Final = re.compile(r"""://([^\s"'<>`\\]+)""")
+_URL_AS_PATH: Final = re.compile(r"""\b([A-Za-z][A-Za-z0-9+.-]{1,30}:/)[^/\s"'<>`\\]+@""")
+"""`https:/me:secret@host`: `pathlib` makes one slash of two. A drive has one letter."""
 _CHAINED: Final = re.compile(r"(?=::[A-Za-z0-9+.-]{1,30}://)")
 _SCHEME: Final = re.compile(r"\s*[A-Za-z0-9+.:-]{1,60}")
 """Of a text that is a URL and nothing else, also of one that fsspec chains."""
@@ -131,9 +135,16 @@ _TOKEN: Final = re.compile(
 """Of Hugging Face, OpenAI, GitHub, AWS, Slack, GitLab; JSON Web Tokens; headers."""
 
 
+def _holds_secret(found: re.Match[str]) -> bool:
+    """Whether a pair in a text has a secret for its value. `a token: gold, worn` is a sentence."""
+    name, sign, value = found[1], found[2], found[3]
+    is_sentence = name.lower() in _ALSO_IN_PROSE and sign.startswith(": ") and _WORD.fullmatch(value) is not None
+    return is_secret_name(name) and not is_sentence and not _PLACEHOLDER.fullmatch(value)
+
+
 def _shown_pair(found: re.Match[str]) -> str:
     name, sign, value = found[1], found[2], found[3]
-    if not is_secret_name(name) or _PLACEHOLDER.fullmatch(value) or value.startswith(HIDDEN[:-1]):
+    if not _holds_secret(found) or value.startswith(HIDDEN[:-1]):
         return found[0]
     mark = value[0] if value[0] in "\"'" else ""
     return f"{name}{sign}{mark}{HIDDEN}{mark}"
@@ -144,6 +155,8 @@ _SECRET_ENDINGS: Final = (
     "privatekey", "accountkey", "authkey", "accesskeyid", "authorization", "signature", "connectionstring",
 )  # fmt: skip
 _SECRET_WORDS: Final = frozenset(("pwd", "pass", "auth", "cookie", "sig", "bearer", "secret", "secrets", "pat"))
+_ALSO_IN_PROSE: Final = frozenset(("token", "secret", "secrets", "signature", "cookie", "auth"))
+_WORD: Final = re.compile(r"[a-z]+[.!?]?")
 _NO_SECRET_TOKENS: Final = frozenset((
     "pad", "eos", "bos", "unk", "mask", "cls", "sep", "special", "trigger", "instance", "class", "placeholder",
     "initializer", "concept", "image", "picture", "text", "video", "audio", "frame", "per", "max", "min", "new", "next",
@@ -302,7 +315,7 @@ def _of_text(text: str, name: str) -> Iterator[str]:
                     yield from _of_url(one)
     if _MAY_NAME_SECRET.search(text):
         for found in (*_PAIR.finditer(text), *_FLAG.finditer(text)):
-            if is_secret_name(found[1]) and not _PLACEHOLDER.fullmatch(found[3]):
+            if _holds_secret(found):
                 yield found[3].strip("\"'")
 
 

@@ -4,13 +4,15 @@
         ended = commands.run(["train", "c.yaml"], faults=[Fault("*/out/*", "rename", "kill", after=3)])
 
 One process imports everything with the library of `injection` preloaded; each command is a fork of it, which takes
-milliseconds to start. A fork has its own files for output, and can be killed after some time.
+milliseconds to start. A fork has its own files for output, and can be killed after some time. What a command imports
+besides, the process imports too, for those that follow.
 """
 
 from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -52,15 +55,16 @@ class Commands:
     def run(
         self, arguments: Sequence[str], *, faults: Sequence[Fault] = (), log: Path | None = None,
         kill_after: float | None = None, timeout: float = 240, environment: dict[str, str] | None = None,
-        instead: dict[Path, Path] | None = None,
+        instead: dict[Path, Path] | None = None, prepare: str = "",
     ) -> Ended:  # fmt: skip
         """`kill_after`: SIGKILL so many seconds after it began. `timeout`: SIGABRT, so that it says where it hangs.
-        `instead`: files or folders that the command sees as others are, such as one for /proc/meminfo."""
-        out, errors = (Path(self._folder.name) / name for name in ("out", "errors"))
+        `instead`: files or folders that the command sees as others are, such as one for /proc/meminfo.
+        `prepare`: a function that the command's process calls first, as "module:name"."""
+        out, errors, modules = (Path(self._folder.name) / name for name in ("out", "errors", "modules"))
         job = {
             "arguments": list(arguments), "faults": "\n".join(map(str, faults)), "log": str(log or ""),
             "out": str(out), "errors": str(errors), "kill_after": kill_after, "timeout": timeout,
-            "environment": environment or {},
+            "environment": environment or {}, "prepare": prepare, "modules": str(modules),
             "instead": [(str(seen), str(real)) for seen, real in (instead or {}).items()],
         }  # fmt: skip
         assert self._process.stdin is not None
@@ -105,6 +109,18 @@ def _serve() -> None:
         code = _wait(child, job["kill_after"], job["timeout"])
         answers.write(json.dumps({"code": code, "seconds": time.monotonic() - began}) + "\n")
         answers.flush()
+        if code == 0 and not job["prepare"]:
+            _import_named(Path(job["modules"]))
+
+
+def _import_named(file: Path) -> None:
+    new = [name for name in file.read_text().split() if name not in sys.modules]
+    for name in new:
+        with suppress(ImportError):  # a module that another one puts there under that name
+            importlib.import_module(name)
+    if new:
+        gc.collect()
+        gc.freeze()
 
 
 def _import_all() -> None:
@@ -167,6 +183,10 @@ def _carry_out(job: dict[str, object]) -> None:
     code = 1
     arguments = job["arguments"]
     assert isinstance(arguments, list)
+    module, _, name = str(job["prepare"]).partition(":")
+    if name:
+        vars(importlib.import_module(module))[name]()
+    before = {*sys.modules}
     try:
         main(arguments)
         code = 0
@@ -180,6 +200,7 @@ def _carry_out(job: dict[str, object]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         ctypes.CDLL(None).faults_configure(b"", b"")
+        Path(str(job["modules"])).write_text("\n".join(sorted({*sys.modules} - before - {"__mp_main__"})))
         os._exit(code)
 
 

@@ -4,7 +4,8 @@
         subprocess.run(command, env={**os.environ, **environment})
 
 The process gets EIO from its third fsync below a folder `checkpoints` on, and from no other call. `shim.c` lists the
-operations. Only calls through the C library are seen: those of Python and of safetensors, and no memory maps.
+operations. Only calls through the C library are seen: those of Python, torch and safetensors, and not what is read
+through a memory map.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Literal
 
 Operation = Literal[
     "open", "read", "write", "sync", "rename", "link", "unlink", "mkdir", "stat", "list", "lock", "truncate", "room",
-    "any",
+    "map", "any",
 ]  # fmt: skip
 _RULES, _LOG = "GRACETUNE_TEST_FAULTS", "GRACETUNE_TEST_FAULTS_LOG"
 
@@ -30,8 +31,8 @@ class Fault:
     pattern: str
     """Of absolute paths, as in a shell; `*` matches slashes too."""
     operation: Operation
-    action: int | Literal["kill", "list"]
-    """An error number, or SIGKILL before the call, or a line in the log."""
+    action: int | Literal["kill", "term", "hup", "short", "list"]
+    """An error number, or a signal before the call, or half of a write, or a line in the log."""
     after: int = 0
     """So many matching calls succeed before."""
     times: int = 0

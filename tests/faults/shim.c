@@ -4,8 +4,9 @@
  *
  *     <operation> <action> <after> <times> <pattern>
  *
- * operation  open read write sync rename link unlink mkdir stat list lock truncate room, or any
- * action     an error number; `kill` (SIGKILL before the call); `list` (one line in GRACETUNE_TEST_FAULTS_LOG)
+ * operation  open read write sync rename link unlink mkdir stat list lock truncate room map, or any
+ * action     an error number; `kill`, `term`, `hup` (that signal before the call); `short` (half of a write is done);
+ *            `list` (one line in GRACETUNE_TEST_FAULTS_LOG). There the others leave a line too, which begins with `met`
  * after      so many calls that match succeed before
  * times      so many fail then; 0: all
  * pattern    of absolute paths, as in a shell; `*` matches slashes too
@@ -26,16 +27,21 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum operation { OPEN, READ, WRITE, SYNC, RENAME, LINK, UNLINK, MKDIR, STAT, LIST, LOCK, TRUNCATE, ROOM, OPERATIONS };
+enum operation { OPEN, READ, WRITE, SYNC, RENAME, LINK, UNLINK, MKDIR, STAT, LIST, LOCK, TRUNCATE, ROOM, MAP, OPERATIONS };
 static const char *const NAMES[OPERATIONS] = {"open", "read", "write", "sync", "rename", "link", "unlink",
-                                              "mkdir", "stat", "list", "lock", "truncate", "room"};
-enum { KILL = -1, LISTED = -2, MOST_RULES = 32 };
+                                              "mkdir", "stat", "list", "lock", "truncate", "room", "map"};
+enum { KILL = -1, LISTED = -2, SHORT = -3, TERM = -4, HUP = -5, MOST_RULES = 32 };
+static const struct {
+    const char *name;
+    int action;
+} ACTIONS[] = {{"kill", KILL}, {"list", LISTED}, {"short", SHORT}, {"term", TERM}, {"hup", HUP}};
 
 struct rule {
     unsigned operations;
@@ -57,6 +63,12 @@ static unsigned operations_of(const char *name) {
     abort();
 }
 
+static int action_of(const char *name) {
+    for (size_t number = 0; number < sizeof ACTIONS / sizeof *ACTIONS; number++)
+        if (strcmp(name, ACTIONS[number].name) == 0) return ACTIONS[number].action;
+    return atoi(name);
+}
+
 /* Also called by a process that was forked from a preloaded one. */
 void faults_configure(const char *text, const char *log) {
     char copy[1 << 16], *rest = copy, *line;
@@ -75,7 +87,7 @@ void faults_configure(const char *text, const char *log) {
             abort();
         }
         rule->operations = operations_of(operation);
-        rule->action = !strcmp(action, "kill") ? KILL : !strcmp(action, "list") ? LISTED : atoi(action);
+        rule->action = action_of(action);
         snprintf(rule->pattern, sizeof rule->pattern, "%s", line + begin);
         atomic_store(&rule->seen, 0);
         watched |= rule->operations;
@@ -88,28 +100,35 @@ __attribute__((constructor)) static void begin(void) {
     faults_configure(text ? text : "", log ? log : "");
 }
 
-static void note(enum operation operation, const char *path) {
+static void note(const char *begin, enum operation operation, const char *path) {
     char line[PATH_MAX + 32];
-    int length = snprintf(line, sizeof line, "%s %s\n", NAMES[operation], path);
+    if (*log_path == 0) return;
+    int length = snprintf(line, sizeof line, "%s%s %s\n", begin, NAMES[operation], path);
     long descriptor = syscall(SYS_openat, AT_FDCWD, log_path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (descriptor < 0) return;
     syscall(SYS_write, descriptor, line, length);
     syscall(SYS_close, descriptor);
 }
 
-/* 0, or the error that the call has to fail with. */
+/* 0, or the error that the call has to fail with, or SHORT. */
 static int judge(enum operation operation, const char *path) {
     int before = errno;
     for (int number = 0; number < rule_count; number++) {
         struct rule *rule = &rules[number];
         if (!(rule->operations >> operation & 1) || fnmatch(rule->pattern, path, 0) != 0) continue;
         if (rule->action == LISTED) {
-            note(operation, path);
+            note("", operation, path);
             continue;
         }
         long seen = atomic_fetch_add(&rule->seen, 1);
         if (seen < rule->after || (rule->times && seen >= rule->after + rule->times)) continue;
+        note("met ", operation, path);
         if (rule->action == KILL) syscall(SYS_kill, getpid(), SIGKILL);
+        if (rule->action == TERM || rule->action == HUP) {
+            syscall(SYS_kill, getpid(), rule->action == TERM ? SIGTERM : SIGHUP);
+            continue;
+        }
+        errno = before;
         return rule->action;
     }
     errno = before;
@@ -154,7 +173,7 @@ static int of_path(enum operation operation, int folder, const char *name) {
 #define FAIL(found, value)          \
     do {                            \
         int number_ = (found);      \
-        if (number_) {              \
+        if (number_ > 0) {          \
             errno = number_;        \
             return value;           \
         }                           \
@@ -223,16 +242,32 @@ ON_DESCRIPTOR(READ, ssize_t, preadv2, (int descriptor, const struct iovec *parts
               (descriptor, parts, count, at, flags))
 ON_DESCRIPTOR(READ, ssize_t, preadv64v2, (int descriptor, const struct iovec *parts, int count, off_t at, int flags),
               (descriptor, parts, count, at, flags))
-ON_DESCRIPTOR(WRITE, ssize_t, write, (int descriptor, const void *data, size_t size), (descriptor, data, size))
-ON_DESCRIPTOR(WRITE, ssize_t, pwrite, (int descriptor, const void *data, size_t size, off_t at),
-              (descriptor, data, size, at))
-ON_DESCRIPTOR(WRITE, ssize_t, pwrite64, (int descriptor, const void *data, size_t size, off_t at),
-              (descriptor, data, size, at))
-ON_DESCRIPTOR(WRITE, ssize_t, writev, (int descriptor, const struct iovec *parts, int count),
-              (descriptor, parts, count))
-ON_DESCRIPTOR(WRITE, ssize_t, pwritev64v2,
-              (int descriptor, const struct iovec *parts, int count, off_t at, int flags),
-              (descriptor, parts, count, at, flags))
+#define WRITES(name, parameters, whole, half)                  \
+    ssize_t name parameters {                                  \
+        int found = of_descriptor(WRITE, descriptor);          \
+        FAIL(found, -1);                                       \
+        return found == SHORT ? REAL(name) half : REAL(name) whole; \
+    }
+#define HALF ((size + 1) / 2)
+WRITES(write, (int descriptor, const void *data, size_t size), (descriptor, data, size), (descriptor, data, HALF))
+WRITES(pwrite, (int descriptor, const void *data, size_t size, off_t at), (descriptor, data, size, at),
+       (descriptor, data, HALF, at))
+WRITES(pwrite64, (int descriptor, const void *data, size_t size, off_t at), (descriptor, data, size, at),
+       (descriptor, data, HALF, at))
+static struct iovec half_of(const struct iovec *parts) {
+    return (struct iovec){parts->iov_base, (parts->iov_len + 1) / 2};
+}
+WRITES(writev, (int descriptor, const struct iovec *parts, int count), (descriptor, parts, count),
+       (descriptor, (struct iovec[]){half_of(parts)}, 1))
+WRITES(pwritev64v2, (int descriptor, const struct iovec *parts, int count, off_t at, int flags),
+       (descriptor, parts, count, at, flags), (descriptor, (struct iovec[]){half_of(parts)}, 1, at, flags))
+#define MAPS(name)                                                                                  \
+    void *name(void *address, size_t size, int access, int flags, int descriptor, off_t at) {       \
+        FAIL(flags & MAP_ANONYMOUS ? 0 : of_descriptor(MAP, descriptor), MAP_FAILED);               \
+        return REAL(name)(address, size, access, flags, descriptor, at);                            \
+    }
+MAPS(mmap)
+MAPS(mmap64)
 ON_DESCRIPTOR(SYNC, int, fsync, (int descriptor), (descriptor))
 ON_DESCRIPTOR(SYNC, int, fdatasync, (int descriptor), (descriptor))
 ON_DESCRIPTOR(TRUNCATE, int, ftruncate, (int descriptor, off_t size), (descriptor, size))

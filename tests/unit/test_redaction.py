@@ -68,6 +68,11 @@ def test_names_of_anything_else(name: str) -> None:
         (f"got hf_{'aB3' * 11}!", "got (hidden)!"),
         ("hf_transfer and hf_hub_download", "hf_transfer and hf_hub_download"),
         ("77 tokens: a cat, key: 3", "77 tokens: a cat, key: 3"),
+        ("a token: gold, worn. Signature: illegible.", "a token: gold, worn. Signature: illegible."),
+        ("token: gold7, password: gold", "token: (hidden), password: (hidden)"),
+        ("https:/me:pw@host/c.yaml", "https:/(hidden)@host/c.yaml"),
+        ("no file /home/me/s3:/pw@bucket/x", "no file /home/me/s3:/(hidden)@bucket/x"),
+        ("C:/me@home/x and /data@2024/x:/y@z", "C:/me@home/x and /data@2024/x:/y@z"),
         ("datasets[0].path: found 3, expected 4", "datasets[0].path: found 3, expected 4"),
     ],
 )
@@ -171,6 +176,11 @@ def test_json_stays_json(values: dict[str, str]) -> None:
     json.loads(redact(text))
 
 
+def test_words_of_a_prompt_are_not_learnt() -> None:
+    prompt = "a secret: garden, with the mark token: butterfly"
+    assert Redactor({"prompt": prompt}).redact(f"butterfly.png: {prompt}") == f"butterfly.png: {prompt}"
+
+
 def test_a_document_is_not_taken_for_one_url() -> None:
     text = '{"path": "https://host/a", "prompt": "what is this?", "mail": "me@host", "steps": 1000, "name": "x"}'
     assert Redactor(text, text.replace(", ", ",\n")).redact(text) == text
@@ -185,8 +195,8 @@ def test_errors_hold_no_secret() -> None:
     assert all("https://(hidden)@host/data" in text for text in shown)
 
 
-@pytest.mark.parametrize("unit", ["a", "://", "https://", "::a://", "a:", "a=", "token=", "--token ", "@", "hf_", "eyJ",
-                                  '"', "token: '", "?a=", "Bearer ", "a.", "-"])  # fmt: skip
+@pytest.mark.parametrize("unit", ["a", "://", "ab:/", "ab:/a@", "https://", "::a://", "a:", "a=", "token=", "--token ",
+                                  "@", "hf_", "eyJ", '"', "token: '", "?a=", "Bearer ", "a.", "-"])  # fmt: skip
 def test_long_text_takes_no_time(unit: str) -> None:
     text = unit * (120_000 // len(unit))
     redactor = Redactor({"token": "x" * 20 + "y", "api_key": "zzzzzz1"})

@@ -26,7 +26,8 @@ from gracetune.units import format_bytes
 EXACT_UP_TO = 1536
 """Of the shorter side: a second or so on one core."""
 _BYTES_OF_A_NUMBER = 40
-"""Of a change that is taken apart: in fp32 and, with what is compared with it, four times in float64."""
+"""Of a change that is taken apart: in fp32 and, with what is compared with it, four times in float64. Of singular
+vectors at most as much."""
 _OVERSAMPLING, _ITERATIONS, _SEED = 16, 6, 0
 
 
@@ -79,19 +80,21 @@ def _decomposed(
 ) -> tuple[Tensor, Tensor, Tensor, float, float]:
     """Left vectors, values, right vectors; the norms of what they miss and of the whole change."""
     record, rank = algorithm(layer.algorithm), min(rank, shape.numel())
+    vectors = min(rank, shape[0], shape[1:].numel()) * (shape[0] + shape[1:].numel())
+    _refuse_too_large(vectors, shape, layer.algorithm)
     exact = None if needs_weight(layer) else record.singular_vectors(layer.tensors, layer.scale, rank)
     if exact is not None:
         left, values, right, norm = exact
         return left, values, right, math.sqrt(max(0.0, norm**2 - float(values.square().sum()))), norm
-    _refuse_too_large(shape, layer.algorithm)
+    _refuse_too_large(shape.numel(), shape, layer.algorithm)
     change = _change(layer, weight, shape).flatten(1).double()
     left, values, right = _leading(change, rank)
     return left, values, right, float((change - (left * values) @ right).norm()), float(change.norm())
 
 
-def _refuse_too_large(shape: torch.Size, kind: str) -> None:
-    """A refusal instead of a process that the kernel kills."""
-    needed, free = shape.numel() * _BYTES_OF_A_NUMBER, HostSensor().read().headroom
+def _refuse_too_large(numbers: int, shape: torch.Size, kind: str) -> None:
+    """A refusal instead of a process that the kernel kills. `numbers` are those of the largest matrices at work."""
+    needed, free = numbers * _BYTES_OF_A_NUMBER, HostSensor().read().headroom
     if free is None or needed <= free:
         return
     found = f"a {kind} of {shape[0]:,} x {shape[1:].numel():,}: about {format_bytes(needed)} to take it apart"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from gracetune.data.words import counted
 
 MOST_ENTRIES: Final = 300_000
 """Of a store whose entries are looked at, which takes 11 µs each."""
+MOST_COMPARED: Final = 64
+"""Stored entries of one content that wanted ones are compared with: other encoders, sizes, flips."""
 
 _ENCODERS: Final = {"latent": "the VAE", "text": "the text encoder"}
 _PARTS: Final = {
@@ -54,18 +57,37 @@ def why_missing(store_of: Callable[[Path], DiskStore], missing: Sequence[LatentI
 
 def _nearest(store: DiskStore, items: Sequence[LatentItem | TextItem]) -> dict[str, frozenset[str]]:
     """By key, in which parts the stored entry of the same content differs that differs least."""
-    by_source: dict[str, list[tuple[str, Origin]]] = {}
+    wanted: dict[tuple[str, ...], list[tuple[str, Origin]]] = {}
     for item in items:
         origin = item.origin
-        by_source.setdefault(origin.source, []).append((item.key, origin))
+        wanted.setdefault(_content(origin), []).append((item.key, origin))
     found: dict[str, frozenset[str]] = {}
+    compared: Counter[tuple[str, ...]] = Counter()
     for _, entry in store.stored():
-        for key, origin in by_source.get(entry.origin.source, ()):
-            if entry.origin.kind == origin.kind:
-                parts = frozenset(one.part for one in differences(entry.origin, origin))
-                if key not in found or len(parts) < len(found[key]):
-                    found[key] = parts
+        content = _content(entry.origin)
+        if content not in wanted or compared[content] >= MOST_COMPARED:
+            continue
+        compared[content] += 1
+        for key, origin in wanted[content]:
+            parts = frozenset(one.part for one in differences(entry.origin, origin))
+            if key not in found or len(parts) < len(found[key]):
+                found[key] = parts
     return found
+
+
+def _content(origin: Origin) -> tuple[str, ...]:
+    """What an entry is made of, without how it is made of it.
+
+    An instruction belongs to its references: thousands of edit pairs often have the same one.
+    """
+    pictures = next((value for name, value in origin.parts if name == "pictures"), "[]")
+    if pictures == "[]":
+        return (origin.kind, origin.source)
+    try:
+        shown = [str(one["digest"]) for one in json.loads(pictures)]
+    except (ValueError, TypeError, KeyError):  # as another release wrote it
+        shown = [pictures]
+    return (origin.kind, origin.source, *shown)
 
 
 def _words(kind: str, parts: frozenset[str]) -> str:
@@ -84,6 +106,8 @@ def _counted(kind: str, count: int) -> str:
 
 def _named(new: Sequence[LatentItem | TextItem]) -> str:
     files = {(item.ref.dataset, item.ref.path): item.ref.bucket for item in new if isinstance(item, LatentItem)}
+    if any(isinstance(item, TextItem) and item.pictures for item in new):
+        return "new captions or references"
     if not files:
         return counted(len({item.text for item in new if isinstance(item, TextItem)}), "new caption")
     media = Counter(

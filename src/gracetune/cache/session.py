@@ -243,23 +243,27 @@ def build(
     wanted = wanted or anew(index)
     damaged = forget_damaged(caches.store, wanted.all, on_checked) if check else 0
     spoken = pictured = None
-    on_missing(missing_among(caches, wanted.texts))
-    on_missing(missing_among(caches, wanted.latents))
+    missing_texts = missing_among(caches, wanted.texts)
+    on_missing(missing_texts)
+    missing_latents = missing_among(caches, wanted.latents)
+    on_missing(missing_latents)
     texts = nothing_to_do(wanted.text_encoder, len(wanted.texts), index)
-    if _lacks(caches, wanted.texts):
+    if missing_texts:
         text_how = replace(how, batch_size=config.cache.text_encoder_batch_size, on_progress=on_text)
         with _loaded(encoders.load_text) as encoder:
             if take_over:
-                spoken = take_texts(encoder, index, config.model, missing_among(caches, wanted.texts), caches.store)
+                spoken = take_texts(encoder, index, config.model, missing_texts, caches.store)
             texts = encode_texts(encoder, wanted.texts, index, caches.store, how=text_how)
     index = texts.index
-    wanted = wanted if index is wanted.index else anew(index)
+    if index is not wanted.index:
+        wanted = anew(index)
+        missing_latents = missing_among(caches, wanted.latents)
     latents = nothing_to_do(wanted.latent_encoder, len(wanted.latents), index)
-    if _lacks(caches, wanted.latents) and texts.complete:
+    if missing_latents and texts.complete:
         latent_how = replace(how, batch_size=config.cache.vae_batch_size, on_progress=on_latents)
         with _loaded(encoders.load_latents) as vae:
             if take_over:
-                pictured = take_latents(vae, index, config.model, missing_among(caches, wanted.latents), caches.store)
+                pictured = take_latents(vae, index, config.model, missing_latents, caches.store)
             latents = encode_latents(
                 vae, wanted.latents, index, caches.store,
                 lambda index, id_: wanted_latents(index, id_, caches.places, epoch=epoch, part=part), how=latent_how,
@@ -286,7 +290,7 @@ def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, place
         for epoch in begun:
             items = needs(config, index, encoders, places, epoch=epoch, part="epoch").all
             there = all(is_cache(folder) for folder in by_folder(items))
-            if there and not _lacks(caches, items):
+            if there and not missing_among(caches, items):
                 return epoch
     return begun[0] if begun else 0
 
@@ -329,13 +333,6 @@ def is_cache(folder: Path) -> bool:
         return False
     except OSError as error:
         raise unreadable(error, folder) from error
-
-
-def _lacks(caches: Caches, items: Sequence[CacheItem]) -> bool:
-    return any(
-        caches.store(folder).find([item.key for item in some]).missing
-        for folder, some in by_folder(items).items()
-    )  # fmt: skip
 
 
 def _tidy(caches: Caches) -> None:

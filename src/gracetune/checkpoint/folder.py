@@ -56,8 +56,16 @@ def checkpoints(folder: Path) -> list[Found]:
 def manifest_if_ours(path: Path, identity: Mapping[str, str]) -> Manifest | None:
     """None where it is damaged, of another run, or not what its name says."""
     try:
+        return _manifest_of_run(path, identity)
+    except OSError:
+        return None
+
+
+def _manifest_of_run(path: Path, identity: Mapping[str, str]) -> Manifest | None:
+    """OSError where it cannot be read."""
+    try:
         manifest = read_manifest(path)
-    except (BadManifestError, OSError):
+    except BadManifestError:
         return None
     different = identity_differences(manifest.metadata.identity, identity)
     return manifest if not different and manifest.step == step_of(path.name) else None
@@ -139,7 +147,11 @@ def remove_superfluous(
     """
     ours: dict[int, tuple[Path, Manifest]] = {}
     for one in checkpoints(folder):
-        manifest = manifest_if_ours(one.path, identity)
+        try:
+            manifest = _manifest_of_run(one.path, identity)
+        except OSError:
+            journal.begin("retiring", one.step)  # whether it is to be kept, the next start finds out
+            continue
         if manifest is not None:
             ours[one.step] = (one.path, manifest)
     removed, notes = [], []

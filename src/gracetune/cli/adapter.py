@@ -301,7 +301,8 @@ def _family(name: str | None) -> str | None:
 
 def _positive(alpha: float) -> float:
     if not 0 < alpha <= _LARGEST_ALPHA:  # not NaN either
-        raise ConfigError([Problem("--alpha", f"{alpha:g}", "a number above 0", "--alpha 16")])
+        expected = f"a number above 0 and at most {_LARGEST_ALPHA:,.0f}"
+        raise ConfigError([Problem("--alpha", f"{alpha:g}", expected, "--alpha 16")])
     return alpha
 
 

@@ -214,6 +214,8 @@ def print_verified(opened: Opened, against: str, reports: Sequence[Verified], co
             if entries:
                 table.add_row(label, _plain(f"{len(entries)}: {_some(entries)}"))
         console.print(table, soft_wrap=False)
+    for note in opened.notes:
+        console.print(f"note  {shown(note)}")
 
 
 def _plain(text: str) -> Text:

@@ -88,28 +88,30 @@ def build(
     from gracetune.cli.cache_view import BuiltView, bars
 
     ignore_lost_stdout()
-    with listening(Control()), libraries_quiet(), bars(quiet=json_output) as progress:
-        job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
-        with Caches(job.places, writable=True) as caches:
-            if not take_over:
-                _tell_of_others(job, caches)
-            try:
-                built = build_caches(
-                    job.config, job.index, job.encoders, caches, epoch=job.epoch, wanted=job.wanted, check=True,
-                    take_over=take_over, how=How(workers=_workers()), on_text=progress.on_text,
-                    on_latents=progress.on_latents, on_checked=progress.on_checked,
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                progress.stop()
-                kept = sum(len(store.created) for store in caches.stores)
-                typer.echo(
-                    f"interrupted: {kept} new entries are kept, and the same command goes on from there", err=True
-                )
-                raise typer.Exit(INTERRUPTED) from None
-            notes = [*job.notes, *built.notes]
-            if not job.config.cache.persistent_cache:
-                notes.append("persistent_cache is false: a run removes at its end what it added; these entries stay")
-            view = BuiltView.of(built, caches, tuple(notes))
+    control = Control(stops_on_sigusr1=session(context).environment.stops_on_sigusr1)
+    kept = 0
+    try:
+        with listening(control), libraries_quiet(), bars(quiet=json_output) as progress:
+            job = _open(context, config_file, overrides, progress, allow_unsupported=allow_unsupported)
+            with Caches(job.places, writable=True) as caches:
+                if not take_over:
+                    _tell_of_others(job, caches)
+                try:
+                    built = build_caches(
+                        job.config, job.index, job.encoders, caches, epoch=job.epoch, wanted=job.wanted, check=True,
+                        take_over=take_over, how=How(workers=_workers()), on_text=progress.on_text,
+                        on_latents=progress.on_latents, on_checked=progress.on_checked,
+                    )  # fmt: skip
+                finally:
+                    kept = sum(len(store.created) for store in caches.stores)
+                notes = [*job.notes, *built.notes]
+                if not job.config.cache.persistent_cache:
+                    note = "persistent_cache is false: a run removes at its end what it added; these entries stay"
+                    notes.append(note)
+                view = BuiltView.of(built, caches, tuple(notes))
+    except KeyboardInterrupt:
+        typer.echo(f"interrupted: {kept} new entries are kept, and the same command goes on from there", err=True)
+        raise typer.Exit(INTERRUPTED) from None
     if json_output:
         print_json(view.as_json())
     else:

@@ -78,9 +78,6 @@ class Bars:
             self._tasks[what] = self._progress.add_task(what, total=total, pace=pace)
         self._progress.update(self._tasks[what], completed=done, total=total, pace=pace)
 
-    def stop(self) -> None:
-        self._progress.stop()
-
 
 @contextmanager
 def bars(*, quiet: bool) -> Iterator[Bars]:

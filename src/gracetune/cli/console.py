@@ -20,6 +20,7 @@ from gracetune.config import Resolved, load
 from gracetune.config.environment import Environment, claim_allocator_options, torch_accepts_uvm_options
 from gracetune.errors import ConfigError, GracetuneError, Problem, short, visible
 from gracetune.redaction import Redactor, redact, redact_values
+from gracetune.storage.os_errors import FileError, problem_of
 from gracetune.telemetry.errors import TelemetryError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -80,11 +81,13 @@ def _run(run: Callable[[Session], int], streams: StandardStreams, redactor: Reda
         ours = error
     except TelemetryError as error:  # telemetry knows nothing of ours, not even our errors
         ours = GracetuneError(str(error))
-    except OSError as error:
-        if error.errno not in NO_SPACE:
+    except OSError as error:  # for whatever has no words of its own
+        if isinstance(error.filename, str):
+            ours = FileError(problem_of(error, "file", Path(error.filename), access="read"))
+        elif error.errno in NO_SPACE:
+            ours = GracetuneError("no space left on the disk: make room and run the same command again")
+        else:
             raise
-        where = f" for {error.filename}" if error.filename else ""
-        ours = GracetuneError(f"no space left on the disk{where}: make room and run the same command again")
     say_error(ours)
     if as_json:
         problems = ours.problems if isinstance(ours, ConfigError) else ()

@@ -111,7 +111,7 @@ def steps_override(max_steps: int | None) -> list[str]:
 def run_training(request: TrainRequest, started: Session) -> int:
     """The exit code; errors of ours are raised."""
     try:
-        with listening(Control()) as control:
+        with listening(Control(stops_on_sigusr1=started.environment.stops_on_sigusr1)) as control:
             return _trained(request, started, control)
     except KeyboardInterrupt as interrupt:
         what = f"interrupted by {interrupt}" if isinstance(interrupt, InterruptedBySignal) else "interrupted"

@@ -17,7 +17,7 @@ from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError
-from gracetune.redaction import HIDDEN
+from gracetune.redaction import HIDDEN, redact_webhook
 
 
 @dataclass(frozen=True)
@@ -282,10 +282,43 @@ def _megapixels(dataset: Dataset, path: Path) -> Iterator[Broken]:
                          "for as many megapixels", ((*path, "resolution_type"),))  # fmt: skip
 
 
+def _webhook(config: RunConfig) -> Iterator[Broken]:
+    if config.logging.webhook is None:
+        return
+    # Here, because most configs have none and the import takes 40 ms.
+    from gracetune.telemetry.sinks.webhook import ADDRESS_HINT, EXPECTED_ADDRESS, check_address
+
+    _, wrong = check_address(config.logging.webhook)
+    if wrong is not None and not _is_hidden(config.logging.webhook):
+        yield Broken(("logging", "webhook"), f"{redact_webhook(config.logging.webhook)}, {wrong}", EXPECTED_ADDRESS,
+                     ADDRESS_HINT)  # fmt: skip
+
+
+def _written_folders(config: RunConfig) -> Iterator[Broken]:
+    """A URL taken for a path makes a folder called `https:`, and in it one whose name is the login."""
+    cache = config.cache
+    folders: list[tuple[Path, str | None]] = [
+        (("output_dir",), config.output_dir),
+        (("cache", "cache_dir"), cache.cache_dir),
+        (("cache", "text_cache_dir"), cache.text_cache_dir),
+        (("cache", "vae_cache_dir"), cache.vae_cache_dir),
+        *((("datasets", number, "cache_dir"), one.cache_dir) for number, one in enumerate(config.datasets)),
+    ]
+    for path, folder in folders:
+        if folder is not None and "://" in folder and not _is_hidden(folder):
+            yield Broken(path, describe(folder), "a folder of this machine",
+                         "write the path of a folder; storage of another machine has to be mounted")  # fmt: skip
+
+
+def _is_hidden(text: str) -> bool:
+    """Whether it is what `redaction` leaves of a value."""
+    return text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2])
+
+
 def _hidden(config: RunConfig) -> Iterator[Broken]:
     """What `config show` and a checkpoint hide cannot be used."""
     for path, text in _texts(config.model_dump(mode="json"), ()):
-        if text == HIDDEN or ("://" in text and HIDDEN in text.partition("://")[2]):
+        if _is_hidden(text):
             yield Broken(path, f"{describe(text)}, which was hidden where it was shown", "the value itself",
                          "write the whole value; the config.yaml in a run's folder has it")  # fmt: skip
 
@@ -315,5 +348,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _datasets,
     _edit_sources,
     _ranks,
+    _webhook,
+    _written_folders,
     _hidden,
 )

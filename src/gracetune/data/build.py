@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import open_unstaged
-from gracetune.data.captions import CaptionBook, KohyaFolder, most_epochs, open_captions
+from gracetune.data.captions import CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
@@ -153,7 +153,7 @@ class _Builder:
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
         items, beyond = limited(paired.items, dataset)
-        items, uncaptioned, other_sizes = self.caption(dataset, where, items, folders, found.left_out)
+        items, uncaptioned, other_sizes = self.caption(dataset, where, items, folders, found)
         unreadable = (*found.unreadable, *uncaptioned)
         check_unreadable(dataset, unreadable, found.total)
         dropped = [*dropped, *skipped, *paired.dropped, *beyond]
@@ -225,13 +225,14 @@ class _Builder:
         where: str,
         items: list[Item],
         folders: dict[str, KohyaFolder],
-        left_out: Iterable[LeftOut],
+        found_there: Scan,
     ) -> tuple[list[Item], list[LeftOut], list[str]]:
         """Each item with its captions. A caption that cannot be read counts as an unreadable file.
 
         The last are notes on files whose size is not the one their table says.
         """
-        withheld = {one.path: one.reason for one in left_out}
+        withheld = {path: too_large(size) for path, size in found_there.large.items()}
+        withheld |= {one.path: f"a caption that cannot be read: {one.reason}" for one in found_there.left_out}
         epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
 

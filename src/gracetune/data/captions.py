@@ -62,9 +62,10 @@ class CaptionBook:
     def __init__(
         self, options: Captions, backend: Backend, table: Table | None = None, withheld: Mapping[str, str] | None = None
     ) -> None:
-        """`withheld`: files that are there and that the storage does not hand out (a link out of the folder), and why.
+        """`withheld`: files that are there and are not read, and why: a link out of the folder, a file far too large.
 
-        A sample is not trained without a caption that it has.
+        A sample is not trained without a caption that it has. Sizes are known from listing the folder: asking for each
+        file again would take as long as reading it, on a server twice as long.
         """
         self.options, self._backend, self.table, self._withheld = options, backend, table, withheld or {}
         extension = options.extension
@@ -124,20 +125,23 @@ class CaptionBook:
         for spelling in self._spellings:
             name = caption_path(path, spelling)
             if name in self._withheld:
-                raise UnreadableMediaError(name, f"a caption that cannot be read: {self._withheld[name]}")
+                raise UnreadableMediaError(name, self._withheld[name])
             try:  # rather than asking first whether it is there: nearly every file is there
-                size = self._backend.stat(name).size
-                if size > LARGEST_FILE:
-                    raise UnreadableMediaError(name, f"a caption file of {format_bytes(size)}; expected {_A_CAPTION}")
                 data = self._backend.read(name)
             except MissingFileError:
                 continue
+            if len(data) > LARGEST_FILE:
+                raise UnreadableMediaError(name, too_large(len(data)))
             found = lines(decoded(bytes(data), name), self.options.split_lines)
             wrong = why_no_captions(found)
             if wrong is not None:
                 raise UnreadableMediaError(name, wrong)
             return found
         return None
+
+
+def too_large(size: int) -> str:
+    return f"a caption file of {format_bytes(size)}; expected {_A_CAPTION}"
 
 
 def open_captions(

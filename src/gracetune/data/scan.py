@@ -16,6 +16,7 @@ from typing import Any, Final, NamedTuple
 
 import xxhash
 
+from gracetune.config.limits import LARGEST_FILE
 from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.listing import LeftOut, survey
 from gracetune.data.backends.paths import is_hidden, suffix_of
@@ -46,6 +47,8 @@ class Scan:
     """How many files of each further extension there are."""
     reused: int
     """Files that had not changed since the last scan."""
+    large: Mapping[str, int]
+    """Files of other kinds that are larger than any caption, by their size in bytes."""
     forgotten: str | None = None
     """Why this scan is not remembered, where it should have been. A run works without; its next start is slower."""
 
@@ -68,13 +71,14 @@ def scan(
     wanted = None if extensions is None else {extension.lower().lstrip(".") for extension in extensions}
     media: dict[str, FileStat] = {}
     others: Counter[str] = Counter()
+    large: dict[str, int] = {}
     for path, stat in listing.files.items():
-        if is_hidden(path):
-            others["hidden"] += 1
-        elif kind_of(path) == kind and (wanted is None or extension_of(path) in wanted):
+        if not is_hidden(path) and kind_of(path) == kind and (wanted is None or extension_of(path) in wanted):
             media[path] = stat
-        else:
-            others[suffix_of(path) or "no extension"] += 1
+            continue
+        others["hidden" if is_hidden(path) else suffix_of(path) or "no extension"] += 1
+        if stat.size > LARGEST_FILE:
+            large[path] = stat.size
     unselected = [one.path for one in listing.unselected]
     others.update("hidden" if is_hidden(path) else suffix_of(path) or "no extension" for path in unselected)
     known = memory.load() if memory is not None else {}
@@ -87,7 +91,7 @@ def scan(
         forgotten = memory.save(found) if found != known else None
     files = tuple(found for found in results.values() if isinstance(found, MediaFile))
     unreadable = tuple(LeftOut(path, found) for path, found in results.items() if isinstance(found, str))
-    return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, forgotten)
+    return Scan(files, unreadable, listing.left_out, dict(others.most_common()), reused, large, forgotten)
 
 
 def _remembered(

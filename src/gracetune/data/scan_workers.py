@@ -90,19 +90,23 @@ def examine_files(
     lots = deque([*files[place : place + _LOT]] for place in range(0, len(files), _LOT))
     own = Threads[File, Examined](lambda file: examine(backend, file[0], kind, file[1]), threads)
     helpers: list[_Helper] = []
+    asked_for_help = False
     began = time.perf_counter()
     try:
         while lots:
-            lot = lots.popleft()
-            while own.waits and lots and len(lot) < ALONE + WAITING:
-                lot += lots.popleft()
+            lot = _take(lots)
+            while own.waits and len(lot) < ALONE + WAITING and (more := _take(lots)):
+                lot += more
             with BOMBS_UNSAID:  # not for each file: changing the filters for warnings takes time
                 results.update(zip((path for path, _ in lot), own.map(lot), strict=True))
             on_done(len(results))
-            if not helpers and not own.waits:
+            if not asked_for_help and not own.waits:
                 each = (time.perf_counter() - began) / len(results)
                 if each * (len(files) - len(results)) > WORTH_SECONDS:
-                    helpers = [_Helper(opening, lots, results) for opening in _openings(backend, kind, threads)]
+                    asked_for_help = True
+                    # No descriptor, memory, process or thread left for another one: those that have started do it.
+                    with suppress(OSError, RuntimeError):
+                        helpers.extend(_Helper(opening, lots, results) for opening in _openings(backend, kind, threads))
             if not lots:
                 for helper in helpers:
                     helper.join()  # the lot of one that has failed is among the lots again
@@ -111,6 +115,14 @@ def examine_files(
         for helper in helpers:
             helper.close()
     return results
+
+
+def _take(lots: deque[list[File]]) -> list[File]:
+    """The next lot; an empty one where another thread has just taken the last."""
+    try:
+        return lots.popleft()
+    except IndexError:
+        return []
 
 
 def _openings(backend: Backend, kind: Kind, threads: int) -> list[str]:
@@ -131,11 +143,16 @@ class _Helper:
         self._lots, self._results = lots, results
         self._kind: Kind = json.loads(opening)[1]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)],
+            [sys.executable, "-c", _PROGRAM, *sys.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._hand_out, args=(opening,), name="scan", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # there is no room for another thread
+            self._process.kill()
+            self._process.communicate()
+            raise
 
     def join(self) -> None:
         self._thread.join()
@@ -146,10 +163,10 @@ class _Helper:
         self._process.communicate()  # closes the pipes, and waits
 
     def _hand_out(self, opening: str) -> None:
-        with suppress(OSError, ValueError, IndexError):  # it has failed, or another thread took the last lot
+        with suppress(OSError, ValueError):  # it has failed
             self._send(opening)
-            while True:
-                lot, found = self._lots.popleft(), None
+            while lot := _take(self._lots):
+                found = None
                 try:
                     found = self._examine(lot)
                     self._results.update(zip((path for path, _ in lot), found, strict=True))
@@ -196,7 +213,7 @@ def _answer(found: Examined) -> Any:
 
 
 _PROGRAM: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from {__name__} import {answer_lines.__name__} as answer; answer()"
+    f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import {answer_lines.__name__} as answer; answer()"
 )
-"""With the path of this process: the current folder may hold files that are called like modules."""
+"""With the path of this process, before anything is imported: the current folder may hold files that are called like
+modules."""

@@ -55,9 +55,9 @@ class Tiers:
 def free_on_disk(folder: str) -> int | None:
     """Where a run will write, asked of the nearest folder that exists already; None where nobody can tell."""
     place = Path(folder).expanduser().absolute()
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
     try:
+        while not place.is_dir() and place != place.parent:
+            place = place.parent
         return shutil.disk_usage(place).free
     except OSError:
         return None

@@ -8,6 +8,7 @@ widest numbers first so that every tensor is aligned, and its header filled with
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,21 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors on the CPU. They may be the file itself, mapped: clone what has to outlive it."""
     check_regular(path)
-    return load_file(path)
+    with _mapping_explained():
+        return load_file(path)
 
 
 def open_tensors(path: Path) -> Any:
     """A context manager whose `get_tensor(name)` reads one of them. SafetensorError where it is no such file."""
     check_regular(path)
-    return safe_open(path, framework="pt")
+    with _mapping_explained():
+        return safe_open(path, framework="pt")
+
+
+@contextmanager
+def _mapping_explained() -> Iterator[None]:
+    """torch reports a file that the operating system does not map as a RuntimeError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(str(error)) from error

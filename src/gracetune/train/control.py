@@ -34,11 +34,11 @@ class InterruptedBySignal(KeyboardInterrupt):
 class Control:
     """Written from signal handlers and other threads: each entry is one assignment."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stops_on_sigusr1: bool = False) -> None:
         self.stop: Stop | None = None
         self.validate = False
         self.phase: Phase = "preparing"
-        self.stops_on_sigusr1 = False
+        self._stops_on_sigusr1 = stops_on_sigusr1
         self.say: Callable[[str], None] = lambda text: None
         """Shows a line at once."""
         self._has_been_signalled = False
@@ -49,7 +49,7 @@ class Control:
             self.stop = Stop(kind, reason)
 
     def on_signal(self, number: int) -> None:
-        if number == signal.SIGUSR1 and not self.stops_on_sigusr1:
+        if number == signal.SIGUSR1 and not self._stops_on_sigusr1:
             self.validate = True
             return
         if self._has_been_signalled:
@@ -60,6 +60,8 @@ class Control:
         self._has_been_signalled = True
         name = signal.Signals(number).name
         if self.phase == "preparing":
+            # Python drops what is raised inside `__del__` or a callback of the garbage collector: the loop looks too.
+            self.ask_to_stop("interrupted", name)
             raise InterruptedBySignal(name)
         if self.phase == "training":
             self.ask_to_stop("interrupted", name)

@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,6 +99,21 @@ class RunFolder:
         """
         with self.refusing(), temporary_folder(self.path):
             check_writable(self.path)
+
+    @contextmanager
+    def provisional(self) -> Iterator[None]:
+        """Inside, the folder exists if it can be made: private from its first moment, even if the process is killed.
+        Afterwards an empty one is gone, with the empty folders that were made above it."""
+        missing: list[Path] = []
+        with suppress(OSError):  # `check` reports it
+            missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
+            make_private_folder(self.path)
+        try:
+            yield
+        finally:
+            for path in missing:
+                with suppress(OSError):  # it holds something now, or was not made
+                    path.rmdir()
 
     def make_private(self) -> None:
         """A new folder, or one that was made a moment ago (`storage/folders.py`)."""

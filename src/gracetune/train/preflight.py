@@ -140,6 +140,8 @@ def preflight(
     machine = probe()
     folder, keep = RunFolder.of(config), config.checkpoints
     is_new = look(folder.path).kind == "nothing"
+    if is_new and runtime.is_main:
+        stack.enter_context(folder.provisional())
     checks.run(lambda: check_memory(machine, machine.host.headroom))
     model = Outcome[OpenedModel]()
     on_disk = checks.run(lambda: is_on_disk(config.model)) if checks.refused else Outcome(True)

@@ -63,8 +63,9 @@ def train(
     folder = RunFolder.of(config).path
     # For whatever has no words of its own for an error of the operating system.
     with explained("this run", folder, elsewhere="--set output_dir=FOLDER"), ExitStack() as stack:
-        control = control or stack.enter_context(listening(Control()))
-        control.say, control.stops_on_sigusr1 = view.say, environment.stops_on_sigusr1
+        if control is None:
+            control = stack.enter_context(listening(Control(stops_on_sigusr1=environment.stops_on_sigusr1)))
+        control.say = view.say
         with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
             ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:

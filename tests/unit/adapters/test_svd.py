@@ -107,13 +107,23 @@ class TestNearest:
         ]
         torch.testing.assert_close(left[:5] @ right[:, :5], expected, rtol=1e-4, atol=1e-5)
 
-    def test_a_change_that_memory_cannot_hold_is_refused(self) -> None:
-        """A (IA)3 or a LoHa of a large rank has to be built; nothing is built here."""
-        side = 65_536
-        weight = torch.empty(side, side, device="meta")
-        layer = Layer("ia3", {"weight": torch.ones(side), "on_input": torch.tensor(0)}, 1.0, None)
-        with pytest.raises(ConfigError, match="160 GiB to take it apart"):
-            to_lora(layer, 4, weight)
+    @pytest.mark.parametrize(
+        ("algorithm", "shapes", "shape"),
+        [
+            ("ia3", {"weight": (1 << 20,), "on_input": (1,)}, (1 << 20, 1 << 20)),
+            ("loha", {"hada_w1_a": (1 << 20, 256), "hada_w1_b": (256, 1 << 20), "hada_w2_a": (1 << 20, 256),
+                      "hada_w2_b": (256, 1 << 20)}, (1 << 20, 1 << 20)),
+            ("lokr", {"lokr_w1": (1, 1 << 20), "lokr_w2": (1, 1 << 20)}, (1, 1 << 40)),
+        ],
+        ids=["the change itself", "pairs of ranks", "its singular vectors"],
+    )  # fmt: skip
+    def test_what_memory_cannot_hold_is_refused(
+        self, algorithm: str, shapes: dict[str, tuple[int, ...]], shape: tuple[int, int]
+    ) -> None:
+        """Nothing is built here: every tensor is one number."""
+        layer = Layer(algorithm, {name: torch.zeros(1).expand(size) for name, size in shapes.items()}, 1.0, None)
+        with pytest.raises(ConfigError, match=r"40\.0 TiB to take it apart"):
+            to_lora(layer, 4, torch.empty(shape, device="meta"))
 
     def test_a_decomposed_lokr_with_a_scale(self) -> None:
         tensors = {"lokr_w1": drawn(3, 4), "lokr_w2_a": drawn(6, 2, seed=1), "lokr_w2_b": drawn(2, 5, seed=2)}

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,6 +11,9 @@ from gracetune.bench import data as bench
 from gracetune.bench import loader as loader_bench
 from gracetune.bench import starting
 from gracetune.bench.row import Row
+from gracetune.cache import session, wanted
+from gracetune.cache.keys import Key
+from gracetune.cache.store import DiskStore, Found
 from gracetune.errors import MachineError
 from unit.data.backends.helpers import fill, held, this_machine
 
@@ -92,6 +97,34 @@ def test_a_warm_start_encodes_nothing(tmp_path: Path) -> None:
     starting.make_images(tmp_path / "images", 13)
     with pytest.raises(ValueError, match="an entry is missing"):
         starting._start_warm(starting._config(tmp_path), this_machine())
+
+
+def test_a_warm_start_computes_each_key_once_and_looks_for_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting.make_images(tmp_path / "images", 12)
+    starting.fill_caches(tmp_path)
+    made: list[str] = []
+    looked: list[str] = []
+
+    def noted(make: Callable[..., Key]) -> Callable[..., Key]:
+        def make_and_note(*of: Any) -> Key:
+            made.append(make(*of))
+            return made[-1]
+
+        return make_and_note
+
+    class Watched(DiskStore):
+        def find(self, keys: Sequence[Key]) -> Found:
+            looked.extend(keys)
+            return super().find(keys)
+
+    monkeypatch.setattr(wanted, "latent_key", noted(wanted.latent_key))
+    monkeypatch.setattr(wanted, "text_key", noted(wanted.text_key))
+    monkeypatch.setattr(session, "DiskStore", Watched)
+    starting._start_warm(starting._config(tmp_path), this_machine())
+    assert len(made) == len({*made}) == 24
+    assert sorted(looked) == sorted(made)
 
 
 @pytest.mark.full

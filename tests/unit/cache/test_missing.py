@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from gracetune.cache import missing
+from gracetune.cache.audit import Difference, differences
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.errors import CorruptEntryError
-from gracetune.cache.keys import latent_origin, text_origin
+from gracetune.cache.keys import Origin, latent_origin, text_origin
 from gracetune.cache.missing import why_missing
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem
@@ -31,8 +32,8 @@ def latent(one: SampleRef, encoder: EncoderId = VAE) -> LatentItem:
     return LatentItem(key, Path("cache"), (), encoder, index, nothing, nothing, nothing)
 
 
-def text(words: str, encoder: EncoderId = TEXT) -> TextItem:
-    return TextItem(text_origin(words, encoder).key, Path("cache"), (), encoder, words, ())
+def text(words: str, encoder: EncoderId = TEXT, *pictures: SampleRef) -> TextItem:
+    return TextItem(text_origin(words, encoder, pictures).key, Path("cache"), (), encoder, words, pictures)
 
 
 @pytest.fixture
@@ -96,3 +97,43 @@ def test_a_cache_of_very_many_entries_is_not_searched(store: DiskStore, monkeypa
     assert why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)]) == [
         "1 latent encoded; the cache has too many entries to look for the reason"
     ]
+
+
+def test_edit_pairs_that_share_their_instruction_are_compared_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 pairs of one instruction: each is compared with what was made of its own reference, not with all."""
+    calls = 0
+
+    def count(*origins: Origin) -> tuple[Difference, ...]:
+        nonlocal calls
+        calls += 1
+        return differences(*origins)
+
+    monkeypatch.setattr(missing, "differences", count)
+    changed = replace(TEXT, weights="changed")
+    with DiskStore.open(tmp_path / "cache", writable=True) as store:
+        with store.writer() as writer:
+            for number in range(300):
+                writer.add(text("make it night", TEXT, ref(number)).origin, entry(0))
+        wanted = [text("make it night", changed, ref(number)) for number in range(300)]
+        wanted += [text("make it night", TEXT, replace(ref(number), bucket=Bucket(32, 32))) for number in range(20)]
+        wanted += [text("make it night", TEXT, ref(number)) for number in range(1000, 1007)]
+        assert why_missing(lambda folder: store, wanted) == [
+            "300 text embeddings encoded again: the text encoder changed since they were cached",
+            "20 text embeddings encoded again: their references changed since they were cached",
+            "7 text embeddings encoded: new captions or references",
+        ]
+    assert calls == 320
+
+
+def test_of_one_content_only_so_many_entries_are_compared(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(missing, "MOST_COMPARED", 3)
+    with store.writer() as writer:
+        for side in range(32, 320, 32):
+            writer.add(latent(replace(ref(0), bucket=Bucket(side, side))).origin, entry(0))
+    calls: list[Origin] = []
+    monkeypatch.setattr(missing, "differences", lambda one, other: calls.append(one) or differences(one, other))
+    (line,) = why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)])
+    assert line == "1 latent encoded again: the VAE changed since they were cached"
+    assert len(calls) == 3

@@ -25,6 +25,7 @@ from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import by_folder
 from gracetune.cache.writer import Flush
 from gracetune.data.backends.errors import UnreadableFilesError
+from gracetune.data.index import DataIndex, Unreadable
 from gracetune.data.media.load import Sample
 from gracetune.errors import ConfigError
 from gracetune.models.encoders import encode_options, encoders_of
@@ -275,6 +276,25 @@ class TestDamagedFiles:
         first, second = built(run).latents, built(run).latents
         assert (first.wanted, first.encoded, first.there_before, len(first.damaged)) == (16, 14, 0, 1)
         assert (second.wanted, second.encoded, second.there_before, len(second.damaged)) == (16, 0, 14, 1)
+
+    def test_are_taken_out_of_the_index_together(
+        self, sdxl: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each look at the index takes as long as it has samples."""
+        for name in ("001.png", "002.png", "005.png"):
+            spoil(tmp_path / "p" / name)
+        lenient = {**sdxl.config.datasets[0].model_dump(), "corrupt_threshold": 0.5}
+        run = Run.of(tmp_path, "sdxl", Path(str(sdxl.config.model.path)), [lenient])
+        taken: list[int] = []
+        original = DataIndex.without
+
+        def without(index: DataIndex, unreadable: Unreadable) -> DataIndex:
+            taken.append(sum(map(len, unreadable.values())))
+            return original(index, unreadable)
+
+        monkeypatch.setattr(DataIndex, "without", without)
+        assert built(run).latents.encoded == 5
+        assert taken == [3]
 
     def test_too_many_stop_it_with_the_list(self, sdxl: Run, tmp_path: Path) -> None:
         for name in ("001.png", "002.png"):

@@ -344,6 +344,7 @@ def test_convert_a_file_whose_scale_nothing_tells(tiny_model, tmp_path, capsys) 
     for given, more, says in (
         ("bare", ("--alpha", "nan"), "a number above 0"),
         ("bare", ("--alpha", "0"), "a number above 0"),
+        ("bare", ("--alpha", "2e6"), "at most 1,000,000"),
         ("bare_comfyui", ("--alpha", "2"), "alphas in the file"),
     ):
         code, _, err = run(capsys, "convert", tmp_path / f"{given}.safetensors", "--to", "kohya", *more)
@@ -377,6 +378,8 @@ def test_another_programs_hash_is_told_as_a_note(file, tmp_path, capsys) -> None
     code, out, _ = run(capsys, "inspect", tmp_path / "theirs.safetensors")
     assert code == 0
     assert "note" in out
+    assert "sshs_model_hash" in out
+    _, out, _ = run(capsys, "verify", tmp_path / "theirs.safetensors", "--flavour", "t2v-14b-2.2")
     assert "sshs_model_hash" in out
     code, found = answer(capsys, "convert", tmp_path / "theirs.safetensors", "--to", "kohya")
     assert code == 0

@@ -24,6 +24,7 @@ from gracetune.cache.store import DiskStore
 from gracetune.cli.cache import app
 from gracetune.cli.cache_view import Bars, Lines
 from gracetune.cli.main import main
+from gracetune.config.environment import SIGUSR1_VARIABLE
 from gracetune.errors import ConfigError, GracetuneError
 from unit.cache.processes import Child, mount_tmpfs, own_mounts, resize_tmpfs
 from unit.cache.tiny_runs import FLAVOURS, TinyModel, config_dict, contents, datasets, same
@@ -235,15 +236,20 @@ class TestBuild:
         assert [path.name for path in (tmp_path / "out" / "cache" / "text").iterdir()] == ["mine.txt"]
 
     @pytest.mark.usefixtures("listens_to_ctrl_c")
-    def test_ctrl_c_keeps_what_is_done(self, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1], ids=["Ctrl-C", "SIGUSR1"])
+    def test_a_signal_keeps_what_is_done(
+        self, number: signal.Signals, job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         from gracetune.models.common.picture_latents import PictureLatents
+
+        monkeypatch.setenv(SIGUSR1_VARIABLE, "stop")
 
         real, calls = PictureLatents.encode, []
 
         def encode(self: PictureLatents, samples: Any) -> Any:
             calls.append(len(samples))
             if len(calls) == 2:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
             return real(self, samples)
 
         monkeypatch.setattr(PictureLatents, "encode", encode)
@@ -252,6 +258,12 @@ class TestBuild:
         assert "interrupted: 8 new entries are kept" in result.stderr
         monkeypatch.setattr(PictureLatents, "encode", real)
         assert encoded(said("build", job(cache={"vae_batch_size": 2}))) == (0, 4)
+
+    def test_a_signal_before_anything_is_encoded(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gracetune.cli.cache._open", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+        result = run("build", job())
+        assert result.exit_code == 3
+        assert "interrupted: 0 new entries are kept" in result.stderr
 
     def test_ai_toolkit_is_told_of_and_taken_over_when_asked_for(self, job: Job, tmp_path: Path) -> None:
         file = job()

@@ -97,9 +97,11 @@ def test_a_full_disk_is_a_message_and_an_exit_code(capsys: pytest.CaptureFixture
     assert "no space left on the disk: make room and run the same command again" in capsys.readouterr().err
 
 
-def test_another_failing_read_is_not_called_a_full_disk(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        start(lambda session: (tmp_path / "absent").stat().st_size)
+def test_another_error_of_the_operating_system_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert start(lambda session: (tmp_path / ("long" * 100)).stat().st_size) == 1
+    said = capsys.readouterr().err
+    assert "File name too long (ENAMETOOLONG)" in said
+    assert "try       shorten the name" in said
 
 
 @pytest.mark.parametrize(

@@ -143,3 +143,25 @@ def test_what_was_hidden_cannot_be_used(tmp_path: Path) -> None:
     assert [one.key for one in caught.value.problems] == ["datasets[0].path", "logging.webhook"]
     path.write_text(native.write(config))
     assert load(path, environment=Environment({})).config == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("logging.webhook", "http://[::1/S3cret"),
+        ("logging.webhook", "https://host:port/S3cret"),
+        ("logging.webhook", "S3cret"),
+        ("output_dir", "https://me:S3cret@host/out"),
+        ("cache.cache_dir", "s3://me:S3cret@bucket/cache"),
+        ("datasets[0].cache_dir", "https://S3cret@host/cache"),
+    ],
+)
+def test_addresses_that_a_run_cannot_use(tmp_path: Path, key: str, value: str) -> None:
+    """A run that took such a folder for a path would write the login into the name of a folder."""
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(OURS))
+    with pytest.raises(ConfigError) as caught:
+        load(path, environment=Environment({}), overrides=[f"{key}={value}"])
+    (problem,) = caught.value.problems
+    assert problem.key.endswith(key)
+    assert "S3cret" not in str(caught.value)

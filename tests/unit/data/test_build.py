@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from gracetune.data.backend import Backend
+from gracetune.data.backend import Backend, FileStat
 from gracetune.data.backends.errors import StorageError, UnreadableFilesError
 from gracetune.data.backends.handle import from_json, to_json
 from gracetune.data.backends.in_memory import InMemoryBackend
@@ -17,13 +17,13 @@ from gracetune.data.backends.local import LocalBackend
 from gracetune.data.backends.open import attach_backend, open_backend
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
-from gracetune.data.index import DataIndex
+from gracetune.data.index import DataIndex, Exclusions, Unreadable
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import Bucket
 from gracetune.errors import ConfigError
 from gracetune.models.registry import geometry
 from unit.data.backends.helpers import staged
-from unit.data.folders import image, index_of, pictures, write
+from unit.data.folders import image, index_of, made_up, pictures, write
 from unit.data.media.generated import audio_bytes, every, tone, video_bytes
 
 
@@ -134,6 +134,27 @@ class TestCaptions:
         index = only(index_of(tmp_path, {"path": str(folder), "corrupt_threshold": 0.5}))
         assert paths(index) == ["000.png", "002.png"]
         assert [one.path for one in index.unreadable] == ["001.txt"]
+
+    def test_every_file_is_asked_for_once_and_one_far_too_large_never(self, tmp_path: Path) -> None:
+        """On a server each question is a round trip; a sparse file of 5 TiB would not fit into memory."""
+        folder = write(tmp_path / "data", pictures(6))
+        with (folder / "004.txt").open("wb") as file:
+            file.truncate(5 << 40)
+        asked: list[str] = []
+
+        class Asked(LocalBackend):
+            def stat(self, path: str) -> FileStat:
+                asked.append(path)
+                return super().stat(path)
+
+            def read(self, path: str) -> memoryview:
+                asked.append(path)
+                return super().read(path)
+
+        dataset = {"path": str(folder), "corrupt_threshold": 0.5}
+        index = only(index_of(tmp_path, dataset, open_backend=lambda dataset: Asked(dataset.path)))
+        assert index.unreadable == (LeftOut("004.txt", "a caption file of 5.00 TiB; expected text of at most 512 KiB"),)
+        assert sorted(asked) == sorted({*pictures(6)} - {"004.txt"})
 
     def test_every_text_a_run_can_ask_for(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "a.txt": "one\ntwo", "b.png": image(), "b.txt": "two"})
@@ -463,3 +484,42 @@ def test_a_table_that_says_other_sizes_is_named_and_the_files_count(tmp_path: Pa
         "1 file of another size than width_column and height_column say, for example 001.png: 96x64, not 64x64; "
         "the files' own sizes count"
     ]
+
+
+class TestExclusions:
+    """Damaged files that are found one after the other."""
+
+    @pytest.fixture
+    def applied(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """How many files each look at the whole index took out."""
+        counts: list[int] = []
+        original = DataIndex.without
+
+        def without(index: DataIndex, unreadable: Unreadable) -> DataIndex:
+            counts.append(sum(map(len, unreadable.values())))
+            return original(index, unreadable)
+
+        monkeypatch.setattr(DataIndex, "without", without)
+        return counts
+
+    def test_the_index_is_looked_at_once_for_all_of_them(self, applied: list[int]) -> None:
+        index = made_up({"counts": (300, 200), "corrupt_threshold": 0.1}, {"counts": (100,), "corrupt_threshold": 0.1})
+        bad = [(one.id, item.path) for one in index.datasets for item in one.items[::20]]
+        excluded = Exclusions(index)
+        for dataset, path in [*bad, *bad, ("another", "x.png")]:
+            excluded.add(dataset, path, "damaged")
+        assert applied == []
+        smaller = excluded.apply()
+        assert applied == [len(bad) + 1]
+        gone = {name: {path: "damaged" for owner, path in bad if owner == name} for name in ("d0", "d1")}
+        assert smaller == index.without(gone)
+        assert [len(one.items) for one in smaller.datasets] == [475, 95]
+
+    def test_the_first_that_is_one_too_many_stops_it(self, applied: list[int]) -> None:
+        index = made_up({"counts": (100,), "corrupt_threshold": 0.03})
+        excluded = Exclusions(index)
+        for item in index.datasets[0].items[:3]:
+            excluded.add("d0", item.path, "damaged")
+        with pytest.raises(UnreadableFilesError, match="4 of 100"):
+            excluded.add("d0", index.datasets[0].items[3].path, "damaged")
+        assert applied == [4]

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import os
+import resource
+import signal
+import subprocess
+import sys
 import threading
 import time
+from collections import deque
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -115,6 +121,65 @@ class TestProcesses:
         backend = LocalBackend(write(tmp_path, FILES))
         found = scan(backend, "image", on_scanned=lambda done, total: time.sleep(0.003))
         assert (len(found.files), len(found.unreadable)) == (151, 2)
+
+    def test_without_descriptors_for_another_one_this_process_does_it_alone(self, tmp_path: Path) -> None:
+        backend = LocalBackend(write(tmp_path, FILES))
+        before = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = sorted({*range(1000)} - {int(path.name) for path in Path("/proc/self/fd").iterdir()})
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[4], before[1]))  # enough for files, not for three pipes
+        try:
+            found = scan(backend, "image")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert (len(found.files), len(found.unreadable)) == (151, 2)
+
+    def test_without_threads_for_another_one_no_process_is_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        started: list[subprocess.Popen[bytes]] = []
+
+        class Noted(subprocess.Popen[bytes]):
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                started.append(self)
+
+        def refuse(thread: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        monkeypatch.setattr(subprocess, "Popen", Noted)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        found = scan(LocalBackend(write(tmp_path, FILES)), "image", workers=1)
+        assert (len(found.files), len(found.unreadable)) == (151, 2)
+        assert [one.returncode for one in started] == [-signal.SIGKILL], "tried once, and taken back"
+
+    def test_the_last_lot_may_go_to_another_thread_at_any_moment(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Between the look whether there is one and taking it."""
+
+        class LateDeque(deque[Any]):
+            looks = 0
+
+            def __bool__(self) -> bool:
+                type(self).looks += not len(self)
+                return bool(len(self)) or self.looks == 2
+
+        monkeypatch.setattr(scan_workers, "deque", LateDeque)
+        backend = LocalBackend(write(tmp_path, FILES))
+        assert len(examine_files(backend, "image", [("é/ü.png", 1)], threads=1, on_done=lambda done: None)) == 1
+        assert LateDeque.looks > 2
+
+    def test_files_of_the_current_folder_are_not_imported(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        here = tmp_path / "here"
+        here.mkdir()
+        for name in ("json", "struct", "gracetune"):
+            (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+        monkeypatch.chdir(here)
+        monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+        scan(LocalBackend(write(tmp_path / "data", FILES)), "image", on_scanned=lambda done, total: time.sleep(0.01))
+        assert not (tmp_path / "imported").exists()
 
 
 def _is_usual(path: str) -> bool:

@@ -183,3 +183,23 @@ def test_captions_that_are_cut_are_known(
     limits = {"sdxl": ["77"], "flux": ["77", "512"], "stable_audio": ["128"]}.get(family, ["512"])
     assert [limit.split(" tokens")[0] for limit in encoder.cut] == limits
     assert "truncated" not in capfd.readouterr().err, "the pass tells it once, and names the files"
+
+
+@pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
+def test_a_batch_is_tokenised_once_by_each_tokenizer(
+    family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipelines do it up to five times, to warn of long captions."""
+    encoder: Any = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
+    pipeline = encoder._pipeline
+    names = [name for name in ("tokenizer", "tokenizer_2") if hasattr(pipeline, name)]
+    calls: list[int] = []
+    for kind in {type(getattr(pipeline, name)) for name in names}:
+
+        def count(tokenizer: Any, texts: Any, *, make: Any = kind.__call__, **options: Any) -> Any:
+            calls.append(len(texts))
+            return make(tokenizer, texts, **options)
+
+        monkeypatch.setattr(kind, "__call__", count)
+    encoder.encode([Prompt(text) for text in CAPTIONS])
+    assert calls == [len(CAPTIONS)] * len(names)

@@ -16,6 +16,7 @@ from gracetune.planning.estimate import estimate
 from gracetune.planning.plan import INPUTS, Change, Plan, link_rate, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
 from gracetune.planning.samples import survey
+from gracetune.planning.tiers import free_on_disk
 from gracetune.units import GIB, MIB
 
 MACHINES = Path(__file__).parents[2] / "fixtures" / "machines"
@@ -380,3 +381,8 @@ class TestVerdict:
     @pytest.mark.parametrize("name", ["gh200-numa", "gh200-cdmm", "gb200", "gb10", "x86-h200"])
     def test_what_our_users_run_fits_their_machines(self, family: str, name: str) -> None:
         assert plan(demand(family), machine(name)).verdict == "fits"
+
+
+def test_free_space_is_that_of_the_nearest_folder_and_unknown_where_nothing_tells_it(tmp_path: Path) -> None:
+    assert free_on_disk(str(tmp_path / "not" / "yet")) is not None
+    assert free_on_disk(str(tmp_path / ("long" * 100))) is None  # stat fails with ENAMETOOLONG

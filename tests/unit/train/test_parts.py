@@ -98,18 +98,23 @@ def test_a_second_ctrl_c_stops_at_once(control: Control) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_sigusr1_validates_or_stops(control: Control) -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert (control.validate, control.stop) == (True, None)
-    control.stops_on_sigusr1, control.validate = True, False
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert (control.validate, control.stop) == (False, Stop("interrupted", "SIGUSR1"))
+@pytest.mark.parametrize("stops", [False, True], ids=["validate", "stop"])
+def test_sigusr1_validates_or_stops(stops: bool) -> None:
+    control = Control(stops_on_sigusr1=stops)
+    control.phase = "training"
+    with listening(control):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (control.validate, control.stop) == ((False, Stop("interrupted", "SIGUSR1")) if stops else (True, None))
 
 
-def test_before_the_first_step_a_signal_ends_the_run_and_after_the_last_one_it_waits(control: Control) -> None:
+def test_before_the_first_step_a_signal_ends_the_run(control: Control) -> None:
     control.phase = "preparing"
     with pytest.raises(InterruptedBySignal, match="SIGHUP"):
         os.kill(os.getpid(), signal.SIGHUP)
+    assert control.stop == Stop("interrupted", "SIGHUP"), "where Python drops the exception, as in __del__"
+
+
+def test_after_the_last_step_a_signal_waits(control: Control) -> None:
     control.phase = "finishing"
     os.kill(os.getpid(), signal.SIGTERM)
     assert control.stop is None

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 PAIRS_SHARE = 4
 """Up to this share of the shorter side, pairs of ranks cost less than the change itself."""
+MOST_PAIRED = 1 << 27
+"""Numbers of the matrices of pairs: 1 GiB in float64, of which there are a few."""
 
 
 class Loha(Algorithm):
@@ -91,10 +93,12 @@ class Loha(Algorithm):
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
         """It is a product of rank r^2: of the pairs of the left factors' columns and of the right factors' rows."""
-        tensors = {name: tensor.detach().double() for name, tensor in tensors.items()}
         pairs, outputs, across = tensors["hada_w1_b"].shape[0] ** 2, self.outputs(tensors), self.columns(tensors)
         if outputs is None or across is None or pairs * PAIRS_SHARE > min(outputs, across):
             return None
+        if pairs * (outputs + across) > MOST_PAIRED:
+            return None
+        tensors = {name: tensor.detach().double() for name, tensor in tensors.items()}
         lefts, rights = [], []
         for number in "12":
             left, right = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]

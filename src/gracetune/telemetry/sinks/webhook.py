@@ -18,7 +18,11 @@ from gracetune.telemetry.schema import to_json
 TIMEOUT_S = 5.0
 
 
-def _host_of(url: str) -> tuple[str, str | None]:
+EXPECTED_ADDRESS = "http://HOST/... or https://HOST/..."
+ADDRESS_HINT = "--set logging.webhook=https://HOST/PATH, or leave it out"
+
+
+def check_address(url: str) -> tuple[str, str | None]:
     """The host, and what keeps a request from being sent there: a request that is refused later repeats the address."""
     try:
         parts = urllib.parse.urlsplit(url)
@@ -53,14 +57,10 @@ class WebhookSink:
     """
 
     def __init__(self, url: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        host, wrong = _host_of(url)
+        host, wrong = check_address(url)
         if wrong is not None:
-            raise TelemetryError(
-                "logging.webhook",
-                found=f"{redact_webhook(url)}, {wrong}",
-                expected="http://HOST/... or https://HOST/...",
-                hint="--set logging.webhook=https://HOST/PATH, or leave it out",
-            )
+            found = f"{redact_webhook(url)}, {wrong}"
+            raise TelemetryError("logging.webhook", found=found, expected=EXPECTED_ADDRESS, hint=ADDRESS_HINT)
         self.name = f"the webhook at {host}"
         self._url, self._login = _without_login(url)
         self._timeout_s = timeout_s

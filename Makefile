@@ -49,7 +49,7 @@ lint: environment ## ruff, mypy --strict (all but the CPU tests), import layers,
 	$(in_venv) ruff format --check .
 	$(in_venv) mypy --strict src overlays/simpletuner/src
 	$(in_venv) MYPYPATH=tests mypy --strict --explicit-package-bases --follow-imports=silent tests/gpu benchmarks
-	$(in_venv) MYPYPATH=scripts/upstream_features:overlays/simpletuner/src:tests mypy --strict --explicit-package-bases --follow-imports=silent scripts
+	$(in_venv) MYPYPATH=scripts/upstream_features:scripts/peer_vectors:overlays/simpletuner/src:tests mypy --strict --explicit-package-bases --follow-imports=silent scripts
 	$(in_venv) MYPYPATH=tests/unit/overlays/ai_toolkit/standin mypy --strict overlays/ai_toolkit/gracetune_overlay
 	$(in_venv) lint-imports
 	.venv/bin/python scripts/check_reachable.py

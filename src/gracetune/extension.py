@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from gracetune.config.family_names import Flavour as Flavour
     from gracetune.config.family_names import LoraTargets as LoraTargets
     from gracetune.config.family_names import RefusedFlavour as RefusedFlavour
+    from gracetune.config.family_names import ShiftPoints as ShiftPoints
     from gracetune.config.family_names import SimpleTunerNames as SimpleTunerNames
     from gracetune.config.memory_options import MemoryOptions as MemoryOptions
     from gracetune.config.run_config import BatchRamp as BatchRamp
@@ -257,6 +258,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "Flavour": "gracetune.config.family_names:Flavour",
     "LoraTargets": "gracetune.config.family_names:LoraTargets",
     "RefusedFlavour": "gracetune.config.family_names:RefusedFlavour",
+    "ShiftPoints": "gracetune.config.family_names:ShiftPoints",
     "SimpleTunerNames": "gracetune.config.family_names:SimpleTunerNames",
     "MemoryOptions": "gracetune.config.memory_options:MemoryOptions",
     "BatchRamp": "gracetune.config.run_config:BatchRamp",

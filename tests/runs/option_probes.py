@@ -36,7 +36,7 @@ from gracetune.data.copies.local import Copies
 from gracetune.data.loader import Loader
 from gracetune.data.refs import BatchRef
 from gracetune.diffusion.noise import draw_noise
-from gracetune.diffusion.weighting import sample_losses
+from gracetune.diffusion.weighting import huber_delta, sample_losses
 from gracetune.hub.access import HubAccess
 from gracetune.memory.governor import Limits
 from gracetune.models.encoders import encoders_of
@@ -55,7 +55,7 @@ from gracetune.planning.plan import plan
 from gracetune.planning.samples import survey
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.asked import requests_of
-from gracetune.train.gradients import Clip, FlatGradients
+from gracetune.train.gradients import Clip, FlatGradients, gradient_factor
 from gracetune.train.media import write_sample
 from gracetune.train.planning import Planned, choose, compiles
 from gracetune.train.position import length_of
@@ -94,7 +94,9 @@ def make_files(root: Path) -> Path:
         width, height = sizes[number % len(sizes)]
         name = f"{number:02}"
         files[f"pictures/{name}.png"] = image(width, height, seed=number)
-        if number != 3:
+        if number == 7:
+            files[f"pictures/{name}.txt"] = ""
+        elif number != 3:
             files[f"pictures/{name}.txt"] = f"tag {number}, red, green, blue\nanother line {number}"
         files[f"pictures/{name}.caption"] = f"a caption of its own {number}"
         rows.append(f"{name}.png,{'' if number == 4 else f'row {number}'},other {number},{width},{height}")
@@ -106,6 +108,9 @@ def make_files(root: Path) -> Path:
     files["pictures/10.jpg"] = image(64, 64, seed=10, kind="JPEG")
     for number in range(4):
         files[f"few/{number}.png"], files[f"few/{number}.txt"] = image(64, 64, seed=number), f"picture {number}"
+    for number, width in enumerate((300, 304, 310)):
+        files[f"alike/{number}.png"] = image(width, 200, seed=number)
+    files["kohya/3_a dog/a.png"], files["kohya/1_a cat/b.png"] = image(64, 64, seed=1), image(64, 64, seed=2)
     files["alpha/a.png"] = _with_alpha()
     files["alpha/a.txt"] = "with an alpha channel"
     files["damaged/a.png"], files["damaged/b.png"] = image(64, 64, seed=1), b"no picture"
@@ -289,26 +294,43 @@ def objective(config: RunConfig) -> Any:
     levels = {name: sampler.levels(3, range(40), 64) for name, sampler in goal.levels.items()}
     level = torch.linspace(0.05, 0.95, 6)
     noise = draw_noise(clean, config.objective, 3, range(6))
+    delta = huber_delta(config.objective, facts.schedule, level)
     return (
         levels,
         digest(noise.seen),
         digest(noise.asked),
-        digest(sample_losses(answer, wanted, config.objective)),
+        digest(sample_losses(answer, wanted, config.objective, delta=delta)),
         digest(torch.as_tensor(goal.weighting.weights(facts.schedule, level))),
         str(facts.schedule),
+        _told_to(spec, facts) if config.model.family == "flux" else None,
     )
+
+
+def _told_to(spec: Any, facts: Any) -> Any:
+    """The guidance that a denoiser is given in a training step."""
+    given: dict[str, Any] = {}
+
+    class Listening(nn.Module):
+        def forward(self, **inputs: Any) -> tuple[torch.Tensor]:
+            given.update(inputs)
+            return (inputs["hidden_states"],)
+
+    batch = {"prompt_embeds": torch.zeros(1, 2, 4), "pooled_prompt_embeds": torch.zeros(1, 4)}
+    spec.predict(Listening(), torch.zeros(1, 4, 4, 4), torch.full((1,), 0.5), batch, facts)
+    return given["guidance"].tolist()
 
 
 def learning(config: RunConfig) -> Any:
     """Batches of every step, clipping and averaging."""
     training = config.training
     windows = [*islice(ramp_of(training, 1).windows(), 30)]
+    factor = gradient_factor(training.accumulation, micro_batches=4, samples=4)
     weights = {"a": nn.Parameter(torch.ones(8))}
     gradients = FlatGradients(weights, None)
     gradients.open()
     (weights["a"] * torch.linspace(0.1, 5.0, 8)).sum().backward()
     gradients.collect()
-    norm = float(gradients.finish(1.0, Clip(training.grad_clip, training.max_grad_norm)))
+    norm = float(gradients.finish(factor, Clip(training.grad_clip, training.max_grad_norm)))
     ema, averages = Ema.from_config(weights, training.ema), []
     for number in range(4):
         with torch.no_grad():

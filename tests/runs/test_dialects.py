@@ -10,10 +10,12 @@ import pytest
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
+from PIL import Image
 from safetensors.torch import load_file
 
+from gracetune.config import load
 from gracetune.optim.aitoolkit_rates import NotImportableError
-from runs.made import TinyModel, config_for, pictures, run
+from runs.made import ALONE, TinyModel, config_for, pictures, run
 from runs.test_commands import gracetune
 
 
@@ -113,6 +115,43 @@ def test_a_flag_keeps_latents_of_the_disk_in_memory(
     assert found["cache.latents.disk_reads"] == 0
 
 
+@pytest.mark.full
+def test_an_ai_toolkit_job_trains_on_the_data_ai_toolkit_would_make_of_it(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Buckets in steps of 16, which SDXL's U-Net does not halve evenly; masks, shuffled tags and a regularisation set.
+
+    The run's own config.yaml has all of it, and goes on where the job ended.
+    """
+    own, reg, masks = pictures(tmp_path / "own", 3, 80), pictures(tmp_path / "reg", 2, 64), tmp_path / "masks"
+    masks.mkdir()
+    for number in range(3):
+        (own / f"{number:02}.txt").write_text("red, green, blue, tall")
+        Image.linear_gradient("L").resize((80, 80)).save(masks / f"{number:02}.png")
+    captions = {"shuffle_tokens": True, "caption_dropout_rate": 0.5, "flip_x": True}
+    job = sdxl_job(
+        tiny_model, tmp_path, trigger_word="sks",
+        datasets=[{"folder_path": str(own), "resolution": 96, "mask_path": str(masks), **captions},
+                  {"folder_path": str(reg), "resolution": 96, "is_reg": True}],
+        train={"steps": 6, "batch_size": 4, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3},
+        save={"dtype": "float32", "save_every": 3}, sample={"sample_every": 100, "prompts": []},
+    )  # fmt: skip
+    told, events = trained(capsys, str(job))
+    assert told["step"] == 6
+    folder = Path(told["files"][0]).parent
+    config = load(folder / "config.yaml", environment=ALONE).config
+    first, second = config.datasets
+    assert (first.buckets.rule, first.buckets.multiple, first.mask.normalise) == ("at_most", 16, True)
+    assert (first.captions.dropped_caption, first.captions.shuffle_variants, first.repeats) == ("sks ", "visits", 1)
+    assert (second.even_steps, second.captions.add_trigger) == (True, False)
+    assert (config.training.fill_batches, config.model.size_conditioning) == (True, "bucket")
+    steps = [event for event in events if event["kind"] == "StepDone"]
+    assert steps[-1]["samples"] == 24  # six full batches of four, of three and two images
+    assert "on purpose not as in ai-toolkit" in warnings(events)
+    again, _ = trained(capsys, str(folder / "config.yaml"), "--max-steps", "8")
+    assert again["step"] == 8
+
+
 def old_optimizer(folder: Path, model: Path, rank: int, **rates: float) -> Path:
     """As ai-toolkit saves it: parameters by number, counted along the modules of one expert after the other."""
     state: dict[int, Any] = {}
@@ -147,3 +186,45 @@ def test_learning_rates_of_one_expert_of_two_are_refused(tiny_model: TinyModel, 
     with pytest.raises(NotImportableError, match="of which expert"):
         run(config)
     assert not (Path(config.output_dir) / "logs").exists()
+
+
+def steps(events: list[dict[str, Any]], name: str) -> list[float]:
+    return [event[name] for event in events if event["kind"] == "StepDone"]
+
+
+@pytest.mark.full
+def test_gradients_of_an_ai_toolkit_job_are_summed_as_ai_toolkit_sums_them(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four micro-batches to a step: their gradient is four times what it is here without the file's own way."""
+    keys = {"steps": 2, "noise_scheduler": "ddpm", "dtype": "fp32", "lr": 1e-3, "gradient_accumulation": 4}
+    job = sdxl_job(tiny_model, tmp_path, train={**keys, "disable_sampling": True}, logging={"log_every": 1})
+    _, summed = trained(capsys, str(job))
+    other = ["--set", f"output_dir={tmp_path / 'other'}"]
+    _, mean = trained(capsys, str(job), "--set", "training.accumulation=mean", *other)
+    assert steps(summed, "loss")[0] == steps(mean, "loss")[0]
+    assert steps(summed, "grad_norm")[0] == pytest.approx(4 * steps(mean, "grad_norm")[0], rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_simpletuner_config_averages_from_the_first_step(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After a few steps the delivered average is near the weights, not near where they began."""
+    entries = [{"id": "cats", "type": "local", "instance_data_dir": str(pictures(tmp_path / "pictures")),
+                "caption_strategy": "textfile", "resolution": 64, "resolution_type": "pixel"}]  # fmt: skip
+    (tmp_path / "data.json").write_text(json.dumps(entries))
+    config = {"model_family": "sdxl", "model_type": "lora", "lora_rank": 4, "output_dir": str(tmp_path / "run"),
+              "pretrained_model_name_or_path": str(tiny_model("sdxl", "base-1.0")), "optimizer": "torch-adamw",
+              "learning_rate": 1e-3, "max_train_steps": 6, "num_train_epochs": 0, "train_batch_size": 1,
+              "mixed_precision": "no", "data_backend_config": str(tmp_path / "data.json"), "use_ema": True,
+              "ema_decay": 0.9999, "loss_type": "huber", "validation_disable": True}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plain = ["--set", "model.vae_path=null"]
+    sizes = []
+    for ramp in ("true", "false"):
+        told, _ = trained(capsys, str(tmp_path / "config.json"), *plain, "--set", f"training.ema.ramp={ramp}",
+                          "--set", f"output_dir={tmp_path / ramp}")  # fmt: skip
+        tensors = load_file(told["files"][0])
+        sizes.append(sum(float(one.square().sum()) for name, one in tensors.items() if "lora_B" in name) ** 0.5)
+    assert sizes[0] > 100 * sizes[1]

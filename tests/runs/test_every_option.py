@@ -116,7 +116,10 @@ CHANGES = [
         "datasets[].type": "in_memory",
         "datasets[].resolution": 96.0,
         "datasets[].resolution_type": "pixel",
+        "datasets[].buckets.rule": "at_most",
+        "datasets[].buckets.multiple": 8,
         "datasets[].minimum_size": 70.0,
+        "datasets[].minimum_edge": 65.0,
         "datasets[].minimum_aspect_ratio": 0.9,
         "datasets[].maximum_aspect_ratio": 1.2,
         "datasets[].crop.enabled": True,
@@ -137,6 +140,18 @@ CHANGES = [
         "training.batch_size": 3,
         "training.seed": 9,
     }),
+    Changes(probes.data, "sdxl", {f"{ONE}.resolution": 100.0, f"{ONE}.path": "{files}/alike"}, {
+        "datasets[].buckets.aspect_decimals": 1,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.path": "{files}/kohya"}, {"datasets[].kohya_folders": False}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.default": "a default"}, {
+        "datasets[].captions.default_for_empty": True,
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.trigger_word": "sks"}, {"datasets[].captions.add_trigger": False}),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions.dropout": 0.5}, {
+        "datasets[].captions.dropped_caption": "sks",
+    }),
+    Changes(probes.data, "sdxl", {"training.batch_size": 3}, {"training.fill_batches": True}),
     Changes(probes.data, "sdxl", {f"{ONE}.type": "in_memory"}, {
         "datasets[].in_memory.compression": "zstd",
         "datasets[].in_memory.num_workers": 3,
@@ -150,6 +165,11 @@ CHANGES = [
         "datasets[].end_epoch": 1,
         "datasets[].start_step": 2,
         "datasets[].end_step": 2,
+        "datasets[].even_steps": True,
+        "datasets[].turn": 0,
+    }),
+    Changes(probes.data, "sdxl", {"datasets": [PICTURES, {**PICTURES, "id": "few", "path": "{files}/few"}]}, {
+        "training.dataset_weights": "equal",
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.maximum_size": 80.0, f"{ONE}.downsample_to": 72.0,
                                   f"{ONE}.crop.enabled": True}, {
@@ -169,7 +189,11 @@ CHANGES = [
     Changes(probes.data, "sdxl", {f"{ONE}.captions.shuffle_tags": True}, {
         "datasets[].captions.keep_tags": 2,
         "datasets[].captions.shuffle_variants": 3,
+        "datasets[].captions.shuffle_written": False,
         "datasets[].captions.tag_separator": " ",
+    }),
+    Changes(probes.data, "sdxl", {f"{ONE}.captions": {"shuffle_tags": True, "trigger_word": "sks"}}, {
+        "datasets[].captions.shuffle_trigger": True,
     }),
     Changes(probes.data, "sdxl", {f"{ONE}.captions": TABLE}, {
         "datasets[].captions.table.path": "second.csv",
@@ -228,6 +252,11 @@ CHANGES = [
         "datasets[].video.clip": "uniform",
         "datasets[].video.whole_clip": True,
         "datasets[].video.from_length": True,
+        "datasets[].video.frame_choice": "numbers",
+    }),
+    Changes(probes.data, "wan", {f"{ONE}.video.num_frames": 33}, {"datasets[].video.allow_shorter": True}),
+    Changes(probes.data, "wan", {f"{ONE}.video": {"num_frames": 81, "allow_shorter": True}}, {
+        "datasets[].video.frame_step": 8,
     }),
     Changes(probes.data, "wan", {f"{ONE}.video": {"from_length": True}}, {"datasets[].video.frame_interval": 12}),
     Changes(probes.data, "wan", {f"{ONE}.video": {}}, {"datasets[].video.bucket_strategy": "resolution_frames"}),
@@ -302,6 +331,7 @@ CHANGES = [
         "schedule.end_lr": 1e-5,
     }),
     Changes(probes.optimizer, "sdxl", {"schedule.name": "cosine_with_restarts"}, {"schedule.cycles": 2.0}),
+    Changes(probes.optimizer, "sdxl", {"schedule.name": "sine"}, {"schedule.half_period": 3}),
     Changes(probes.objective, "flux", {}, {
         "objective.loss": "mae",
         "objective.flow_shift": 5.0,
@@ -312,8 +342,24 @@ CHANGES = [
         "objective.max_timestep": 700,
         "objective.noise_offset": 0.1,
         "objective.input_perturbation": 0.1,
+        "objective.guidance": 3.5,
+        "objective.shift_terminal": 0.02,
+        "objective.timestep_weights": "measured",
+        "objective.stratified": True,
     }),
-    Changes(probes.objective, "sdxl", {"objective.loss": "huber"}, {"objective.huber_delta": 1.0}),
+    Changes(probes.objective, "flux", {"objective.flow_shift": "resolution", "objective.resolution_shift": {}}, {
+        "objective.resolution_shift.base_image_seq_len": 32,
+        "objective.resolution_shift.base_shift": 0.7,
+        "objective.resolution_shift.max_image_seq_len": 8192,
+        "objective.resolution_shift.max_shift": 0.9,
+    }),
+    Changes(probes.objective, "wan", {"objective.timestep_bias": "style"}, {
+        "objective.timestep_bias_over": "noise_range",
+    }),
+    Changes(probes.objective, "sdxl", {"objective.loss": "huber"}, {
+        "objective.huber_delta": 1.0,
+        "objective.huber_schedule": "snr",
+    }),
     Changes(probes.objective, "sdxl", {}, {
         "objective.prediction": "v_prediction",
         "objective.snr_gamma": 5.0,
@@ -325,6 +371,7 @@ CHANGES = [
             {"objective.beta_alpha": 4.0, "objective.beta_beta": 4.0}),
     Changes(probes.learning, "sdxl", {"training.max_grad_norm": 1.0}, {
         "training.gradient_accumulation_steps": 2,
+        "training.accumulation": "sum",
         "training.max_grad_norm": 0.5,
         "training.grad_clip": "value",
         "training.ema.enabled": True,
@@ -332,6 +379,8 @@ CHANGES = [
     Changes(probes.learning, "sdxl", {"training.ema.enabled": True}, {
         "training.ema.decay": 0.5,
         "training.ema.update_every": 2,
+        "training.ema.ramp": True,
+        "training.ema.copy_until": 3,
     }),
     Changes(probes.learning, "sdxl", {"training.ramp": {"initial_effective_batch_size": 2, "batch_rampup_steps": 10,
                                                         "target_effective_batch_size": 8}},
@@ -400,6 +449,12 @@ CHANGES = [
         "memory.enable_uvm_hints": True,
         "datasets[].adapter_strength": 0.5,
         "datasets[].regularisation": True,
+    }, long=True),
+    Changes(probes.whole_run, "sdxl", {**RUN, "datasets": [{**PICTURES, "mask": {"path": "{files}/masks"},
+                                                            "captions": {"dropout": 0.5}}]}, {
+        "datasets[].mask.normalise": True,
+        "model.size_conditioning": "scaled",
+        "model.drop_size_conditioning": True,
     }, long=True),
     Changes(probes.whole_run, "sdxl", {**RUN, "checkpoints.every_steps": 1}, {
         "checkpoints.keep_last": 1,

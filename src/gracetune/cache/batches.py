@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from gracetune.cache.collate import UnlikeEntriesError, collate
-from gracetune.cache.encoder import EncoderId, LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.encoder import EncoderId, LatentEncoder, PerUse, Prompt, TextEncoder
 from gracetune.cache.errors import CacheError, CorruptEntryError, MissingEntryError
 from gracetune.cache.keys import Key, latent_key, text_key
 from gracetune.cache.resident import ResidentStore
@@ -75,13 +75,19 @@ class Keys:
     text: EncoderId
     reads_pictures: bool = False
     """The text encoder's: an embedding depends on the sample's references too."""
+    per_use: PerUse | None = None
+    """What takes the place of cached tensors."""
 
     def of_latent(self, ref: SampleRef) -> Key:
         return latent_key(ref, self.latent)
 
     def of_text(self, ref: SampleRef) -> Key:
-        """A dropped caption is the empty text, which is cached like any other."""
+        """A dropped caption is a text too (`captions.dropped_caption`), which is cached like any other."""
         return text_key(ref.caption.text, self.text, ref.conditioning if self.reads_pictures else ())
+
+    def used(self, entry: Mapping[str, Tensor], ref: SampleRef) -> Mapping[str, Tensor]:
+        """An entry as the sample is trained with it this time."""
+        return entry if self.per_use is None else {**entry, **self.per_use(ref)}
 
 
 class _Known:
@@ -147,11 +153,14 @@ class BatchSource:
         depth: int = 2,
         workers: int = 2,
         live: Live | None = None,
+        per_step: int | None = None,
         memory: UnifiedMemory | None = None,
         on_decision: Callable[[str], None] = lambda text: None,
     ) -> None:
         """`workers` threads read what is not in memory and decode what is not cached.
 
+        `per_step`: batches of an optimizer step, where that stays the same: what comes in the next steps is foreseen by
+        it. A wrong number costs time, nothing else.
         `memory` counts waiting in its statistics and makes the look-ahead shallower when memory is tight.
         `on_decision` hears in words when a cache gets another home because of how long steps waited, and why.
         """
@@ -161,7 +170,7 @@ class BatchSource:
         self._loader = loader
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="gracetune-batches")
         fetcher = _Fetcher(loader, latents, texts, keys, live or Live(), self._pool)
-        self._feed = _Feed(loader, fetcher, beyond=BEYOND if depth else 0)
+        self._feed = _Feed(loader, fetcher, beyond=BEYOND if depth else 0, per_step=per_step)
         if memory is None:
             self._ahead = LookAhead(self._feed, mover, depth=depth)
         else:
@@ -181,7 +190,7 @@ class BatchSource:
         forgotten = self._feed.ask(size, step)
         if forgotten or self._ahead.is_stuck:
             self._forget()
-        coming = self._loader.peek(1, size, step=step)
+        coming = self._feed.peek(1)
         if not coming or not isinstance(coming[0], BatchRef):
             return self._no_batch(size, step)
         tensors = next(self._ahead)
@@ -341,8 +350,9 @@ class _Feed:
     Unlike other iterators it may go on after it had nothing to give: the loader has moved meanwhile.
     """
 
-    def __init__(self, loader: Loader, fetcher: _Fetcher, *, beyond: int) -> None:
+    def __init__(self, loader: Loader, fetcher: _Fetcher, *, beyond: int, per_step: int | None) -> None:
         self.fetcher = fetcher
+        self._per_step, self._done = per_step, 0
         self.started: deque[BatchRef] = deque()
         """Given to the look-ahead and not handed out."""
         self._loader, self._beyond = loader, beyond
@@ -354,8 +364,10 @@ class _Feed:
 
     def ask(self, size: int | None, step: int) -> bool:
         """Foresee by this from now on; True where that makes what was started wrong."""
+        if step != self._asked[1]:
+            self._done = 0
         self._asked = (size, step)
-        coming = [one for one in self._peek(self._position) if isinstance(one, BatchRef)]
+        coming = [one for one in self.peek(self._position) if isinstance(one, BatchRef)]
         same = len(coming) == len(self.started) and all(a is b for a, b in zip(coming, self.started, strict=True))
         return not same
 
@@ -370,6 +382,7 @@ class _Feed:
         first = self.started.popleft()
         assert first is ref, "batches are handed out in the order they were started"
         self._position -= 1
+        self._done += 1
 
     def pass_by(self) -> None:
         """The loader brought something that is no batch."""
@@ -391,7 +404,7 @@ class _Feed:
 
     def _following(self) -> BatchRef | None:
         while True:
-            outcomes = self._peek(self._position + 1)
+            outcomes = self.peek(self._position + 1)
             if len(outcomes) <= self._position or isinstance(outcomes[-1], Exhausted):
                 return None
             if isinstance(outcomes[-1], BatchRef):
@@ -399,13 +412,15 @@ class _Feed:
             self._position += 1  # the end of an epoch: the next one's entries may be there already
 
     def _fetch_beyond(self) -> None:
-        for one in self._peek(self._position + 1 + self._beyond)[self._position :]:
+        for one in self.peek(self._position + 1 + self._beyond)[self._position :]:
             if isinstance(one, BatchRef) and id(one) not in self._fetching:
                 self._fetching[id(one)] = self.fetcher.start(one)
 
-    def _peek(self, count: int) -> tuple[BatchRef | EpochEnd | Exhausted, ...]:
+    def peek(self, count: int) -> tuple[BatchRef | EpochEnd | Exhausted, ...]:
         size, step = self._asked
-        return self._loader.peek(count, size, step=step) if count else ()
+        if not count:
+            return ()
+        return self._loader.peek(count, size, step=step, per_step=self._per_step, done=self._done)
 
 
 @dataclass(frozen=True, eq=False)
@@ -466,7 +481,7 @@ class _Fetcher:
 
     def finish(self, fetching: _Fetching) -> dict[str, Stacked]:
         entries = [
-            _joined(_had(latent, sample), _had(text, sample), sample.path)
+            self._keys.used(_joined(_had(latent, sample), _had(text, sample), sample.path), sample)
             for latent, text, sample in zip(fetching.latents, fetching.texts, fetching.ref.samples, strict=True)
         ]
         return collate(entries, [sample.path for sample in fetching.ref.samples])

@@ -16,7 +16,7 @@ An entry is what one encoder makes of one sample: named tensors without a batch 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from gracetune.data.media.load import Sample  # brings the decoders
 
 Entry = dict[str, "Tensor"]
+PerUse = Callable[[SampleRef], Entry]
+"""Tensors that a sample is given at one of its uses, in place of those of the same names that are cached."""
 
 
 @dataclass(frozen=True)

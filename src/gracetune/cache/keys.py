@@ -155,7 +155,8 @@ def _fit(fit: Fit) -> list[int]:
 
 def _clip(clip: Clip) -> list[Any]:
     fps = None if clip.fps is None else _number(clip.fps)
-    return [_number(clip.start), _number(clip.duration), fps, clip.spread, clip.sample_rate, clip.pad]
+    own = [_number(clip.start), _number(clip.duration), fps, clip.spread, clip.sample_rate, clip.pad]
+    return own if clip.numbers is None else [*own, list(clip.numbers)]
 
 
 def _mask(mask: MaskRef) -> list[Any]:

@@ -151,7 +151,7 @@ def wanted_texts(
     epoch: int = 0,
     part: Part = "all",
 ) -> list[TextItem]:
-    """Every caption an epoch can draw, the empty one where captions are dropped, and `prompts`.
+    """Every caption an epoch can draw, that of a dropped one where captions are dropped, and `prompts`.
 
     Where an embedding depends on pictures it is one for every caption of every appearance of a sample. Prompts have no
     such pictures among the data: with an encoder that reads pictures they are embedded when they are drawn.
@@ -300,11 +300,11 @@ def _pictures(
 
 def _texts(dataset: DatasetIndex, item: Item) -> Iterator[tuple[str, float]]:
     """Each text with the share of the item's visits that draws it."""
-    dropout = dataset.dataset.captions.dropout
+    options = dataset.dataset.captions
     for caption in item.captions:
-        yield caption, (1 - dropout) / len(item.captions)
-    if dropout > 0:
-        yield "", dropout
+        yield caption, (1 - options.dropout) / len(item.captions)
+    if options.dropout > 0:
+        yield options.dropped_caption, options.dropout
 
 
 def _flips(ref: SampleRef) -> tuple[bool, bool]:

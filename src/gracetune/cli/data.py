@@ -190,7 +190,7 @@ def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[b
     import io
 
     from gracetune.cli.data_view import rate_of, shape_label
-    from gracetune.data.captions import caption_ref
+    from gracetune.data.captions import variant_ref
     from gracetune.data.contact_sheet import contact_sheet
     from gracetune.data.words import counted
 
@@ -198,9 +198,14 @@ def sheet_of(index: DataIndex, order: Order, group: Group, most: int) -> tuple[b
     count = min(most, len(group.samples))
     chosen = [group.samples[number * len(group.samples) // count] for number in range(count)]
     items = [found.items[number] for number in chosen]
-    refs = [
-        index.describe(found, item, index.turn(found, item, 0, 0), caption_ref(item.captions, 0.0, index.seed, number))
+    options = found.dataset.captions
+    captions = [
+        variant_ref(item.captions, options, index.seed, number, visit=0)
         for number, item in zip(chosen, items, strict=True)
+    ]
+    refs = [
+        index.describe(found, item, index.turn(found, item, 0, 0), caption)
+        for item, caption in zip(items, captions, strict=True)
     ]
     title = f"{found.id} · {shape_label(group.shape, rate_of(index, found))}"
     every = counted(len(group.samples), "sample")

@@ -129,17 +129,29 @@ class Captions(Section):
     extension: Name = "txt"
     default: Text | None = None
     """Taken where a file has no caption of its own."""
+    default_for_empty: Flag = False
+    """`default` is taken where a caption is empty, too."""
     instance_prompt: Text | None = None
     prepend_instance_prompt: Flag = False
     trigger_word: Text | None = None
     """Replaces `[trigger]`, and is put in front of captions that do not contain it."""
+    add_trigger: Flag = True
+    """False: the trigger word replaces `[trigger]` and is not added to other captions."""
     split_lines: Flag = True
     """Each line of a text file is a caption of its own."""
     dropout: Fraction = 0.0
+    dropped_caption: Text = ""
+    """What a dropped caption is replaced by."""
     shuffle_tags: Flag = False
     keep_tags: WholeNumber = 0
     """This many leading tags stay where they are when the rest is shuffled."""
-    shuffle_variants: Annotated[int, Strict(), Field(ge=1, le=1000)] = 1
+    shuffle_variants: Annotated[int, Strict(), Field(ge=1, le=1000)] | Literal["visits"] = 1
+    """Orders of the tags that are cached, of which each visit takes one at random. `visits`: each visit has an order of
+    its own, until 100 are used up."""
+    shuffle_written: Flag = True
+    """The order as written is one more of them."""
+    shuffle_trigger: Flag = False
+    """The trigger word moves with the tag it is put in front of; otherwise it stays in front of the caption."""
     tag_separator: Text = ","
     table: CaptionTable | None = None
 
@@ -149,6 +161,20 @@ class Crop(Section):
     style: Literal["random", "center", "corner", "face"] = "random"
     aspect: Literal["square", "preserve", "closest", "random"] = "square"
     aspect_buckets: tuple[Annotated[float, Strict(), Field(ge=1 / 16, le=16)], ...] = ()
+
+
+class Buckets(Section):
+    """Which sizes images are trained at."""
+
+    rule: Literal["nearest", "at_most", "rounded_edge"] = "nearest"
+    """`nearest`: each side is the multiple nearest to what `resolution` and the aspect ratio ask for. `at_most`: the
+    area is at most that of `resolution` and close to the image's own, so that images are not enlarged. `rounded_edge`:
+    the edge of the square is rounded to the multiple first, and squares of about 0.25, 0.5, 1, 2 and 4 megapixels have
+    edges of 512, 768, 1024, 1536 and 2048."""
+    multiple: Annotated[int, Strict(), Field(ge=1, le=1024)] | None = None
+    """Both sides are multiples of this; unset means the family's own."""
+    aspect_decimals: Annotated[int, Strict(), Field(ge=1, le=9)] = 2
+    """Aspect ratios are rounded to this many decimals: with 2, images of 1.5 and 1.504 share a bucket."""
 
 
 class Augmentation(Section):
@@ -172,6 +198,14 @@ class Video(Section):
     """Spread `num_frames` over the whole file instead of cutting a piece out of it."""
     from_length: Flag = False
     """Take as many frames as each file has (4k+1) instead of `num_frames`."""
+    frame_choice: Literal["timestamps", "numbers"] = "timestamps"
+    """`timestamps`: the frames on screen at evenly spaced times. `numbers`: frames are counted: every n-th of them,
+    where n is the file's rate divided by `fps` and rounded; `whole_clip` from the first to the last. A file that is too
+    short is spread over the clip and repeats frames."""
+    frame_step: PositiveInt | None = None
+    """A file counts as having k times this plus 1 frames, whatever it has more; unset means as many as it has."""
+    allow_shorter: Flag = False
+    """Files with fewer than `num_frames` frames, but at least `min_frames`, are trained with the frames they have."""
     image_to_video: Flag = False
     bucket_strategy: Literal["aspect_ratio", "resolution_frames"] = "aspect_ratio"
     frame_interval: PositiveInt | None = None
@@ -193,6 +227,8 @@ class Mask(Section):
     from_alpha: Flag = False
     min_weight: Fraction = 0.0
     invert: Flag = False
+    normalise: Flag = False
+    """Weights are divided by their mean over the batch, so that masked samples count as much as others."""
 
 
 class Dataset(Section):
@@ -213,10 +249,13 @@ class Dataset(Section):
     resolution: Resolution = 1024
     """Pixels, or megapixels where `resolution_type` is `area`."""
     resolution_type: Literal["pixel", "pixel_area", "area"] = "pixel_area"
+    buckets: Buckets = Buckets()
     minimum_size: NonNegativeFloat = 0
+    minimum_edge: NonNegativeFloat = 0
+    """Images with a side of fewer pixels are left out, whatever `resolution_type` is."""
     maximum_size: PositiveFloat | None = None
     downsample_to: Resolution | None = None
-    """Images above `maximum_size` are scaled to this before cropping; both are given or neither."""
+    """Images are scaled to this before they are cropped: all of them, or with `maximum_size` those above it."""
     minimum_aspect_ratio: AspectRatio | None = None
     maximum_aspect_ratio: AspectRatio | None = None
     crop: Crop = Crop()
@@ -228,6 +267,8 @@ class Dataset(Section):
 
     repeats: Annotated[int, Strict(), Field(ge=0, le=1_000_000)] = 0
     """Extra visits per epoch: 0 is once, 1 is twice."""
+    kohya_folders: Flag = True
+    """Folders named for kohya's scripts count: `10_sks dog` is ten visits, and a caption for files without one."""
     probability: PositiveFloat = 1.0
     batch_size: BatchSize | None = None
     max_samples: PositiveInt | None = None
@@ -235,6 +276,13 @@ class Dataset(Section):
     end_epoch: PositiveInt | None = None
     start_step: WholeNumber = 0
     end_step: PositiveInt | None = None
+    even_steps: Flag = False
+    """Every second optimizer step takes its batches from such datasets alone, the other steps from the other datasets:
+    steps 2, 4, 6 and so on, counted from 0, without multiples of `checkpoints.every_steps` and of
+    `validation.every_steps`. The dataset begins anew whenever it is used up, and epochs do not count it."""
+    turn: Annotated[int, Strict(), Field(ge=0, le=1000)] | None = None
+    """Datasets are taken in the order of their turns, one batch each; unset comes last. If no dataset has a turn, they
+    are mixed."""
     regularisation: Flag = False
     """An adapter learns the base model's own answer on these samples, so that it changes less beside its subject."""
     loss_weight: Annotated[float, Strict(), Field(ge=0, le=1e300)] = 1.0

@@ -50,19 +50,20 @@ def dotted(path: Path) -> str:
     return text.removeprefix(".")
 
 
-_STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]=]+)")
+_STEP = re.compile(r"\[(\d+)\]|\[([^\[\]=]+)\]|\.?([^.\[\]=]+)")
 
 
 def parse_path(text: str) -> Path:
-    """The inverse of `dotted`; `datasets.0.path` is taken too. Raises ValueError on anything else."""
+    """The inverse of `dotted`; `datasets.0.path` and `datasets[NAME].path` are taken too. Raises ValueError on anything
+    else."""
     steps: list[str | int] = []
     position = 0
     while position < len(text):
         match = _STEP.match(text, position)
-        if match is None or (match[2] and position == 0 and text[0] == "."):
+        if match is None or (position == 0 and text[0] in ".["):
             raise ValueError(f"not a key path: {text!r}")
-        index = match[1] or (match[2] if match[2].isdecimal() and steps else None)
-        steps.append(int(index) if index else match[2])
+        index = match[1] or (match[3] if match[3] and match[3].isdecimal() and steps else None)
+        steps.append(int(index) if index else match[2] or match[3])
         position = match.end()
     if not steps:
         raise ValueError("an empty key path")
@@ -83,6 +84,8 @@ class Draft:
     """Required values a reader has already asked for under the dialect's own name."""
     unread: set[Path] = field(default_factory=set)
     """Where a stand-in is, put by a reader that has said why; no rule is held against it."""
+    entries: list[tuple[int, ...]] | None = None
+    """Which datasets each entry of the file's own list became, where that is not one each."""
     refused: set[Path] = field(default_factory=set)
     """What a refused key would have given; only who passes it with `--allow-unsupported` is asked for it."""
     redactor: Redactor = field(default_factory=Redactor)
@@ -140,6 +143,13 @@ class Draft:
             if origin is not None:
                 break
         return dotted(path), self.file
+
+    def dataset_address(self, index: int) -> str:
+        """What a dataset is called in `--set`."""
+        if self.entries is None:
+            return f"datasets[{index}]"
+        entry = next((number for number, made in enumerate(self.entries) if index in made), None)
+        return f"datasets[{self.get(('datasets', index, 'id'))}]" if entry is None else f"datasets[{entry}]"
 
     def missing(self, path: Path, key: str, expected: str, hint: str) -> None:
         """A required key that the file lacks, named as its dialect names it."""

@@ -28,6 +28,24 @@ class Flavour:
     """Clips go on from a first frame, and only so."""
 
 
+@dataclass(frozen=True)
+class ShiftPoints:
+    """A flow shift by an image's number of tokens, 2 x 2 latents each: exp of a straight line through two points."""
+
+    base_tokens: int = 256
+    base: float = 0.5
+    max_tokens: int = 4096
+    max: float = 1.15
+
+    @property
+    def line(self) -> dict[str, float]:
+        """As `objective.resolution_shift`."""
+        return {
+            "base_image_seq_len": self.base_tokens, "base_shift": self.base,
+            "max_image_seq_len": self.max_tokens, "max_shift": self.max,
+        }  # fmt: skip
+
+
 # -- SimpleTuner -------------------------------------------------------------------------------------------------------
 
 
@@ -91,11 +109,21 @@ class SimpleTunerNames:
     """Flavour -> the flow shift it sets for a single expert, whatever the file says."""
     without_shift: tuple[str, ...] = ()
     """Our flavours that it has no default flow shift for."""
+    auto_shift: ShiftPoints = ShiftPoints()
+    """What `flow_schedule_auto_shift` follows; most schedulers say nothing about it, and it takes their defaults."""
+    guidance_option: str = ""
+    """The option for the guidance that a guidance-distilled model is trained with."""
     targets: LoraTargets = LoraTargets()
     vae: DefaultVae | None = None
     text_encoder_option: str = ""
     """The option for a text encoder from elsewhere."""
     clips: ClipLength | None = None
+    alignment: int | None = None
+    """The sides of its buckets are multiples of this; None: the family's own multiple."""
+    alignments: Mapping[str, int] = field(default_factory=dict)
+    """By our flavours, where one differs."""
+    free_alignment: bool = False
+    """`aspect_bucket_alignment` counts where the file says `i_know_what_i_am_doing`."""
     own_options: tuple[str, ...] = ()
     """Options that act on this family and not on every other, and are not supported here: its key table says why."""
 
@@ -119,6 +147,15 @@ class Arch:
     """The switch that files from before `arch` have instead."""
     latent_space: str = ""
     """What its caches call the latents; empty: the name of the arch."""
+    shift: float | ShiftPoints | None = None
+    """The flow shift of `timestep_type: shift`, which the arch's own scheduler has, whatever the weights' says. None:
+    the weights decide."""
+    shift_terminal: float = 0.0
+    """The lowest noise level of `timestep_type: shift`."""
+    boundary_note: str = ""
+    """What to say about the noise level at which ai-toolkit switches experts, where it is not the weights' own."""
+    bucket_step: int | None = None
+    """The sides of its buckets are multiples of this; None: the family's own multiple."""
     other_models: Mapping[str, str] = field(default_factory=dict)
     """A text in the name of weights that upstream loads with this arch and we do not -> what is expected instead."""
 
@@ -134,6 +171,10 @@ class AiToolkitNames:
     """The key of the `model` block that says how the text encoder is quantised."""
     guidance_embedding: str = ""
     """Why `bypass_guidance_embedding` is refused; empty: there is no such embedding, and the key does nothing."""
+    layers_note: str = ""
+    """What ai-toolkit adapts beside our default layers, where no layers are named."""
+    unguided: tuple[str, ...] = ()
+    """Flavours without such an embedding, in a family that has one."""
 
 
 @dataclass(frozen=True)
@@ -147,5 +188,9 @@ class FamilyNames:
     """What the denoiser is trained to predict, which decides the noise options that act in SimpleTuner's files: a flow,
     epsilon or v of a DDPM schedule (where a file may also ask for a flow), or v of the cosine schedule, which has no
     options. None: unknown; timesteps are uniform then, and the other noise options have no effect."""
+    spaces_count: bool = False
+    """Its tokenizer tells one space from two; the others take them for one."""
+    told_sizes: bool = False
+    """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
     simpletuner: SimpleTunerNames = SimpleTunerNames()
     aitoolkit: AiToolkitNames = AiToolkitNames()

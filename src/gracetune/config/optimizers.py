@@ -18,6 +18,7 @@ OPTIMIZERS: Final[Registry] = Registry.find(
         "adamw": "gracetune.optim.optimizers.adamw:RECORD",
         "adamw_8bit": "gracetune.optim.optimizers.adamw_8bit:RECORD",
         "adafactor": "gracetune.optim.optimizers.adafactor:RECORD",
+        "torch_adafactor": "gracetune.optim.optimizers.torch_adafactor:RECORD",
         "lion": "gracetune.optim.optimizers.lion:RECORD",
         "prodigy": "gracetune.optim.optimizers.prodigy:RECORD",
         "prodigy_plus_schedule_free": "gracetune.optim.optimizers.prodigy_plus_schedule_free:RECORD",

@@ -17,10 +17,12 @@ from gracetune.config.draft import Draft, Origin, Path, Said, dotted, parse_path
 from gracetune.config.environment import Environment, memory_settings
 from gracetune.config.explain import known_path, problems_of, required_names
 from gracetune.config.families import FAMILIES
+from gracetune.config.input_paths import find_beside
 from gracetune.config.limits import DEEPEST, LONGEST_TEXT, MOST_PROBLEMS, NotPlainError
 from gracetune.config.plain import plain
 from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
+from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document, open_document
 from gracetune.config.without_effect import without_effect
 from gracetune.config.yaml_syntax import parse_scalar
@@ -87,6 +89,8 @@ def _load(
     _read_environment(draft, environment)
     try:
         dialect.read(document, draft, environment)
+        if dialect.finds_beside:
+            find_beside(draft)
         _read_overrides(draft, overrides)
     except ConfigError as error:  # a file too broken to read on
         raise UnresolvedError(_once([*draft.problems, *error.problems]), dialect.name, draft.notes) from None
@@ -166,14 +170,52 @@ def _read_overrides(draft: Draft, overrides: Sequence[str]) -> None:
             draft.problem("--set", text, "KEY=VALUE", "for example --set training.batch_size=2")
         elif len(path) > DEEPEST:
             draft.problem("--set", Said(f"a key of {len(path)} parts"), f"at most {DEEPEST} parts", "shorten it")
-        elif _beyond_lists(draft, path):
+        elif not (targets := _targets(draft, path)):
+            ids = [str(one.get("id")) for one in _datasets(draft)]
+            hint = misspelt(path[1], ids, "`gracetune config show` lists the ids", write="--set 'datasets[{}]...'")
+            draft.problem(f"--set {key}", value, f"the id of a dataset: {', '.join(ids)}", hint)
+        elif any(_beyond_lists(draft, target) for target in targets):
             draft.problem(f"--set {key}", value, "an existing list entry or the next one", "count entries from 0")
         else:
-            _override(draft, path, value)
+            origin = Origin("flag", f"--set {dotted(path)}")
+            for target in _only_one_resolution(draft, targets, origin):
+                _override(draft, target, value, origin)
 
 
-def _override(draft: Draft, path: Path, text: str) -> None:
-    origin = Origin("flag", f"--set {dotted(path)}")
+def _datasets(draft: Draft) -> list[Mapping[str, Any]]:
+    found = draft.get(("datasets",))
+    return [one if isinstance(one, Mapping) else {} for one in found] if isinstance(found, list) else []
+
+
+def _targets(draft: Draft, path: Path) -> list[Path]:
+    """The values a key is about: `datasets[0]` is the first entry of the file's own list, whatever it was split into;
+    `datasets[NAME]` the dataset with this id."""
+    if path[0] != "datasets" or len(path) < 2:
+        return [path]
+    if isinstance(path[1], str):
+        return [("datasets", at, *path[2:]) for at, one in enumerate(_datasets(draft)) if one.get("id") == path[1]]
+    if draft.entries is None:
+        return [path]
+    if path[1] == len(draft.entries):
+        draft.entries.append((len(_datasets(draft)),))  # a dataset more, which later flags reach by this number too
+    made = draft.entries[path[1]] if path[1] < len(draft.entries) else (len(_datasets(draft)) + path[1],)
+    return [("datasets", at, *path[2:]) for at in made]
+
+
+def _only_one_resolution(draft: Draft, targets: list[Path], origin: Origin) -> list[Path]:
+    """An entry that was split into datasets of several resolutions has one where a flag says so: the others go."""
+    if len(targets) < 2 or targets[0][2:] != ("resolution",):
+        return targets
+    datasets = _datasets(draft)
+    gone = {at for _, at, *_ in targets[1:]}
+    names = {datasets[int(at)].get("id") for at in gone}
+    for at, one in enumerate(datasets):
+        if at in gone or one.get("source_dataset_id") in names:
+            draft.put(("datasets", at, "disabled"), True, origin)
+    return targets[:1]
+
+
+def _override(draft: Draft, path: Path, text: str, origin: Origin) -> None:
     try:
         value, oddities = plain(parse_scalar(text))
     except NotPlainError as error:

@@ -124,6 +124,12 @@ def _objective(config: RunConfig) -> Iterator[Broken]:
         yield Broken(("objective", "min_timestep"), str(objective.min_timestep),
                      f"below max_timestep, {objective.max_timestep}", "widen the window",
                      (("objective", "max_timestep"),))  # fmt: skip
+    line = objective.resolution_shift
+    if line is not None and line.base_image_seq_len >= line.max_image_seq_len:
+        path = ("objective", "resolution_shift")
+        yield Broken((*path, "base_image_seq_len"), str(line.base_image_seq_len),
+                     f"below max_image_seq_len, {line.max_image_seq_len}", "write 256 and 4096, for example",
+                     ((*path, "max_image_seq_len"),))  # fmt: skip
 
 
 def _dataset_ids(config: RunConfig) -> Iterator[Broken]:
@@ -213,10 +219,9 @@ def _local_copy(dataset: Dataset, path: Path) -> Iterator[Broken]:
 
 
 def _sizes(dataset: Dataset, path: Path) -> Iterator[Broken]:
-    if (dataset.maximum_size is None) != (dataset.downsample_to is None):
-        missing = "maximum_size" if dataset.maximum_size is None else "downsample_to"
-        yield Broken((*path, missing), "nothing", "a size: maximum_size and downsample_to come together",
-                     f"set {missing}, or remove the other")  # fmt: skip
+    if dataset.maximum_size is not None and dataset.downsample_to is None:
+        yield Broken((*path, "downsample_to"), "nothing", "a size that images above maximum_size are scaled to",
+                     "set downsample_to, or remove maximum_size")  # fmt: skip
     low, high = dataset.minimum_aspect_ratio, dataset.maximum_aspect_ratio
     if low is not None and high is not None and low > high:
         yield Broken((*path, "minimum_aspect_ratio"), f"{low:g}", f"at most {high:g}", "swap the two")

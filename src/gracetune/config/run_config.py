@@ -60,6 +60,11 @@ class Model(Section):
     """Noise level above which the high expert works; unset means the flavour's own."""
     vae_tiling: Flag = False
     vae_slicing: Flag = False
+    size_conditioning: Literal["original", "scaled", "bucket"] = "original"
+    """What SDXL is told an image's size was: the file's; the size it was scaled to before the crop; or its bucket's,
+    without a crop."""
+    drop_size_conditioning: Flag = False
+    """SDXL is told zeros instead of sizes where a caption is dropped."""
 
 
 class Adapter(Section):
@@ -107,6 +112,12 @@ class Ema(Section):
     enabled: Flag = False
     decay: OpenFraction = 0.999
     update_every: PositiveInt = 1
+    ramp: Flag = False
+    """Start with a low decay that grows with the optimizer steps s, s / (s + 9), up to `decay`: the average follows the
+    weights from the first step. SimpleTuner's way."""
+    copy_until: WholeNumber = 0
+    """Before this optimizer step the average is a copy of the weights; from then on `decay` alone counts, also with
+    `ramp`. SimpleTuner's `ema_warmup_steps`."""
 
 
 class BatchRamp(Section):
@@ -124,6 +135,13 @@ class Training(Section):
     epochs: Annotated[int, Strict(), Field(ge=1, le=100_000)] | None = None
     batch_size: BatchSize = 1
     gradient_accumulation_steps: PositiveInt = 1
+    accumulation: Literal["mean", "sum"] = "mean"
+    """Of the micro-batches' gradients in an optimizer step. ai-toolkit takes the sum: gradients, and so what
+    `max_grad_norm` clips, grow with their number."""
+    fill_batches: Flag = False
+    """A batch for which too few samples of a shape are left is filled up with others of that shape, or with copies."""
+    dataset_weights: Literal["size", "equal"] = "size"
+    """What a dataset's share of the batches follows: its `probability` and its size, or its `probability` alone."""
     gradient_checkpointing: Literal["off", "auto", "full"] = "auto"
     mixed_precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     max_grad_norm: PositiveFloat | None = 1.0
@@ -168,17 +186,48 @@ class Schedule(Section):
     cycles: PositiveFloat = 1
     power: PositiveFloat = 1.0
     end_lr: NonNegativeFloat = 0.0
+    half_period: PositiveInt | None = None
+    """`cosine` and `sine` only: a wave between the rate and `end_lr` for the whole run, which takes this many optimizer
+    steps from top to bottom. It has no warm-up and no `cycles`. SimpleTuner's way; unset means one fall."""
+
+
+class ShiftLine(Section):
+    """A flow shift that grows with the image: exp of a straight line through two points, by the number of tokens (2 x 2
+    latents each). The names are those of diffusers' schedulers."""
+
+    base_image_seq_len: PositiveInt = 256
+    base_shift: Number = 0.5
+    max_image_seq_len: PositiveInt = 4096
+    max_shift: Number = 1.15
 
 
 class Objective(Section):
-    loss: Literal["mse", "mae", "huber", "smooth_l1"] = "mse"
+    loss: Literal["mse", "mae", "huber", "smooth_l1", "pseudo_huber"] = "mse"
     huber_delta: PositiveFloat = 0.1
+    huber_schedule: Literal["constant", "snr", "exponential"] = "constant"
+    """How `huber_delta` follows the noise level. `exponential`: from 1 without noise to `huber_delta` in pure noise;
+    `snr`: by the ratio of noise to image, as SimpleTuner computes it."""
+    guidance: NonNegativeFloat | None = None
+    """What a model with a guidance input is given while it learns; unset means 1."""
     prediction: Literal["flow", "epsilon", "v_prediction"] | None = None
     """Unset means the family's own."""
     flow_shift: PositiveFloat | Literal["resolution"] | None = None
     """`resolution` lets it follow the image size; unset means the family's own."""
+    resolution_shift: ShiftLine | None = None
+    """With `flow_shift: resolution`: the line to follow; unset means that of the model's own scheduler."""
+    shift_terminal: Annotated[float, Strict(), Field(ge=0, lt=1)] = 0.0
+    """The lowest noise level: shifted levels are compressed into the range from here to 1."""
     timesteps: Literal["uniform", "sigmoid", "logit_normal", "beta", "shift", "weighted", "one_step"] = "sigmoid"
     timestep_bias: Literal["balanced", "content", "style"] = "balanced"
+    timestep_bias_over: Literal["all_levels", "noise_range"] = "all_levels"
+    """What the bias is over: all noise levels, of which an expert or `min_timestep` and `max_timestep` take their part,
+    or that part itself, as in ai-toolkit."""
+    timestep_weights: Literal["bell", "half_bell", "measured"] | None = None
+    """Loss weights by noise level, flow matching only. `bell`: highest at half noise. `half_bell`: the same without
+    the fall towards the image. `measured`: ai-toolkit's table of `timestep_type: weighted`. Unset means `bell` with
+    `timesteps: weighted`, and 1 everywhere else."""
+    stratified: Flag = False
+    """Each sample of a micro-batch gets a noise level from a part of the distribution of its own."""
     sigmoid_scale: PositiveFloat = 1.0
     beta_alpha: PositiveFloat = 2.0
     beta_beta: PositiveFloat = 2.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path as FilePath
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import OUR_DEFAULT, Path, dotted
@@ -12,6 +13,7 @@ from gracetune.config.resolve import Resolved
 from gracetune.errors import Problem
 from gracetune.units import format_bytes
 
+CHECK = "check the spelling"
 Wrong = tuple[Path, str, str, str]
 """Path of the value, found, expected, what to do."""
 
@@ -76,12 +78,11 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
             yield from _unless(("file",), ("validation", "prompts", index, "references"), name, "a picture")
 
 
-def _unless(
-    kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: str = "check the spelling"
-) -> Iterator[Wrong]:
+def _unless(kinds: tuple[str, ...], path: Path, name: str, expected: str, hint: str = CHECK) -> Iterator[Wrong]:
     place = look(name)
     if place.kind not in kinds:
-        yield path, f"{name}, {place.words}", expected, hint
+        missing = place.kind == "nothing" and hint == CHECK
+        yield path, f"{name}, {place.words}", expected, f"{hint}: {missing_part(place)}" if missing else hint
 
 
 def _dataset_paths(dataset: Dataset, path: Path) -> Iterator[Wrong]:
@@ -104,10 +105,16 @@ def _folder_hint(folder: Place) -> str:
         return f"name the folder the file lies in: {folder.path.parent}"
     if folder.kind == "unreachable":
         return "check the path; or check without folders: --no-paths"
-    known = folder.path
-    while look(known).kind == "nothing" and known != known.parent:
-        known = known.parent
-    return f"check the spelling: {known} exists, what follows does not; or check without folders: --no-paths"
+    return f"{CHECK}: {missing_part(folder)}; or check without folders: --no-paths"
+
+
+def missing_part(place: Place) -> str:
+    """The first part of a path that is not there, and the folder it is not in."""
+    missing = place.path
+    while missing.parent != missing and look(missing.parent).kind == "nothing":
+        missing = missing.parent
+    relative = missing.parent == FilePath()
+    return f"there is no {missing.name or missing} in {'the working folder' if relative else missing.parent}"
 
 
 def _is_local(name: str) -> bool:

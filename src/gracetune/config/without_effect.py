@@ -13,6 +13,7 @@ from gracetune.config.adapter_kinds import ALGORITHMS, algorithms
 from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
+from gracetune.config.families import names_of
 from gracetune.config.optimizers import reads_key
 from gracetune.config.rules import known_flavour
 from gracetune.config.run_config import RunConfig
@@ -35,7 +36,7 @@ class Switch:
 def without_effect(config: RunConfig, draft: Draft) -> list[str]:
     """One note for each reason, however many datasets it holds for."""
     found: dict[str, tuple[list[str], list[str]]] = {}
-    for switch in switches(config):
+    for switch in switches(config, draft):
         keys = _asked_for(switch, draft) if switch.off else []
         if keys:
             named, remedies = found.setdefault(switch.why, ([], []))
@@ -55,13 +56,13 @@ def _asked_for(switch: Switch, draft: Draft) -> list[str]:
     return [draft.place(path)[0] for path, origin in origins.items() if origin is not None and origin.kind != "default"]
 
 
-def switches(config: RunConfig) -> Iterator[Switch]:
+def switches(config: RunConfig, draft: Draft) -> Iterator[Switch]:
     yield from _of_the_model(config)
     yield from _of_training(config)
     yield from _of_memory(config)
     for index, dataset in enumerate(config.datasets):
         if not dataset.disabled:
-            yield from _of_a_dataset(dataset, f"datasets[{index}]")
+            yield from _of_a_dataset(dataset, f"datasets[{index}]", draft.dataset_address(index))
 
 
 def _of_the_model(config: RunConfig) -> Iterator[Switch]:
@@ -71,6 +72,8 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
     yield Switch(model.experts != "both", "model", model, "switch_experts_every",
                  f"model.experts is {model.experts}, and a single expert takes no turns",
                  "--set model.experts=both")  # fmt: skip
+    yield Switch(not names_of(model.family).told_sizes, "model", model, "size_conditioning drop_size_conditioning",
+                 f"model.family is {model.family}, which is told no sizes", "remove them")  # fmt: skip
     kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
     chosen = [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
     read = {key for one in chosen for key in one.own_options}
@@ -91,7 +94,7 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(not reads_key(config.optimizer.name, "rates_from"), "optimizer", config.optimizer, "rates_from",
                  f"optimizer.name is {config.optimizer.name}, and only automagic keeps learning rates",
                  "--set optimizer.name=automagic")  # fmt: skip
-    yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every",
+    yield Switch(not training.ema.enabled, "training.ema", training.ema, "decay update_every ramp copy_until",
                  "training.ema.enabled is false", "--set training.ema.enabled=true")  # fmt: skip
     yield Switch(not training.ramp.enabled, "training.ramp", training.ramp,
                  "initial_effective_batch_size target_effective_batch_size batch_rampup_steps",
@@ -99,8 +102,15 @@ def _of_training(config: RunConfig) -> Iterator[Switch]:
     yield Switch(training.max_grad_norm is None, "training", training, "grad_clip",
                  "training.max_grad_norm is unset, so nothing is clipped",
                  "--set training.max_grad_norm=1.0")  # fmt: skip
-    yield Switch(objective.loss not in ("huber", "smooth_l1"), "objective", objective, "huber_delta",
+    huber = objective.loss in ("huber", "smooth_l1", "pseudo_huber")
+    yield Switch(not huber, "objective", objective, "huber_delta huber_schedule",
                  f"objective.loss is {objective.loss}", "--set objective.loss=huber")  # fmt: skip
+    yield Switch(objective.timestep_bias == "balanced", "objective", objective, "timestep_bias_over",
+                 "objective.timestep_bias is balanced", "--set objective.timestep_bias=style")  # fmt: skip
+    if objective.resolution_shift is not None:
+        yield Switch(objective.flow_shift != "resolution", "objective.resolution_shift", objective.resolution_shift,
+                     "base_image_seq_len base_shift max_image_seq_len max_shift",
+                     "objective.flow_shift is not resolution", "--set objective.flow_shift=resolution")  # fmt: skip
     yield Switch(objective.timesteps not in ("sigmoid", "logit_normal"), "objective", objective, "sigmoid_scale",
                  f"objective.timesteps is {objective.timesteps}, which has no scale",
                  "--set objective.timesteps=sigmoid")  # fmt: skip
@@ -127,25 +137,33 @@ def _of_memory(config: RunConfig) -> Iterator[Switch]:
                  "nothing asks for unified memory", "--set memory.use_uvm=true")  # fmt: skip
 
 
-def _of_a_dataset(dataset: Dataset, where: str) -> Iterator[Switch]:
+def _of_a_dataset(dataset: Dataset, where: str, named: str) -> Iterator[Switch]:
+    """`named`: what it is called in `--set`."""
     crop, captions = dataset.crop, dataset.captions
     yield Switch(dataset.type != "in_memory", f"{where}.in_memory", dataset.in_memory,
                  "compression num_workers memory_limit_gb file_extensions",
-                 f"the dataset's type is {dataset.type}", f"--set {where}.type=in_memory")  # fmt: skip
+                 f"the dataset's type is {dataset.type}", f"--set {named}.type=in_memory")  # fmt: skip
     if dataset.local_copy is not None:
         yield Switch(not dataset.path.startswith("hf://"), f"{where}.local_copy", dataset.local_copy, "subset",
                      "only datasets of the hub have subsets", "remove it")  # fmt: skip
     # Without a crop a picture keeps its shape and its middle: who asks for `preserve` or `center` gets that.
     anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
     yield Switch(not crop.enabled, f"{where}.crop", crop, " ".join(name for name, same in anyway.items() if not same),
-                 "the dataset's crop.enabled is false", f"--set {where}.crop.enabled=true")  # fmt: skip
+                 "the dataset's crop.enabled is false", f"--set {named}.crop.enabled=true")  # fmt: skip
     masks = dataset.mask.path is not None or dataset.mask.from_alpha or dataset.conditioning_type == "mask"
-    yield Switch(not masks, f"{where}.mask", dataset.mask, "min_weight invert",
+    yield Switch(not masks, f"{where}.mask", dataset.mask, "min_weight invert normalise",
                  "the dataset names no mask (a dataset of masks has its own options)",
-                 f"--set {where}.mask.path=FOLDER")  # fmt: skip
-    yield Switch(not captions.shuffle_tags, f"{where}.captions", captions, "keep_tags shuffle_variants tag_separator",
+                 f"--set {named}.mask.path=FOLDER")  # fmt: skip
+    yield Switch(captions.dropout == 0, f"{where}.captions", captions, "dropped_caption",
+                 "the dataset's captions.dropout is 0", f"--set {named}.captions.dropout=0.1")  # fmt: skip
+    yield Switch(captions.default is None, f"{where}.captions", captions, "default_for_empty",
+                 "the dataset has no captions.default", f"--set {named}.captions.default=TEXT")  # fmt: skip
+    yield Switch(not captions.trigger_word, f"{where}.captions", captions, "add_trigger",
+                 "the dataset has no captions.trigger_word", f"--set {named}.captions.trigger_word=WORD")  # fmt: skip
+    yield Switch(not captions.shuffle_tags, f"{where}.captions", captions,
+                 "keep_tags shuffle_variants shuffle_written shuffle_trigger tag_separator",
                  "the dataset's captions.shuffle_tags is false",
-                 f"--set {where}.captions.shuffle_tags=true")  # fmt: skip
+                 f"--set {named}.captions.shuffle_tags=true")  # fmt: skip
     yield Switch(captions.strategy != "instanceprompt" and not captions.prepend_instance_prompt,
                  f"{where}.captions", captions, "instance_prompt", f"captions come from {captions.strategy}",
-                 f"--set {where}.captions.prepend_instance_prompt=true")  # fmt: skip
+                 f"--set {named}.captions.prepend_instance_prompt=true")  # fmt: skip

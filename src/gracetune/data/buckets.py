@@ -1,7 +1,7 @@
 """Which shape a file is trained in, and how it is brought there. Pure: sizes and rules in, sizes out.
 
-A picture goes to the bucket whose area and aspect ratio are nearest to what the dataset asks for, with sides the model
-can take. It is scaled until it just covers the bucket, and what stands over is cut off.
+A picture goes to the bucket that the dataset's rule (`bucket_rules`) gives it, with sides the model can take. It is
+scaled until it covers the bucket, and what stands over is cut off.
 """
 
 from __future__ import annotations
@@ -10,18 +10,10 @@ import math
 from dataclasses import dataclass
 
 from gracetune.config.dataset_config import Audio, Dataset, Video
+from gracetune.data.bucket_rules import RULES, Size, Wanted, measure
 from gracetune.data.geometry import Geometry
 from gracetune.data.refs import Bucket, Fit
 from gracetune.seeded_random import below
-
-Size = tuple[int, int]
-"""Width and height."""
-
-ASPECT_DECIMALS = 2
-"""Aspect ratios are compared to this many decimals, as in SimpleTuner: 1.5 and 1.504 share a bucket."""
-_ROUND_MEGAPIXELS = {0.25: 512.0, 1.0: 1024.0, 4.0: 2048.0}
-"""What people mean by these: the square everyone trains at, not the 2-5 % smaller one of exactly that many pixels."""
-
 
 MOST_EXTREME_ASPECT = 16.0
 """Strips beyond this become shapes no model has seen, and where only the shorter edge is fixed they fill the memory."""
@@ -35,19 +27,9 @@ class Unfit:
     detail: str
 
 
-def rounded_aspect(size: Size) -> float:
+def rounded_aspect(size: Size, decimals: int) -> float:
     """Width / height; never 0, however narrow a strip is."""
-    return max(10.0**-ASPECT_DECIMALS, round(size[0] / size[1], ASPECT_DECIMALS))
-
-
-def measure(size: Size, resolution_type: str) -> float:
-    """A picture in the unit its dataset's sizes are given in: shorter edge, edge of the equal square, or megapixels."""
-    width, height = size
-    if resolution_type == "pixel":
-        return float(min(width, height))
-    if resolution_type == "pixel_area":
-        return math.sqrt(width * height)
-    return width * height / 1e6
+    return max(10.0**-decimals, round(size[0] / size[1], decimals))
 
 
 def unfit_picture(size: Size, dataset: Dataset) -> Unfit | None:
@@ -60,80 +42,74 @@ def unfit_picture(size: Size, dataset: Dataset) -> Unfit | None:
             f"smaller than minimum_size {dataset.minimum_size:g}",
             f"{shown} is {found:.4g}{unit[dataset.resolution_type]}",
         )
+    if min(size) < dataset.minimum_edge:
+        return Unfit(f"a side below minimum_edge {dataset.minimum_edge:g}", shown)
     aspect = size[0] / size[1]
-    if dataset.minimum_aspect_ratio is not None and aspect < dataset.minimum_aspect_ratio:
-        return Unfit(f"narrower than minimum_aspect_ratio {dataset.minimum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
-    if dataset.maximum_aspect_ratio is not None and aspect > dataset.maximum_aspect_ratio:
-        return Unfit(f"wider than maximum_aspect_ratio {dataset.maximum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
+    if dataset.buckets.rule != "rounded_edge" and (unfit := _unfit_aspect(aspect, dataset, shown)) is not None:
+        return unfit
     keeps_shape = not dataset.crop.enabled or dataset.crop.aspect == "preserve"
     if keeps_shape and max(aspect, 1 / aspect) > MOST_EXTREME_ASPECT:
         return Unfit(f"a strip of more than {MOST_EXTREME_ASPECT:g}:1", f"{shown}; crop it, or set crop.enabled")
     return None
 
 
+def _unfit_aspect(aspect: float, dataset: Dataset, shown: str) -> Unfit | None:
+    if dataset.minimum_aspect_ratio is not None and aspect < dataset.minimum_aspect_ratio:
+        return Unfit(f"narrower than minimum_aspect_ratio {dataset.minimum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
+    if dataset.maximum_aspect_ratio is not None and aspect > dataset.maximum_aspect_ratio:
+        return Unfit(f"wider than maximum_aspect_ratio {dataset.maximum_aspect_ratio:g}", f"{shown} is {aspect:.3g}")
+    return None
+
+
 def trained_aspect(size: Size, dataset: Dataset, *, seed: int, digest: str) -> float:
     """The aspect ratio of the bucket. A random one is drawn once per file: it decides the shape of what is cached."""
     crop = dataset.crop
-    own = rounded_aspect(size)
+    own = rounded_aspect(size, dataset.buckets.aspect_decimals)
     if not crop.enabled or crop.aspect == "preserve":
         return own
     if crop.aspect == "square":
         return 1.0
+    if crop.aspect == "closest" and dataset.buckets.rule == "rounded_edge":
+        return min(crop.aspect_buckets, key=lambda ratio: abs(ratio - own))
     if crop.aspect == "closest":
         return min(crop.aspect_buckets, key=lambda ratio: (abs(math.log(ratio / own)), ratio))
     return crop.aspect_buckets[below(len(crop.aspect_buckets), seed, "aspect", digest)]
 
 
-def bucket_size(aspect: float, dataset: Dataset, multiple: int) -> Size:
-    """The size nearest to the asked resolution that has this aspect ratio and sides the model can take."""
-    resolution = dataset.resolution
-    if dataset.resolution_type == "pixel":
-        width = resolution * max(aspect, 1.0)
-        height = resolution / min(aspect, 1.0)
-    else:
-        edge = resolution if dataset.resolution_type == "pixel_area" else megapixel_edge(resolution)
-        width, height = edge * math.sqrt(aspect), edge / math.sqrt(aspect)
-    return nearest_multiple(width, multiple), nearest_multiple(height, multiple)
+def picture_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str) -> Size | Unfit:
+    """The size an image is trained at. A function of its content and the settings alone: caches rely on it."""
+    unfit = unfit_picture(size, dataset)
+    if unfit is not None:
+        return unfit
+    wanted = Wanted.of(size, trained_aspect(size, dataset, seed=seed, digest=digest), dataset, geometry)
+    bucket = RULES[dataset.buckets.rule].bucket(wanted)
+    if dataset.buckets.rule == "rounded_edge":
+        aspect = rounded_aspect(bucket, dataset.buckets.aspect_decimals)
+        return _unfit_aspect(aspect, dataset, f"{size[0]}x{size[1]} in a bucket of {bucket[0]}x{bucket[1]}") or bucket
+    return bucket
 
 
-def megapixel_edge(megapixels: float) -> float:
-    """Side of the square with that many pixels."""
-    return _ROUND_MEGAPIXELS.get(megapixels, math.sqrt(megapixels * 1e6))
-
-
-def nearest_multiple(value: float, multiple: int) -> int:
-    return max(multiple, math.floor(value / multiple + 0.5) * multiple)
-
-
-def cover(original: Size, target: Size) -> Size:
-    """The smallest size of the same shape that covers `target`: one of its sides is exactly the target's."""
-    (width, height), (wide, high) = original, target
-    if wide * height >= high * width:
-        return wide, max(high, (2 * height * wide + width) // (2 * width))
-    return max(wide, (2 * width * high + height) // (2 * height)), high
-
-
-def resized(original: Size, target: Size, dataset: Dataset) -> Size:
+def resized(wanted: Wanted, target: Size) -> Size:
     """What the picture is scaled to before it is cut.
 
-    With `maximum_size` and `downsample_to` a cropped picture keeps its own size up to the one and is scaled to the
-    other above it, so that a crop shows a part of the scene; without them it shows as much of it as fits.
+    With `downsample_to` a cropped picture is scaled to that, so that a crop shows a part of the scene; with
+    `maximum_size` too it keeps its own size up to that. Without them a crop shows as much of the scene as fits.
     """
-    least = cover(original, target)
-    if not dataset.crop.enabled or dataset.maximum_size is None or dataset.downsample_to is None:
+    dataset, rule = wanted.dataset, RULES[wanted.dataset.buckets.rule]
+    least = rule.scaled(wanted, target)
+    if not dataset.crop.enabled or dataset.downsample_to is None:
         return least
-    found = measure(original, dataset.resolution_type)
-    scale = 1.0
-    if found > dataset.maximum_size:
-        scale = dataset.downsample_to / found
-        scale = math.sqrt(scale) if dataset.resolution_type == "area" else scale
-    wanted = round(original[0] * scale), round(original[1] * scale)
-    return wanted if wanted[0] >= least[0] and wanted[1] >= least[1] else least
+    larger = dataset.maximum_size is None or measure(wanted.size, dataset.resolution_type) > dataset.maximum_size
+    asked = rule.downsampled(wanted, dataset.downsample_to) if larger else wanted.size
+    return asked if asked[0] >= least[0] and asked[1] >= least[1] else least
 
 
-def fit_picture(original: Size, bucket: Bucket, dataset: Dataset, *, seed: int, digest: str, variant: int) -> Fit:
+def fit_picture(
+    original: Size, bucket: Bucket, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str, variant: int
+) -> Fit:
     """Scale and place. `variant` changes a random crop's place; it is 0 for good where latents are cached once."""
-    scaled = resized(original, (bucket.width, bucket.height), dataset)
+    wanted = Wanted.of(original, trained_aspect(original, dataset, seed=seed, digest=digest), dataset, geometry)
+    scaled = resized(wanted, (bucket.width, bucket.height))
     spare = scaled[0] - bucket.width, scaled[1] - bucket.height
     style = dataset.crop.style if dataset.crop.enabled else "center"
     if style == "random":
@@ -153,6 +129,8 @@ def fitting_frames(frames: int, step: int) -> int:
 
 def clip_frames(available: int, video: Video, geometry: Geometry) -> int | Unfit:
     """Frames of the clip cut from a video that has `available` of them at the rate they are taken."""
+    if video.frame_step is not None:
+        available = fitting_frames(available, video.frame_step)
     if video.max_frames is not None and available > video.max_frames:
         return Unfit(f"longer than video.max_frames {video.max_frames}", f"{available} frames")
     if video.from_length or (video.bucket_strategy == "resolution_frames" and video.num_frames is None):
@@ -163,7 +141,9 @@ def clip_frames(available: int, video: Video, geometry: Geometry) -> int | Unfit
         wanted = fitting_frames(whole, geometry.frame_step)
     else:
         wanted = video.num_frames or geometry.default_frames
-        if available < wanted:
+        if available < wanted and video.allow_shorter:
+            wanted = available = fitting_frames(available, geometry.frame_step)
+        elif available < wanted and video.frame_choice != "numbers":
             return Unfit(f"shorter than a clip of {wanted} frames", f"{available} frames")
     length = wanted if video.from_length else available
     if video.min_frames is not None and length < video.min_frames:

@@ -13,7 +13,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import open_unstaged
-from gracetune.data.captions import CaptionBook, KohyaFolder, open_captions, too_large
+from gracetune.data.captions import CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
@@ -24,6 +24,7 @@ from gracetune.data.media.probe import AudioFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.notes import notes_on
 from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
+from gracetune.data.sampler import Mixing
 from gracetune.data.scan import Scan, ScanMemory, scan
 from gracetune.data.scan_workers import Threads
 from gracetune.data.staging.selection import reasons
@@ -55,14 +56,24 @@ def build_index(
 
     Unless `open_backend` says otherwise, files are read from where they lie, and nothing is staged.
     """
-    refuse_unsupported(config)
+    refuse_unsupported(config, geometry)
     with rare_collections():
         return _Builder(config, geometry, open_backend, memory, workers, on_scanned).build()
 
 
-def refuse_unsupported(config: RunConfig) -> None:
+def mixing_of(config: RunConfig) -> Mixing:
+    training, validation = config.training, config.validation
+    every = (config.checkpoints.every_steps, validation.every_steps if validation.enabled else None)
+    return Mixing(
+        fill=training.fill_batches,
+        equal=training.dataset_weights == "equal",
+        other_steps=tuple(steps for steps in every if steps is not None),
+    )
+
+
+def refuse_unsupported(config: RunConfig, geometry: Geometry) -> None:
     """What a config may say and the data cannot do, all at once."""
-    problems = list(_unsupported(config))
+    problems = [*_unsupported(config), *_unfit_multiples(config, geometry)]
     if problems:
         raise ConfigError(problems)
 
@@ -82,6 +93,21 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
                               f"enable {name}, or remove it here")  # fmt: skip
         if dataset.mask.path is not None and dataset.mask.from_alpha:
             yield Problem(f"{where}.mask", "path and from_alpha", "one of the two", "remove one of them")
+
+
+def _unfit_multiples(config: RunConfig, geometry: Geometry) -> Iterator[Problem]:
+    least = geometry.least_multiple
+    for position, dataset in enumerate(config.datasets):
+        multiple = dataset.buckets.multiple
+        if multiple is not None and multiple % least and not dataset.disabled:
+            near = max(1, round(multiple / least)) * least
+            expected = f"a multiple of {least}, because the model takes no other sides"
+            yield Problem(f"datasets[{position}].buckets.multiple", str(multiple), expected, f"write {near}")
+        step = dataset.video.frame_step
+        if step is not None and step % geometry.frame_step and dataset.dataset_type == "video":
+            expected = f"a multiple of {geometry.frame_step}, because the model takes no other lengths"
+            hint = f"write {-(-step // geometry.frame_step) * geometry.frame_step}"
+            yield Problem(f"datasets[{position}].video.frame_step", str(step), expected, hint)
 
 
 @dataclass
@@ -113,14 +139,17 @@ class _Builder:
         ]
         forgotten = sorted({found.forgotten for found in self.scans.values() if found.forgotten is not None})
         notes += [f"the next start looks at all files again: {reason}" for reason in forgotten]
-        return DataIndex(self.seed, self.geometry, tuple(trained), tuple(held_out), self.backends, tuple(notes))
+        return DataIndex(
+            self.seed, self.geometry, tuple(trained), tuple(held_out), self.backends, tuple(notes),
+            mixing_of(self.config),
+        )  # fmt: skip
 
     def index(self, position: int, dataset: Dataset) -> DatasetIndex:
         where = f"datasets[{position}]"
         transforms = read_transforms(dataset.augmentation.transforms, f"{where}.augmentation.transforms")
         found = self.scan(dataset, self.kind(dataset))
         items, dropped = sort_into_buckets(found.files, dataset, self.geometry, self.seed)
-        folders = kohya_folders([file.path for file in found.files])
+        folders = kohya_folders([file.path for file in found.files]) if dataset.kohya_folders else {}
         items, skipped = _folder_visits(items, dataset, folders)
         paired = self.pair(dataset, items)
         items, beyond = limited(paired.items, dataset)
@@ -204,6 +233,7 @@ class _Builder:
         """
         withheld = {path: too_large(size) for path, size in found_there.large.items()}
         withheld |= {one.path: f"a caption that cannot be read: {one.reason}" for one in found_there.left_out}
+        epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
 
         def find(item: Item) -> Item | LeftOut:
@@ -212,9 +242,12 @@ class _Builder:
                 found = book.find(item.path, None if folder is None else folder.name)
             except UnreadableMediaError as error:
                 return LeftOut(error.path, error.reason)
-            variants = book.variants(found, self.seed)
+            variants = book.variants(found, self.seed, epochs * item.visits)
             # Not `replace`, which takes several times as long.
-            return Item(item.file, item.bucket, item.visits, variants, found.origin, item.references, item.mask)
+            return Item(
+                item.file, item.bucket, item.visits, variants, found.origin, item.references, item.mask,
+                item.normalises_mask,
+            )  # fmt: skip
 
         results = [*Threads(find, self.workers).map(items)]
         captioned = [result for result in results if isinstance(result, Item)]

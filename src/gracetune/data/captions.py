@@ -2,7 +2,7 @@
 
 What is done to one caption, in this order: its tags are shuffled, the instance prompt is put in front, the trigger word
 is filled in. Nothing here holds state: shuffling is a function of (seed, caption), the choice of a variant and dropout
-are functions of (seed, global sample index).
+are functions of (seed, global sample index). With `shuffle_variants: visits` a sample's visits go through its variants.
 
 A text file that is not UTF-8 is an UnreadableMediaError: the sample is counted and left out like a damaged picture,
 since a caption guessed from wrong bytes would be learnt as it is. Missing captions are no error; `Found.origin` says so
@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
-from gracetune.config.dataset_config import Captions
+from gracetune.config.dataset_config import Captions, Dataset
 from gracetune.config.limits import LARGEST_FILE, LONGEST_KEY
+from gracetune.config.run_config import Training
 from gracetune.data.backend import Backend
 from gracetune.data.backends.paths import split_suffix
 from gracetune.data.caption_tables import Table, load_table, why_no_captions
@@ -30,6 +32,8 @@ from gracetune.units import format_bytes
 
 PLACEHOLDER = "[trigger]"
 _A_CAPTION = f"text of at most {format_bytes(LARGEST_FILE)}"
+MOST_ORDERS = 100
+"""Of the tags of one caption, with `shuffle_variants: visits`: each is an embedding in the cache."""
 Origin = Literal["own", "empty", "default", "folder", "missing"]
 
 
@@ -72,8 +76,10 @@ class CaptionBook:
         if self.options.strategy == "instanceprompt":
             return Found((self.options.instance_prompt or "",), "own")
         own = self._own(path)
-        if own is not None:
-            return Found(own, "own") if any(own) else Found(("",), "empty")
+        if own is not None and any(own):
+            return Found(own, "own")
+        if own is not None and not (self.options.default_for_empty and self.options.default):
+            return Found(("",), "empty")
         if self.options.default is not None:
             return Found((self.options.default,), "default")
         return Found(("",), "missing") if folder_name is None else Found((folder_name,), "folder")
@@ -83,18 +89,28 @@ class CaptionBook:
         entry = self.table.find(path) if self.table is not None else None
         return None if entry is None else entry.size
 
-    def variants(self, found: Found, seed: int) -> tuple[str, ...]:
-        """Every caption the file can be trained with, each once; the first is the caption as written."""
-        texts = found.texts
-        if self.options.shuffle_tags and self.options.strategy != "instanceprompt":
-            texts = tuple(variant for text in texts for variant in shuffles(text, self.options, seed))
-        return tuple(dict.fromkeys(self._finished(text) for text in texts))
+    def variants(self, found: Found, seed: int, visits: int = 1) -> tuple[str, ...]:
+        """Every caption the file can be trained with, each once; the first is the caption as written, if it is one.
+
+        `visits`: how often the run visits the file, for `shuffle_variants: visits`.
+        """
+        options = self.options
+        if not options.shuffle_tags or options.strategy == "instanceprompt":
+            return tuple(dict.fromkeys(self._finished(text) for text in found.texts))
+        variants = [
+            shuffles(text, options, seed, visits=visits, finished=self._finished) for text in found.texts
+        ]  # fmt: skip
+        if options.shuffle_variants != "visits":
+            return tuple(dict.fromkeys(variant for texts in variants for variant in texts))
+        # Visits take them in turn: the first of every line, then the second.
+        rows = (row for row in zip_longest(*variants))
+        return tuple(dict.fromkeys(variant for row in rows for variant in row if variant is not None))
 
     def _finished(self, text: str) -> str:
         options = self.options
         if options.prepend_instance_prompt and options.instance_prompt and options.strategy != "instanceprompt":
             text = f"{options.instance_prompt} {text}".strip()
-        return with_trigger(text, options.trigger_word)
+        return with_trigger(text, options.trigger_word, add=options.add_trigger)
 
     def _own(self, path: str) -> tuple[str, ...] | None:
         """None where the file has no caption of its own."""
@@ -140,12 +156,38 @@ def open_captions(
     return CaptionBook(options, backend, withheld=withheld)
 
 
-def caption_ref(variants: tuple[str, ...], dropout: float, seed: int, index: int) -> CaptionRef:
-    """What the sample with this global index is trained with."""
-    if is_dropped(dropout, seed, index):
-        return CaptionRef("", dropped=True)
-    variant = below(len(variants), seed, "caption variant", index)
+def caption_ref(variants: tuple[str, ...], options: Captions, seed: int, index: int, visit: int) -> CaptionRef:
+    """What the sample with this global index is trained with, at its `visit`-th visit of the run."""
+    if is_dropped(options.dropout, seed, index):
+        return CaptionRef(options.dropped_caption, dropped=True)
+    return variant_ref(variants, options, seed, index, visit)
+
+
+def variant_ref(variants: tuple[str, ...], options: Captions, seed: int, index: int, visit: int) -> CaptionRef:
+    """One of a sample's captions, never a dropped one."""
+    if options.shuffle_tags and options.shuffle_variants == "visits":
+        variant = visit % len(variants)
+    else:
+        variant = below(len(variants), seed, "caption variant", index)
     return CaptionRef(variants[variant], variant)
+
+
+def most_epochs(training: Training, dataset: Dataset, visits: int) -> int:
+    """How often a run of one process goes through a dataset at most, if an epoch of it has this many visits.
+
+    That is what it would be if there were no other dataset.
+    """
+    if training.epochs is not None:
+        return training.epochs
+    batch = (dataset.batch_size or training.batch_size) * training.gradient_accumulation_steps
+    return -(-(training.max_steps or 0) * batch // max(1, visits))
+
+
+def orders_wanted(options: Captions, visits: int) -> int:
+    """Orders of one caption's tags that are cached, where the run visits its sample this often."""
+    if options.shuffle_variants == "visits":
+        return max(1, min(MOST_ORDERS, visits))
+    return options.shuffle_variants
 
 
 def is_dropped(rate: float, seed: int, index: int) -> bool:
@@ -178,26 +220,54 @@ def decoded(data: bytes, path: str) -> str:
         raise UnreadableMediaError(path, f"a caption that is not UTF-8 ({wrong}); save it as UTF-8") from error
 
 
-def shuffles(text: str, options: Captions, seed: int) -> tuple[str, ...]:
-    """The caption as written, then up to `shuffle_variants` others; fewer where its tags have fewer orders."""
-    separator = options.tag_separator
-    tags = [tag.strip() for tag in text.split(separator) if tag.strip()]
+def shuffles(
+    text: str, options: Captions, seed: int, *, visits: int = 1, finished: Callable[[str], str] = str
+) -> tuple[str, ...]:
+    """The caption as written and other orders of its tags, or orders of its tags alone, each `finished`.
+
+    There are as many as the options ask for, or as the tags have.
+    """
+    count = orders_wanted(options, visits)
+    tags, glue = _tags(text, options), _glue(options)
     kept, free = tags[: options.keep_tags], tags[options.keep_tags :]
-    glue = separator if separator.isspace() else f"{separator} "
     written = glue.join(tags)
-    others: dict[str, None] = {}
-    wanted = _orders(free, options.shuffle_variants + 1) - 1
+    found: dict[str, None] = {finished(text): None} if options.shuffle_written else {}
+    wanted = count + options.shuffle_written
+    most = _orders(free, wanted) * (len(tags) if options.shuffle_trigger else 1)
+    wanted = min(wanted, max(1, most))
     attempt = 0
-    while len(others) < wanted:
+    while len(found) < wanted and attempt < _ATTEMPTS * wanted:
         order = shuffled(len(free), seed, "tags", text, attempt)
         variant = glue.join([*kept, *(free[position] for position in order)])
-        if variant != written:
-            others[variant] = None
+        if variant != written or not options.shuffle_written:
+            found[_moved(finished(variant), options, seed, attempt)] = None
         attempt += 1
-    return (text, *others)
+    return tuple(found) or (finished(text),)
 
 
-def with_trigger(text: str, trigger: str | None) -> str:
+_ATTEMPTS = 200
+"""For each order that is wanted: orders are distinct, and the last of few are rarely met."""
+
+
+def _moved(text: str, options: Captions, seed: int, attempt: int) -> str:
+    """The caption with its tags shuffled again, now that the trigger word is part of one of them."""
+    if not options.shuffle_trigger:
+        return text
+    tags = _tags(text, options)
+    kept, free = tags[: options.keep_tags], tags[options.keep_tags :]
+    order = shuffled(len(free), seed, "moved tags", text, attempt)
+    return _glue(options).join([*kept, *(free[position] for position in order)])
+
+
+def _tags(text: str, options: Captions) -> list[str]:
+    return [tag.strip() for tag in text.split(options.tag_separator) if tag.strip()]
+
+
+def _glue(options: Captions) -> str:
+    return options.tag_separator if options.tag_separator.isspace() else f"{options.tag_separator} "
+
+
+def with_trigger(text: str, trigger: str | None, *, add: bool = True) -> str:
     """Every `[trigger]` becomes the word; it is put in front where it would otherwise not be there at all.
 
     Without a trigger word the placeholder goes, and the comma or space it leaves behind.
@@ -207,7 +277,7 @@ def with_trigger(text: str, trigger: str | None) -> str:
         return _without_placeholder(text)
     text = text.replace(PLACEHOLDER, trigger)
     # As a word of its own: `sks` is not in `asks`.
-    if re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
+    if not add or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger} {text}".strip()
 

@@ -104,7 +104,7 @@ def _of_dataset(index: DatasetIndex) -> DatasetPrint:
         items=len(index.items),
         files=_digest([_files(item) for item in index.items]),
         shapes=_digest([[item.visits, *map(_bucket, item.shape)] for item in index.items]),
-        captions=_digest([[item.path, *item.captions] for item in index.items]),
+        captions=_digest([[item.path, *_captions(item, index.dataset)] for item in index.items]),
         settings=_digest(_settings(index.dataset)),
     )
 
@@ -122,8 +122,15 @@ def _bucket(bucket: Bucket) -> dict[str, int]:
 def _settings(dataset: Dataset) -> dict[str, Any]:
     values = dataset.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_defaults=True)
     # Of the captions section only what is decided while training: everything else is in the captions.
-    dropout = dataset.captions.dropout
-    return {**values, "caption_dropout": dropout} if dropout else values
+    captions = dataset.captions
+    decided = {"caption_dropout": captions.dropout, "dropped_caption": captions.dropped_caption}
+    return {**values, **{name: value for name, value in decided.items() if captions.dropout and value}}
+
+
+def _captions(item: Item, dataset: Dataset) -> tuple[str, ...]:
+    """As many orders of the tags as a longer run has more of are no other data."""
+    by_visit = dataset.captions.shuffle_tags and dataset.captions.shuffle_variants == "visits"
+    return item.captions[:1] if by_visit else item.captions
 
 
 def _digest(value: Any) -> str:

@@ -10,7 +10,9 @@ from typing import Literal
 class Geometry:
     makes: Literal["image", "video", "audio"]
     side_multiple: int = 1
-    """Width and height are multiples of this: VAE factor x patch size."""
+    """Width and height are multiples of this, unless a dataset says otherwise (`buckets.multiple`)."""
+    least_multiple: int = 1
+    """What the model can take at all: VAE factor x patch size."""
     frame_step: int = 1
     """Frame counts are k * frame_step + 1."""
     default_frames: int = 1

@@ -21,6 +21,7 @@ from gracetune.config.dataset_config import Dataset
 from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import UnreadableFilesError, too_many
 from gracetune.data.backends.listing import LeftOut
+from gracetune.data.bucket_rules import Size
 from gracetune.data.buckets import fit_picture
 from gracetune.data.captions import caption_ref
 from gracetune.data.clips import audio_clip, pieces, video_clip
@@ -29,8 +30,8 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.items import DatasetIndex, Item, Reference, audio_rate, size_of
 from gracetune.data.media.load import DecodeLimits, Sample, load
 from gracetune.data.media.probe import AudioFacts, VideoFacts
-from gracetune.data.refs import Augmentation, CaptionRef, Clip, Fit, SampleRef
-from gracetune.data.sampler import Drawn, Group, Order, Source
+from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Clip, Fit, SampleRef
+from gracetune.data.sampler import MIXED_BY_SIZE, Drawn, Group, Mixing, Order, Source
 from gracetune.seeded_random import below, draw
 
 Freshness = Literal["once", "epoch", "visit"]
@@ -69,6 +70,7 @@ class DataIndex:
     backends: Mapping[str, Backend]
     """By dataset id; the masks of a dataset under `masks_id`."""
     notes: tuple[str, ...] = ()
+    mixing: Mixing = MIXED_BY_SIZE
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -88,15 +90,20 @@ class DataIndex:
                 for members in shapes.values()
             ]  # fmt: skip
         groups.sort(key=lambda group: (group.source, group.shape))
-        return Order([_source(index.dataset) for index in self.datasets], groups, seed=self.seed, batch_size=batch_size)
+        sources = [_source(index.dataset) for index in self.datasets]
+        return Order(sources, groups, seed=self.seed, batch_size=batch_size, mixing=self.mixing)
 
     def ref(self, drawn: Drawn, number: int, epoch: int) -> SampleRef:
         """One sample of a drawn batch."""
         index = self.datasets[drawn.source]
         visit = drawn.visits[number]
         item = index.items[visit.sample]
-        turn = self.turn(index, item, epoch, visit.round)
-        caption = caption_ref(item.captions, index.dataset.captions.dropout, self.seed, drawn.first_index + number)
+        passes = epoch if drawn.passed is None else drawn.passed
+        turn = self.turn(index, item, epoch, visit.round, passes)
+        caption = caption_ref(
+            item.captions, index.dataset.captions, self.seed, drawn.first_index + number,
+            visit=passes * item.visits + visit.round,
+        )  # fmt: skip
         if freshness(index.dataset) == "visit":
             return self.describe(index, item, turn, caption)
         known = (drawn.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
@@ -112,8 +119,9 @@ class DataIndex:
         """References that come again as they are: in every epoch, and the same objects, so that caches know them."""
         return {}
 
-    def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int) -> Turn:
-        visit = epoch * item.visits + turn
+    def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int, passes: int | None = None) -> Turn:
+        """`passes`: how often the sample's dataset was gone through before, where that is not the epoch."""
+        visit = (epoch if passes is None else passes) * item.visits + turn
         variant = {"once": 0, "epoch": epoch, "visit": visit}[freshness(index.dataset)]
         ways = self.appearances(index, item)
         # Every file begins with another flip, so that an epoch has all of them.
@@ -136,11 +144,11 @@ class DataIndex:
                     yield self.describe(index, item, Turn(variant, count), NO_CAPTION)
 
     def captions(self) -> Iterator[str]:
-        """Every text a sample can be trained with, each once; the empty one where captions are dropped."""
+        """Every text a sample can be trained with, each once; that of a dropped caption where captions are dropped."""
         seen: dict[str, None] = {}
         for index in (*self.datasets, *self.held_out):
             if index.dataset.captions.dropout > 0:
-                seen[""] = None
+                seen[index.dataset.captions.dropped_caption] = None
             for item in index.items:
                 seen.update(dict.fromkeys(item.captions))
         return iter(seen)
@@ -158,7 +166,7 @@ class DataIndex:
         )
         fit = None
         if not isinstance(file.facts, AudioFacts):
-            fit = fit_picture(item.size, item.bucket, dataset, seed=self.seed, digest=file.digest, variant=turn.variant)
+            fit = self._fit(item.size, item.bucket, dataset, file.digest, turn)
         references: tuple[SampleRef, ...] = ()
         if item.references:
             shared = replace(augmentation, of=file.digest)
@@ -174,8 +182,14 @@ class DataIndex:
             augmentation=augmentation,
             conditioning=references,
             mask=item.mask,
+            normalises_mask=item.normalises_mask,
             loss_weight=dataset.loss_weight,
         )
+
+    def _fit(self, size: Size, bucket: Bucket, dataset: Dataset, digest: str, turn: Turn) -> Fit:
+        return fit_picture(
+            size, bucket, dataset, self.geometry, seed=self.seed, digest=digest, variant=turn.variant
+        )  # fmt: skip
 
     def _pieces(self, index: DatasetIndex, item: Item) -> int:
         facts = item.file.facts
@@ -202,9 +216,7 @@ class DataIndex:
         if one.strict and target is not None:
             fit = Fit(size, target.resized, target.left, target.top)
         else:
-            fit = fit_picture(
-                size, one.bucket, one.dataset, seed=self.seed, digest=one.file.digest, variant=turn.variant
-            )
+            fit = self._fit(size, one.bucket, one.dataset, one.file.digest, turn)
         return SampleRef(
             one.dataset.id, one.file.path, one.file.digest, one.bucket, fit, NO_CAPTION, augmentation=augmentation
         )
@@ -353,4 +365,6 @@ def _source(dataset: Dataset) -> Source:
         dataset.end_epoch,
         dataset.start_step,
         dataset.end_step,
+        dataset.even_steps,
+        dataset.turn,
     )

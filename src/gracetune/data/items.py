@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.paths import split_suffix
-from gracetune.data.buckets import (
-    Size,
-    Unfit,
-    audio_length,
-    bucket_size,
-    clip_frames,
-    resized,
-    trained_aspect,
-    unfit_picture,
-)
+from gracetune.data.bucket_rules import Size
+from gracetune.data.buckets import Unfit, audio_length, clip_frames, fit_picture, picture_bucket
 from gracetune.data.captions import KohyaFolder, Origin, kohya_folder
 from gracetune.data.clips import available_frames
 from gracetune.data.geometry import Geometry
@@ -55,6 +47,7 @@ class Item:
     caption_origin: Origin = "missing"
     references: tuple[Reference, ...] = ()
     mask: MaskRef | None = None
+    normalises_mask: bool = False
 
     @property
     def path(self) -> str:
@@ -115,19 +108,18 @@ def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) 
     if isinstance(facts, AudioFacts):
         return _audio_bucket(facts, dataset, geometry)
     size = size_of(file)
-    unfit = unfit_picture(size, dataset)
-    if unfit is not None:
-        return unfit
-    aspect = trained_aspect(size, dataset, seed=seed, digest=file.digest)
-    width, height = bucket_size(aspect, dataset, geometry.side_multiple)
-    scaled = resized(size, (width, height), dataset)
+    found = picture_bucket(size, dataset, geometry, seed=seed, digest=file.digest)
+    if isinstance(found, Unfit):
+        return found
+    bucket = Bucket(*found)
+    scaled = fit_picture(size, bucket, dataset, geometry, seed=seed, digest=file.digest, variant=0).resized
     if scaled[0] * scaled[1] > MAX_PIXELS:
         detail = f"{size[0]}x{size[1]} would be scaled to {scaled[0]}x{scaled[1]}; lower the resolution"
         return Unfit(f"more than {MAX_PIXELS / 1e6:.0f} megapixels when scaled", detail)
     if isinstance(facts, ImageFacts):
-        return Bucket(width, height)
+        return bucket
     frames = _frames(facts, dataset, geometry)
-    return frames if isinstance(frames, Unfit) else Bucket(width, height, frames)
+    return frames if isinstance(frames, Unfit) else replace(bucket, frames=frames)
 
 
 def _frames(facts: VideoFacts, dataset: Dataset, geometry: Geometry) -> int | Unfit:

@@ -15,7 +15,7 @@ from gracetune.data.fingerprint import Fingerprint, differences
 from gracetune.data.index import DataIndex, Unreadable
 from gracetune.data.items import DatasetIndex
 from gracetune.data.refs import BatchRef, SampleRef
-from gracetune.data.sampler import Cursor, Drawn, Order
+from gracetune.data.sampler import Cursor, Drawn, Group, Order
 
 STATE_VERSION = 2
 
@@ -106,20 +106,32 @@ class Loader:
         self._cursor = forecast.cursor
         return forecast.outcome
 
-    def peek(self, count: int, size: int | None = None, *, step: int = 0) -> tuple[Outcome, ...]:
+    def peek(
+        self, count: int, size: int | None = None, *, step: int = 0, per_step: int | None = None, done: int = 0
+    ) -> tuple[Outcome, ...]:
         """What the next `count` calls will bring if they are asked the same; fewer where no dataset is active any more.
 
-        Changes nothing, and what was foreseen is not computed again when its turn comes.
+        With `per_step` the calls are those of a run that takes that many batches in each step, `done` of them already
+        in this one; otherwise all are of this step. Changes nothing, and what was foreseen is not computed again when
+        its turn comes.
         """
-        asked = self._asked(size, step)
-        if any(forecast.asked != asked for forecast in self._forecasts):
-            self._forecasts.clear()
-        while len(self._forecasts) < count:
-            cursor = self._forecasts[-1].cursor if self._forecasts else self._cursor
-            forecast = self._forecast(cursor, asked, step)
+        foreseen = list(self._forecasts)
+        self._forecasts.clear()
+        for number in range(max(count, len(foreseen))):
+            at = step if per_step is None else step + done // per_step
+            asked = self._asked(size, at)
+            if number < len(foreseen) and foreseen[number].asked == asked:
+                forecast: _Forecast | None = foreseen[number]
+            elif len(self._forecasts) < count:
+                foreseen = foreseen[:number]  # what came after it rests on it
+                cursor = self._forecasts[-1].cursor if self._forecasts else self._cursor
+                forecast = self._forecast(cursor, asked, at)
+            else:
+                break
             if forecast is None:
                 break
             self._forecasts.append(forecast)
+            done += isinstance(forecast.outcome, BatchRef)
         return tuple(forecast.outcome for forecast in list(self._forecasts)[:count])
 
     def exclude(self, unreadable: Unreadable) -> None:
@@ -148,6 +160,7 @@ class Loader:
             "seed": self._index.seed,
             "epoch": cursor.epoch,
             "consumed": cursor.consumed,
+            **({} if cursor.consumed - cursor.began == sum(cursor.taken) else {"began": cursor.began}),
             "batches": cursor.batches,
             "short": cursor.short,
             "taken": {name: taken for name, taken in zip(self._names, cursor.taken, strict=True) if taken},
@@ -172,7 +185,8 @@ class Loader:
             raise OtherDataError(
                 "the checkpoint was made with other data:\n  "
                 + "\n  ".join(changed)
-                + "\nPut it back as it was, or resume with --allow-other-data: the epoch goes on with what is there"
+                + "\nPut it back as it was, or train from the run folder's config.yaml, which has the old settings, "
+                + "or resume with --allow-other-data: the epoch goes on with what is there"
             )
         excluded = {} if changed else {name: dict(files) for name, files in state["excluded"].items()}
         index, order = self._index, self._order
@@ -180,11 +194,13 @@ class Loader:
             index = self._whole.without(excluded) if excluded else self._whole
             order = index.order(self._order.batch_size)
         taken = tuple(
-            min(int(state["taken"].get(name, 0)), group.total)
+            _known_taken(int(state["taken"].get(name, 0)), group, order)
             for name, group in zip(_names(order), order.groups, strict=True)
         )
         self._excluded = excluded
-        self._use(index, order, Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"]))
+        began = state.get("began", state["consumed"] - sum(taken))
+        cursor = Cursor(taken, state["epoch"], state["consumed"], state["batches"], state["short"], began)
+        self._use(index, order, cursor)
         return changed
 
     def _size(self, size: int | None) -> int:
@@ -199,7 +215,8 @@ class Loader:
             step >= source.start_step and (source.end_step is None or step < source.end_step)
             for source in self._order.sources
         )
-        return self._size(size), active
+        turn = self._order.alternates and self._order.mixing.is_even_turn(step)
+        return self._size(size), (*active, turn)
 
     def _forecast(self, cursor: Cursor, asked: tuple[int, tuple[bool, ...]], step: int) -> _Forecast | None:
         """None where an epoch begins without any dataset."""
@@ -210,7 +227,7 @@ class Loader:
             return _Forecast(asked, self._share(drawn[0], cursor.epoch), drawn[1])
         if not cursor.batches:
             return None
-        end = EpochEnd(cursor.epoch, sum(cursor.taken), cursor.batches, cursor.short)
+        end = EpochEnd(cursor.epoch, cursor.consumed - cursor.began, cursor.batches, cursor.short)
         return _Forecast(asked, end, self._order.next_epoch(cursor))
 
     def _nothing_active(self, step: int) -> DataError:
@@ -242,6 +259,11 @@ def _gone(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict
             kept = {item.path for item in other.items}
             found[position] = [number for number, item in enumerate(one.items) if item.path not in kept]
     return found
+
+
+def _known_taken(taken: int, group: Group, order: Order) -> int:
+    """Of a saved state. A dataset may have fewer samples than then; one with epochs of its own is never used up."""
+    return taken if order.sources[group.source].even_steps else min(taken, group.total)
 
 
 def _names(order: Order) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from gracetune.data.bucket_rules import Wanted
 from gracetune.data.buckets import resized
 from gracetune.data.captions import KohyaFolder
 from gracetune.data.clips import is_padded
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import freshness
 from gracetune.data.items import DatasetIndex, Item, audio_rate, same_stem
+from gracetune.data.media import EXTENSIONS
 from gracetune.data.media.probe import AudioFacts
 from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted, some
@@ -31,9 +33,10 @@ def notes_on(index: DatasetIndex, folders: Mapping[str, KohyaFolder], geometry: 
         *_captions(index),
         *_folders(index, folders),
         *_doubles(index),
-        *_enlarged(index),
+        *_enlarged(index, geometry),
         *_padded(index, geometry),
         *_fixed_crops(index),
+        *_stills(index),
         *_left_out(index),
     ]
 
@@ -70,8 +73,9 @@ def _doubles(index: DatasetIndex) -> Iterator[str]:
         yield f"{counted(len(doubles), 'name')} of several files, which share their caption: {first}"
 
 
-def _enlarged(index: DatasetIndex) -> Iterator[str]:
-    factors = {item.path: _scale(item, index) for item in index.items if not isinstance(item.file.facts, AudioFacts)}
+def _enlarged(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
+    pictures = [item for item in index.items if not isinstance(item.file.facts, AudioFacts)]
+    factors = {item.path: _scale(item, index, geometry) for item in pictures}
     large = {path: factor for path, factor in factors.items() if factor > ENLARGED}
     if large:
         worst = max(large, key=lambda path: large[path])
@@ -81,8 +85,9 @@ def _enlarged(index: DatasetIndex) -> Iterator[str]:
         )
 
 
-def _scale(item: Item, index: DatasetIndex) -> float:
-    return resized(item.size, (item.bucket.width, item.bucket.height), index.dataset)[0] / item.size[0]
+def _scale(item: Item, index: DatasetIndex, geometry: Geometry) -> float:
+    wanted = Wanted.of(item.size, item.bucket.width / item.bucket.height, index.dataset, geometry)
+    return resized(wanted, (item.bucket.width, item.bucket.height))[0] / item.size[0]
 
 
 def _padded(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
@@ -114,6 +119,13 @@ def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
             f"random {' and '.join(random)} are drawn once per file, because latents are cached once; "
             "augmentation.cache_mode refresh_each_epoch draws them anew every epoch"
         )
+
+
+def _stills(index: DatasetIndex) -> Iterator[str]:
+    others = index.others or {}
+    count = sum(number for name, number in others.items() if name in EXTENSIONS["image"])
+    if index.dataset.dataset_type == "video" and count:
+        yield f"{counted(count, 'image')} beside the videos not trained on; add a dataset of type image for them"
 
 
 def _left_out(index: DatasetIndex) -> Iterator[str]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from gracetune.config.dataset_config import Dataset, Mask
 from gracetune.data.backends.errors import SHOWN, too_many
-from gracetune.data.buckets import Size, Unfit
+from gracetune.data.bucket_rules import Size
+from gracetune.data.buckets import Unfit
 from gracetune.data.errors import DataError
 from gracetune.data.geometry import Geometry
 from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem, size_of, stem_of
@@ -152,7 +153,7 @@ def with_masks(items: Sequence[Item], mask: Mask, dataset_id: str, files: Sequen
             dropped.append(Dropped(item.path, "its mask has another shape", f"{width}x{height} for {wide}x{high}"))
         else:
             ref = MaskRef(dataset_id, file.path, file.digest, min_weight=mask.min_weight, invert=mask.invert)
-            masked.append(replace(item, mask=ref))
+            masked.append(replace(item, mask=ref, normalises_mask=mask.normalise))
     notes = [f"{counted(len(without), 'sample')} without a mask, learnt all over: {some(without)}"] if without else []
     return Paired(masked, dropped, notes)
 
@@ -164,7 +165,7 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
     for item in items:
         if isinstance(item.file.facts, ImageFacts) and item.file.facts.has_alpha:
             ref = MaskRef(dataset_id, item.path, item.file.digest, True, mask.min_weight, mask.invert)
-            masked.append(replace(item, mask=ref))
+            masked.append(replace(item, mask=ref, normalises_mask=mask.normalise))
         else:
             opaque.append(item.path)
             masked.append(item)

@@ -46,6 +46,8 @@ class Clip:
     """Sound is brought to this rate; None for pictures."""
     pad: bool = False
     """Sound that ends before the clip does is followed by silence; False makes that an error."""
+    numbers: tuple[int, ...] | None = None
+    """The frames themselves, counted from 0 in the order they are shown (`video.frame_choice: numbers`)."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,8 @@ class SampleRef:
     conditioning: tuple[SampleRef, ...] = ()
     """Edit sources and references, in the order of the dataset's `conditioning`."""
     mask: MaskRef | None = None
+    normalises_mask: bool = False
+    """The mask's weights are divided by their mean over the batch."""
     loss_weight: float = 1.0
 
 

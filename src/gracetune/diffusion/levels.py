@@ -5,9 +5,12 @@ this window" is a narrower range of v rather than a rejected draw:
 
     bias(v)     balanced v · content 1 - (1 - v)^3, towards noise · style v^3, towards the picture
     quantile    uniform, shift, weighted: itself · sigmoid, logit_normal: 1 / (1 + exp(-scale z(v))) · beta
-    shift(u)    s u / (1 + (s - 1) u), flow matching only
+    shift(u)    s u / (1 + (s - 1) u), then 1 - (1 - t) (1 - u) with t = `shift_terminal`; flow matching only
 
 u = shift(quantile(bias(v))). `one_step` is always pure noise. `content` has the distribution of 1 - v^3.
+With `timestep_bias_over: noise_range` the window is taken first, and uniform draws are one of 1000 as in ai-toolkit,
+where a tenth of all samples get the very last one: u = shift(quantile(step(window(bias(v))))).
+With `stratified` the draw of a batch's sample i of n (from 0) is (n - 1 - i + v) / n.
 A model with a table of whole steps learns at the level of the step that u falls into.
 """
 
@@ -36,6 +39,7 @@ _LEAST_MASS = 1e-9
 """A window that holds less of the distribution would repeat the same few levels, or none."""
 _BELOW_ONE = 1.0 - 2.0**-53
 _ABOVE_ZERO = 2.0**-54
+_STEPS = 1000
 
 
 class ShiftRule(Protocol):
@@ -85,6 +89,11 @@ class Beta:
 Distribution = Uniform | LogitNormal | Beta
 
 
+def _inside(share: float) -> float:
+    """Above 0 and below 1, where every distribution has a quantile."""
+    return min(max(share, _ABOVE_ZERO), _BELOW_ONE)
+
+
 def biased(share: float, bias: Bias) -> float:
     if bias == "content":
         return 1.0 - (1.0 - share) ** 3
@@ -105,6 +114,16 @@ def unshifted(level: float, shift: float) -> float:
     return shifted(level, 1.0 / shift)
 
 
+def stretched(level: float, terminal: float) -> float:
+    """[0, 1] compressed into [terminal, 1]."""
+    return 1.0 - (1.0 - terminal) * (1.0 - level)
+
+
+def unstretched(level: float, terminal: float) -> float:
+    """The inverse; 0 for what is below `terminal`."""
+    return max(0.0, 1.0 - (1.0 - level) / (1.0 - terminal))
+
+
 @dataclass(frozen=True)
 class LevelSampler:
     """`level(seed, index)`: the noise level of one sample, exactly a float32."""
@@ -118,6 +137,11 @@ class LevelSampler:
     """Of a model that knows whole steps only."""
     always: float | None = None
     """The level of every sample, whatever else is said."""
+    biased_window: bool = False
+    """The bias is over the window's part of the distribution, not over the whole."""
+    terminal: float = 0.0
+    """The lowest level after the shift."""
+    stratified: bool = False
 
     @classmethod
     def from_config(
@@ -138,24 +162,44 @@ class LevelSampler:
             _narrowed(objective, window),
             len(schedule.alphas_cumprod) if isinstance(schedule, Ddpm) else None,
             1.0 if objective.timesteps == "one_step" else None,
+            objective.timestep_bias_over == "noise_range",
+            objective.shift_terminal,
+            objective.stratified,
         )
         sampler._check()
         return sampler
 
     def level(self, seed: int, index: int, tokens: int | None = None) -> float:
         """`tokens` are those of this sample's picture; only a shift by resolution asks for them."""
+        return self.quantile(uniform(seed, "level", index), tokens)
+
+    def levels(self, seed: int, indices: Sequence[int], tokens: int | None = None) -> list[float]:
+        """Of a batch; all its pictures have as many tokens."""
+        if not self.stratified:
+            return [self.level(seed, index, tokens) for index in indices]
+        parts = enumerate(reversed(range(len(indices))))
+        shares = [(part + uniform(seed, "level", indices[at])) / len(indices) for at, part in parts]
+        return [self.quantile(share, tokens) for share in shares]
+
+    def quantile(self, share: float, tokens: int | None = None) -> float:
+        """The level below which this share of all samples is."""
         if self.always is not None:
             return self.always
         shift = self._shift_for(tokens)
         first, last = (self._share_below(bound, shift) for bound in self.window)
-        share = first + (last - first) * uniform(seed, "level", index)
-        share = min(max(share, _ABOVE_ZERO), _BELOW_ONE)
-        level = shifted(self.distribution.quantile(biased(share, self.bias)), shift)
-        return self._in_window(level)
+        if self.biased_window and self.bias != "balanced":
+            share = self._step(first + (last - first) * biased(share, self.bias))
+        else:
+            share = biased(_inside(first + (last - first) * share), self.bias)
+        level = shifted(self.distribution.quantile(share), shift)
+        return self._in_window(stretched(level, self.terminal) if self.terminal else level)
 
-    def levels(self, seed: int, indices: Sequence[int], tokens: int | None = None) -> list[float]:
-        """Of a batch; all its pictures have as many tokens."""
-        return [self.level(seed, index, tokens) for index in indices]
+    def _step(self, share: float) -> float:
+        """Of uniform draws, the noisier end of one of 1000 steps (its middle, where a model has steps of its own)."""
+        if not isinstance(self.distribution, Uniform):
+            return _inside(share)
+        end = 1.0 if self.steps is None else 0.5
+        return _inside((math.floor(_inside(share) * _STEPS) + end) / _STEPS)
 
     def _shift_for(self, tokens: int | None) -> float:
         if isinstance(self.shift, float | int):
@@ -167,7 +211,9 @@ class LevelSampler:
     def _share_below(self, level: float, shift: float) -> float:
         if level <= 0 or level >= 1:
             return min(1.0, max(0.0, level))
-        return unbiased(self.distribution.share_below(unshifted(level, shift)), self.bias)
+        level = unstretched(level, self.terminal) if self.terminal else level
+        share = self.distribution.share_below(unshifted(level, shift))
+        return share if self.biased_window and self.bias != "balanced" else unbiased(share, self.bias)
 
     def _in_window(self, level: float) -> float:
         lowest, highest = self.window
@@ -216,6 +262,10 @@ def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: S
         if asked not in (None, 1.0):
             expected = f"nothing: this model learns by {schedule.prediction}, and only flow matching shifts its levels"
             raise ConfigError([Problem(key, str(asked), expected, "remove flow_shift")])
+        if objective.shift_terminal:
+            expected = f"0: this model learns by {schedule.prediction}, and only flow matching has one"
+            found = f"{objective.shift_terminal:g}"
+            raise ConfigError([Problem("objective.shift_terminal", found, expected, "remove shift_terminal")])
         return 1.0
     if asked == "resolution":
         if rule is None:
@@ -224,8 +274,8 @@ def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: S
         return rule
     if asked is not None:
         return asked
-    # The bell weights of `weighted` mean 1 over uniform levels; a shift no one asked for would bend them.
-    return 1.0 if objective.timesteps == "weighted" else family
+    # Weights by level mean 1 over uniform levels; a shift no one asked for would bend them.
+    return 1.0 if objective.timesteps == "weighted" or objective.timestep_weights is not None else family
 
 
 def _narrowed(objective: Objective, window: Window) -> Window:

@@ -37,7 +37,7 @@ class NoiseSchedule(Protocol):
 
 def noisy(schedule: NoiseSchedule, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
     """Latents at noise level `level`, in the clean latents' dtype; the arithmetic is done in float32."""
-    a, s = (_per_sample(part, clean) for part in schedule.coefficients(level))
+    a, s = (per_sample(part, clean) for part in schedule.coefficients(level))
     return (a * clean.float() + s * noise.float()).to(clean.dtype)
 
 
@@ -48,11 +48,12 @@ def target(schedule: NoiseSchedule, clean: Tensor, noise: Tensor, level: Tensor)
         return e - x
     if schedule.prediction == "epsilon":
         return e
-    a, s = (_per_sample(part, clean) for part in schedule.coefficients(level))
+    a, s = (per_sample(part, clean) for part in schedule.coefficients(level))
     return a * e - s * x
 
 
-def _per_sample(value: Tensor, like: Tensor) -> Tensor:
+def per_sample(value: Tensor, like: Tensor) -> Tensor:
+    """[B] as [B, 1, ...], to be multiplied with `like`."""
     return value.to(like.device).reshape(-1, *(1,) * (like.ndim - 1))
 
 

@@ -127,8 +127,8 @@ def encode_options(config: RunConfig, *, tiling: bool = False) -> EncodeOptions:
 def _image_to_video(config: RunConfig) -> bool:
     """One for the run: latents are made by one encoder. Pictures have no first frame, so they are not asked."""
     said = {
-        f"datasets[{position}].video.image_to_video": dataset.video.image_to_video
-        for position, dataset in enumerate(config.datasets)
+        f"datasets[{dataset.id}].video.image_to_video": dataset.video.image_to_video
+        for dataset in config.datasets
         if dataset.dataset_type == "video" and not dataset.disabled
     }
     if len({*said.values()}) > 1:

@@ -20,6 +20,8 @@ def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFa
         facts = with_boundary(facts, config.model.expert_boundary)
     if config.objective.prediction is not None:
         facts = with_prediction(facts, config.objective.prediction)
+    if config.objective.guidance is not None:
+        facts = with_guidance(facts, config.objective.guidance)
     return facts
 
 
@@ -50,6 +52,19 @@ def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
         raise ConfigError([Problem("model.expert_boundary", found, "no value", "remove model.expert_boundary")])
     high, low = facts.experts
     return replace(facts, experts=(replace(high, lowest=boundary), replace(low, highest=boundary)))
+
+
+def with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
+    """What a guidance input is given while the model learns. A model without one stays as it is (`guidance_note`)."""
+    if facts.details.get("guidance") is None:
+        return facts
+    return replace(facts, details={**facts.details, "guidance": guidance})
+
+
+def guidance_note(config: RunConfig, facts: ModelFacts) -> str | None:
+    if config.objective.guidance is None or facts.details.get("guidance") is not None:
+        return None
+    return f"objective.guidance: no effect, {facts.flavour} has no guidance input"
 
 
 def with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:

@@ -26,6 +26,7 @@ def geometry_from(
     return Geometry(
         makes=flavour.makes,
         side_multiple=latents.spatial * latents.patch * halved,
+        least_multiple=latents.spatial * latents.patch,
         frame_step=latents.temporal,
         default_frames=latents.default_frames,
         default_fps=fps,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from gracetune.cache.encoder import LatentEncoder, TextEncoder
+from gracetune.cache.encoder import LatentEncoder, PerUse, TextEncoder
+from gracetune.config.run_config import Model
 from gracetune.diffusion.schedule import NoiseSchedule
 from gracetune.models.source import ModelSource
 
@@ -186,6 +187,8 @@ class ModelSpec:
     repeated_blocks: tuple[str, ...]
     """Names of the block classes the denoiser repeats: what is compiled and checkpointed."""
     build_tiny: Callable[..., Path]
+    per_use: Callable[[Model], PerUse | None] = lambda model: None
+    """What a config's `model` section says a sample is given at each use instead of what is cached; None: nothing."""
     conv_targets: tuple[str, ...] = ()
     """Patterns of the modules with convolutions: they join the default targets where `adapter.conv_rank` is set.
     Empty where the denoiser's blocks have no convolutions."""

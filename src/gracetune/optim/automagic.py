@@ -9,13 +9,14 @@
 A first update has no last sign and leaves the rates at `lr`. A parameter without a gradient (the expert whose turn it
 is not) is left out of a step, and its next update is compared with its own last one. An `lr` of 0 trains nothing.
 `lr_bump`, `min_lr` and `max_lr` may differ between param groups, which is how each noise expert gets its own.
+`rates="upstream"` keeps the rates as ai-toolkit does, in 8 bits (`automagic_upstream`).
 The state is saved by parameter name; `state_dict()` holds none of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +25,12 @@ from torch.optim import Optimizer
 
 from gracetune.optim.automagic_cuda import CudaStack, kernels_for
 from gracetune.optim.automagic_stack import Rule, Stack, stack_key
+from gracetune.optim.automagic_upstream import UpstreamStack
 from gracetune.optim.naming import NamedState, StateMismatchError, by_parameter, differences, key_of
 from gracetune.optim.rates import BIAS_16, Limits, RateGrid
 
+_SCALE = "scale"
+"""The entry that only rates in 8 bits have."""
 _REMEDY = "resume with the adapter and optimizer the state was saved with, or start anew (--resume none)"
 
 
@@ -49,11 +53,16 @@ class Automagic(Optimizer):
         beta2: float = 0.999,
         weight_decay: float = 0.0,
         fused: bool | None = None,
+        rates: Literal["exact", "upstream"] = "exact",
     ) -> None:
         """`eps` may be a pair, as in ai-toolkit, whose second number is not used. `fused`: kernels of our own; None
         takes them where they can run."""
+        if rates not in ("exact", "upstream"):
+            raise ValueError(f"rates {rates!r}: exact or upstream")
+        if rates == "upstream" and fused:
+            raise ValueError("fused: kernels of our own have exact rates only; leave `fused` out, or `rates`")
         self._stacks: list[tuple[dict[str, Any], Rule, Stack]] = []
-        self._fused = fused
+        self._fused, self._rates = fused, rates
         defaults = {
             "lr": lr,
             "lr_bump": lr_bump,
@@ -76,9 +85,13 @@ class Automagic(Optimizer):
             alike.setdefault(stack_key(parameter), []).append((parameter, name))
         for members in alike.values():
             parameters, called = zip(*members, strict=True)
-            kind = CudaStack if kernels_for(parameters[0], self._fused) else Stack
-            stack = kind.of(parameters, called, rule.grid.stored(group["lr"]), rule.grid.dtype)
+            stack = self._kind_for(parameters[0]).of(parameters, called, group["lr"], rule)
             self._stacks.append((group, rule, stack))
+
+    def _kind_for(self, parameter: Tensor) -> type[Stack]:
+        if self._rates == "upstream":
+            return UpstreamStack
+        return CudaStack if kernels_for(parameter, self._fused) else Stack
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -98,7 +111,7 @@ class Automagic(Optimizer):
         for group, rule, stack in self._stacks:
             number = next(at for at, other in enumerate(self.param_groups) if other is group)
             name = str(group.get("name", number))
-            total, count = rule.grid.read(stack.rates).sum(), stack.rates.numel()
+            total, count = stack.read_rates(rule).sum(), stack.rates.numel()
             if name in sums:
                 total, count = total + sums[name][0], count + sums[name][1]
             sums[name] = total, count
@@ -134,24 +147,42 @@ class Automagic(Optimizer):
             key_of(name, entry): _whole_size(entry, stack)
             for name, stack, _at, _rule in self._members()
             for entry in stack.entries()
+            if entry != _SCALE
         }
-        wrong = differences(wanted, {key: tuple(tensor.shape) for key, tensor in state.tensors.items()})
+        saved = by_parameter(state.tensors)
+        found = {
+            key_of(name, entry): tuple(tensor.shape)
+            for name, entries in saved.items()
+            for entry, tensor in entries.items()
+            if entry != _SCALE  # of rates in 8 bits; the others have none
+        }
+        wrong = differences(wanted, found)
         if wrong:
             raise StateMismatchError(f"this optimizer state is of other parameters:\n{wrong}\n{_REMEDY}")
-        saved = by_parameter(state.tensors)
         for name, stack, at, rule in self._members():
             for entry, stacked in stack.entries().items():
-                value = saved[name][entry]
-                if entry == "rate":
-                    value = _on_grid(value, state.json["units"][name], rule.grid)
-                stacked[at].copy_(_own_part(value, entry, stack, at))
+                if entry not in ("rate", _SCALE):
+                    stacked[at].copy_(_own_part(saved[name][entry], entry, stack, at))
+            self._load_rate(saved[name], state.json["units"][name], stack, at, rule)
+
+    def _load_rate(self, saved: Mapping[str, Tensor], unit: float, stack: Stack, at: int, rule: Rule) -> None:
+        """Rates in 8 bits keep every bit where they stay in 8 bits; otherwise they are taken over as rates."""
+        stored = saved["rate"]
+        if _SCALE in saved and _SCALE in stack.moments:
+            stack.rates[at].copy_(_own_part(stored, "rate", stack, at))
+            stack.moments[_SCALE][at].copy_(saved[_SCALE])
+        elif _SCALE in saved or _SCALE in stack.moments:
+            rates = stored.double() * saved[_SCALE] if _SCALE in saved else (stored.double() + _bias(stored)) * unit
+            stack.put_rates(at, _own_part(rates, "rate", stack, at), rule)
+        else:
+            stack.rates[at].copy_(_own_part(_on_grid(stored, unit, rule.grid), "rate", stack, at))
 
     @torch.no_grad()
     def load_rates(self, rates: Mapping[str, Tensor], signs: Mapping[str, Tensor]) -> None:
         """Take over learning rates (and last signs) of another run, for the named parameters."""
         for name, stack, at, rule in self._members():
             if name in rates:
-                stack.rates[at].copy_(_own_part(rule.grid.store(rates[name]), "rate", stack, at))
+                stack.put_rates(at, _own_part(rates[name], "rate", stack, at), rule)
             if name in signs:
                 stack.signs[at].copy_(_own_part(signs[name].to(torch.uint8), "sign", stack, at))
 
@@ -188,20 +219,25 @@ def _rule(group: dict[str, Any]) -> Rule:
 def _on_grid(stored: Tensor, unit: float, grid: RateGrid) -> Tensor:
     if unit == grid.unit and stored.dtype == grid.dtype:
         return stored
-    bias = BIAS_16 if stored.dtype == torch.int16 else 0
-    return grid.store((stored.double() + bias) * unit)
+    return grid.store((stored.double() + _bias(stored)) * unit)
+
+
+def _bias(stored: Tensor) -> int:
+    return BIAS_16 if stored.dtype == torch.int16 else 0
 
 
 def _whole_size(entry: str, stack: Stack) -> tuple[int, ...]:
     shape = tuple(stack.whole_shape)
+    if entry == _SCALE:
+        return ()
     if entry == "row":
         return shape[:-1]
     return (*shape[:-2], shape[-1]) if entry == "col" else shape
 
 
 def _is_cut(entry: str, stack: Stack) -> bool:
-    """Whether each process has only a part: all but the column means of a matrix."""
-    return stack.sharding is not None and not (entry == "col" and len(stack.whole_shape) == 2)
+    """Whether each process has only a part: all but the column means of a matrix, and a tensor's one scale."""
+    return stack.sharding is not None and entry != _SCALE and not (entry == "col" and len(stack.whole_shape) == 2)
 
 
 def _gathered(value: Tensor, entry: str, stack: Stack, at: int) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Stack:
     moments: dict[str, Tensor]
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], stored_lr: int, dtype: torch.dtype) -> Stack:
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: Rule) -> Self:
         first = local(parameters[0])
         n, shape, device = len(parameters), first.shape, first.device
 
@@ -89,7 +89,7 @@ class Stack:
             list(parameters),
             list(names),
             sharding_of(parameters[0]),
-            torch.full((n, *shape), stored_lr, dtype=dtype, device=device),
+            torch.full((n, *shape), rule.grid.stored(lr), dtype=rule.grid.dtype, device=device),
             torch.full((n, *shape), NO_SIGN, dtype=torch.uint8, device=device),
             moments,
         )
@@ -105,6 +105,15 @@ class Stack:
 
     def entries(self) -> dict[str, Tensor]:
         return {**self.moments, "rate": self.rates, "sign": self.signs}
+
+    def read_rates(self, rule: Rule) -> Tensor:
+        """[n, *shape], float32."""
+        return rule.grid.read(self.rates)
+
+    @torch.no_grad()
+    def put_rates(self, at: int, rates: Tensor, rule: Rule) -> None:
+        """Of one parameter, or of this process' part of it."""
+        self.rates[at].copy_(rule.grid.store(rates))
 
     def with_gradients(self) -> list[int]:
         return [at for at, parameter in enumerate(self.parameters) if parameter.grad is not None]
@@ -151,16 +160,19 @@ class Stack:
         damping = (rms / rule.clip).clamp(min=1.0).reciprocal()
 
         positive = (update > 0).to(torch.uint8)
-        last = state["sign"]
-        units = rule.grid.moved(state["rate"], agrees=last == positive, fresh=last == NO_SIGN)
-        state["rate"].copy_(units - rule.grid.bias)
-        last.copy_(positive)
-
-        rates = rule.grid.rates(units)
-        update.mul_(damping.reshape(-1, *(1,) * (update.ndim - 1)))
+        rates = self._move_rates(positive, state, rule)
+        state["sign"].copy_(positive)
+        update.mul_(per_parameter(damping, update))
         if weights is not None:
             update.add_(weights, alpha=rule.weight_decay)
         return update.mul_(rates)
+
+    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+        """The rates of this update, in float32; `state` has them stored."""
+        last = state["sign"]
+        units = rule.grid.moved(state["rate"], agrees=last == positive, fresh=last == NO_SIGN)
+        state["rate"].copy_(units - rule.grid.bias)
+        return rule.grid.rates(units)
 
     def _normalised(self, gradients: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
         squares = gradients.square()
@@ -178,6 +190,11 @@ class Stack:
 
     def _summed(self, tensor: Tensor) -> Tensor:
         return tensor if self.sharding is None else self.sharding.sum(tensor)
+
+
+def per_parameter(values: Tensor, like: Tensor) -> Tensor:
+    """[n] as [n, 1, ...], to be multiplied with `like`."""
+    return values.reshape(-1, *(1,) * (like.ndim - 1))
 
 
 def _unchanged(tensor: Tensor) -> Tensor:

@@ -17,14 +17,18 @@ from gracetune.optim.skipping import move_towards
 class Ema:
     """`average <- decay average + (1 - decay) value`, every `update_every` optimizer steps.
 
-    The average starts as a copy of the values. There is no correction for the start: an adapter begins at the base
-    model, which is what a young average should be near.
+    The average starts as a copy of the values. By default there is no correction for the start: an adapter begins at
+    the base model, which is what a young average should be near. `ramp` and `copy_until` let it follow the values from
+    the first step (`decay_at`).
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, decay: float, update_every: int = 1) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], *, decay: float, update_every: int = 1, ramp: bool = False,
+        copy_until: int = 0,
+    ) -> None:  # fmt: skip
         if not 0 < decay < 1 or update_every < 1:
             raise ValueError(f"decay {decay} between 0 and 1, update_every {update_every} from 1")
-        self.decay, self.update_every = decay, update_every
+        self.decay, self.update_every, self.ramp, self.copy_until = decay, update_every, ramp, copy_until
         self.steps = 0
         """Optimizer steps seen."""
         self._parameters = dict(parameters)
@@ -32,7 +36,20 @@ class Ema:
 
     @classmethod
     def from_config(cls, parameters: Mapping[str, Tensor], config: EmaConfig) -> Ema | None:
-        return cls(parameters, decay=config.decay, update_every=config.update_every) if config.enabled else None
+        if not config.enabled:
+            return None
+        return cls(
+            parameters, decay=config.decay, update_every=config.update_every, ramp=config.ramp,
+            copy_until=config.copy_until,
+        )  # fmt: skip
+
+    def decay_at(self, step: int) -> float:
+        """Of the optimizer step with this number, from 1."""
+        if self.copy_until > 0:
+            return 0.0 if step < self.copy_until else self.decay
+        if not self.ramp:
+            return self.decay
+        return min(self.decay, step / (step + 9)) if step > 1 else 0.0
 
     @torch.no_grad()
     def update(self, bad: Tensor | None = None) -> None:
@@ -41,7 +58,8 @@ class Ema:
         if self.steps % self.update_every:
             return
         taken = 1.0 if bad is None else 1.0 - bad
-        move_towards([*self._averages.values()], [*self._parameters.values()], (1.0 - self.decay) * taken)
+        kept = self.decay_at(self.steps)
+        move_towards([*self._averages.values()], [*self._parameters.values()], (1.0 - kept) * taken)
 
     @property
     def averages(self) -> Mapping[str, Tensor]:

@@ -12,8 +12,12 @@ All but `constant` begin with `warmup_steps` steps that rise in a straight line 
     sine                    E + (L - E) (1 + cos(2 pi cycles p)) / 2
 
 L is a group's own rate, E is `end_lr`. `sine` is a wave that keeps going, not a fall: `cycles` whole waves between L
-and E, from the top, where the warm-up has led. SimpleTuner's wave of that name begins in the middle and takes
-`lr_warmup_steps` for half its period, with no warm-up; here those steps are the warm-up, as in every other schedule.
+and E, from the top, where the warm-up has led.
+
+With `half_period` H, `cosine` and `sine` are waves of optimizer steps s, as in SimpleTuner, without a warm-up:
+
+    cosine                  E + (L - E) (1 + cos(pi s / H)) / 2, from the top
+    sine                    E + (L - E) (1 + sin(pi s / H)) / 2, from the middle
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.optim.record import optimizer_record
 
 _NO_FALL: Final = ("constant", "constant_with_warmup")
+WAVES: Final = ("cosine", "sine")
+"""Schedules that read `half_period`."""
 
 
 def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float:
@@ -39,6 +45,8 @@ def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float
         raise ValueError(f"optimizer steps count from 0, not from {step}")
     if schedule.name == "constant":
         return lr
+    if is_wave(schedule):
+        return schedule.end_lr + (lr - schedule.end_lr) * _wave(step, schedule)
     warmup = schedule.warmup_steps
     if step < warmup:
         return lr * step / warmup
@@ -46,6 +54,16 @@ def learning_rate(step: int, total: int, schedule: Schedule, lr: float) -> float
         return lr
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return schedule.end_lr + (lr - schedule.end_lr) * _height(progress, schedule)
+
+
+def is_wave(schedule: Schedule) -> bool:
+    """Whether it goes up and down for the whole run."""
+    return schedule.half_period is not None and schedule.name in WAVES
+
+
+def _wave(step: int, schedule: Schedule) -> float:
+    angle = math.pi * step / (schedule.half_period or 1)
+    return (1.0 + (math.cos(angle) if schedule.name == "cosine" else math.sin(angle))) / 2
 
 
 def _height(progress: float, schedule: Schedule) -> float:
@@ -104,8 +122,13 @@ def effective(schedule: Schedule, optimizer_name: str) -> tuple[Schedule, tuple[
         return Schedule(), tuple(notes)
     if schedule.name == "constant" and schedule.warmup_steps > 0:
         notes.append("schedule.warmup_steps: none with `constant`; write `constant_with_warmup` for a warm-up")
-    if schedule.name not in ("cosine_with_restarts", "sine") and schedule.cycles != 1:
-        notes.append(f"schedule.cycles: {schedule.name} has none; cosine_with_restarts and sine do")
+    if is_wave(schedule) and schedule.warmup_steps > 0:
+        notes.append("schedule.warmup_steps: none with `half_period`, whose wave begins with the first step")
+    if schedule.half_period is not None and not is_wave(schedule):
+        notes.append(f"schedule.half_period: {schedule.name} has none; {' and '.join(WAVES)} do")
+    if (schedule.name not in ("cosine_with_restarts", "sine") or is_wave(schedule)) and schedule.cycles != 1:
+        what = f"{schedule.name} with `half_period`" if is_wave(schedule) else schedule.name
+        notes.append(f"schedule.cycles: {what} has none; cosine_with_restarts and sine do")
     if schedule.name != "polynomial" and schedule.power != 1:
         notes.append(f"schedule.power: {schedule.name} has none; polynomial does")
     return schedule, tuple(notes)
@@ -124,7 +147,7 @@ def _check(schedule: Schedule, rates: list[float], total: int) -> None:
     if schedule.name not in _NO_FALL and schedule.end_lr > lowest > 0:
         expected = f"at most the learning rate it falls from, {lowest:g}"
         problems.append(Problem("schedule.end_lr", f"{schedule.end_lr:g}", expected, "lower it, or raise optimizer.lr"))
-    if schedule.name != "constant" and schedule.warmup_steps >= total:
+    if schedule.name != "constant" and not is_wave(schedule) and schedule.warmup_steps >= total:
         expected = f"fewer than the run's {total} optimizer steps"
         hint = f"--set schedule.warmup_steps={max(0, total // 10)}"
         problems.append(Problem("schedule.warmup_steps", str(schedule.warmup_steps), expected, hint))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.data.captions import most_epochs, orders_wanted
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import AudioLatents, Encoder, Footprint, Shape
 from gracetune.planning.demand import Need, Phase, Role
@@ -149,8 +150,11 @@ def _latent_caches(
 def _text_cache(
     config: RunConfig, footprint: Footprint, datasets: list[Dataset], facts: Mapping[str, DatasetFacts]
 ) -> Iterator[Need]:
-    captions = sum(facts[dataset.id].samples * dataset.captions.shuffle_variants for dataset in datasets
-                   if dataset.dataset_type != "conditioning")  # fmt: skip
+    captions = sum(
+        facts[dataset.id].samples * _orders(config, dataset, facts[dataset.id].samples)
+        for dataset in datasets
+        if dataset.dataset_type != "conditioning"
+    )
     prompts = 2 * len(config.validation.prompts)
     each = CACHE_BYTES * footprint.text.cached_elements
     why = f"{captions} and {prompts} prompts of {_small(each)}, 16-bit"
@@ -158,6 +162,11 @@ def _text_cache(
     phases: tuple[Phase, ...] = ("encode text", *_LATER)
     kind = config.cache.text_cache_type
     yield from _cache("captions", "text cache", kind, total, why, config, phases, _is_managed(kind, config))
+
+
+def _orders(config: RunConfig, dataset: Dataset, samples: int) -> int:
+    visits = 1 + dataset.repeats
+    return orders_wanted(dataset.captions, visits * most_epochs(config.training, dataset, visits * samples))
 
 
 def _is_managed(kind: str, config: RunConfig) -> bool:

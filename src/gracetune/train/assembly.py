@@ -35,6 +35,7 @@ from gracetune.memory.native import Unavailable
 from gracetune.memory.placement import Hints, hints_of
 from gracetune.memory.transport import TransportChoice, choose_transport, measure_link
 from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
+from gracetune.models.facts import guidance_note
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
 from gracetune.optim.build import build_optimizer, optimizer_notes
@@ -210,7 +211,7 @@ def begin(config: RunConfig, trainee: Trainee, index: DataIndex, runtime: Runtim
     goal = Goal.from_config(config.objective, trainee.facts, trainee.trained)
     weighting = Weighting.from_config(config.objective, trainee.facts.schedule)
     about = (*trainee.notes, *optimizer_notes(config.optimizer, groups), *scheduled.notes)
-    for note in (*about, weighting.warning, waiting):
+    for note in (*about, weighting.warning, guidance_note(config, trainee.facts), waiting):
         if note is not None:
             view.warn(note)
     for dataset in config.datasets:
@@ -248,6 +249,7 @@ def assemble(
         gradients=gradients,
         length=beginning.length,
         clip=Clip(training.grad_clip, training.max_grad_norm),
+        accumulation=training.accumulation,
         repair=repair,
         warn=view.warn,
         on_epoch_end=on_epoch_end,

@@ -159,7 +159,8 @@ def fill_caches(
         built = replace(built, index=index, wanted=wanted)
         for line in left_out_lines(elsewhere):
             view.warn(line)
-    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures())
+    per_use = encoders.spec.per_use(config.model)
+    keys = Keys(built.latents.encoder, built.texts.encoder, encoders.reads_pictures(), per_use)
     latents, texts, report = load_caches(config, built.wanted, caches, where, stack, name=str(epoch))
     lost = [key for store in (latents, texts) if isinstance(store, ResidentStore) for key in store.report.damaged]
     if runtime.highest(len(lost)):
@@ -279,13 +280,13 @@ def live_encoders(index: DataIndex, encoders: FamilyEncoders, keys: Keys, stack:
 
 def open_source(
     ready: Ready, loader: Loader, live: Live, runtime: Runtime, memory: UnifiedMemory | None, stack: ExitStack, *,
-    where: Where | None = None, on_decision: Callable[[str], None] = lambda text: None,
+    where: Where | None = None, per_step: int | None = None, on_decision: Callable[[str], None] = lambda text: None,
 ) -> BatchSource:  # fmt: skip
     chosen = None if where is None else where.transport
     return stack.enter_context(
         BatchSource(
             loader, latents=ready.latents, texts=ready.texts, keys=ready.keys, device=runtime.device, live=live,
-            memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
+            per_step=per_step, memory=memory, mover=None if chosen is None else mover_for(chosen, runtime.device),
             on_decision=on_decision,
         )
     )  # fmt: skip

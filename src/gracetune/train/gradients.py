@@ -26,6 +26,15 @@ SMALL: Final = 1 << 20
 """Elements up to which an addition is mostly the launch of its kernel."""
 
 
+Accumulation = Literal["mean", "sum"]
+
+
+def gradient_factor(accumulation: Accumulation, *, micro_batches: int, samples: int) -> float:
+    """What the sum of all samples' gradients is multiplied by, to become the mean of the samples or the sum of the
+    micro-batches' means (for micro-batches of one size)."""
+    return (micro_batches if accumulation == "sum" else 1) / samples
+
+
 @dataclass(frozen=True)
 class Clip:
     kind: Literal["norm", "value"] = "norm"

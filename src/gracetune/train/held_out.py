@@ -15,7 +15,7 @@ from gracetune.cache.batches import Batch, Entries, Keys
 from gracetune.cache.collate import collate
 from gracetune.cache.errors import EntriesError
 from gracetune.config.run_config import RunConfig
-from gracetune.data.captions import caption_ref
+from gracetune.data.captions import variant_ref
 from gracetune.data.index import DataIndex, Turn
 from gracetune.data.refs import BatchRef, SampleRef
 from gracetune.errors import GracetuneError
@@ -39,7 +39,8 @@ def held_out_refs(index: DataIndex) -> list[SampleRef]:
     refs = []
     for dataset in index.held_out:
         for number, item in enumerate(dataset.items):
-            refs.append(index.describe(dataset, item, Turn(0, 0), caption_ref(item.captions, 0.0, index.seed, number)))
+            caption = variant_ref(item.captions, dataset.dataset.captions, index.seed, number, visit=0)
+            refs.append(index.describe(dataset, item, Turn(0, 0), caption))
     return refs
 
 
@@ -117,7 +118,7 @@ def batch_of(
     for store, key in ((latents, keys.of_latent(ref)), (texts, keys.of_text(ref))):
         found = store.look_up(key)
         entry.update(store.read(key) if found is None else found)
-    tensors = {name: part.build(device) for name, part in collate([entry], [ref.path]).items()}
+    tensors = {name: part.build(device) for name, part in collate([keys.used(entry, ref)], [ref.path]).items()}
     return Batch(BatchRef((ref,), ref.bucket, (number,), 0, 1), tensors)
 
 

@@ -22,7 +22,7 @@ from gracetune.models.spec import ExpertName
 from gracetune.optim.ramp import Ramp
 from gracetune.seeded_random import torch_seed
 from gracetune.train.control import Control, Kind, Stop
-from gracetune.train.gradients import Clip, Gradients
+from gracetune.train.gradients import Accumulation, Clip, Gradients
 from gracetune.train.hooks import StepStarts
 from gracetune.train.position import Length, Position
 from gracetune.train.runtime import Runtime
@@ -76,6 +76,7 @@ class Job:
     gradients: Mapping[ExpertName, Gradients]
     length: Length
     clip: Clip
+    accumulation: Accumulation
     repair: Callable[[EntriesError], None]
     """Makes cache entries again that turned out to be damaged (`cache.repair`)."""
     warn: Callable[[str], None]

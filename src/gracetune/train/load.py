@@ -80,7 +80,10 @@ def load(
     live = live_encoders(cached.index, model.encoders, cached.keys, stack)
     beginning = begin(config, trainee, cached.index, runtime, view)
     state = beginning.state
-    source = open_source(cached, state.loader, live, runtime, memory, stack, where=where, on_decision=view.say)
+    source = open_source(
+        cached, state.loader, live, runtime, memory, stack, where=where, on_decision=view.say,
+        per_step=None if config.training.ramp.enabled else config.training.gradient_accumulation_steps,
+    )  # fmt: skip
     saved = Checkpointed(config, trainee, state, options.allow_other_data)
     notes = restore(
         saved, start, ready.folder, ready.rates, runtime, steps=beginning.length.steps, dry_run=options.dry_run

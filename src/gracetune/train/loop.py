@@ -12,6 +12,7 @@ from gracetune.cache.batches import Batch
 from gracetune.data.loader import EpochEnd, Exhausted
 from gracetune.models.spec import ExpertName
 from gracetune.train.control import Stop
+from gracetune.train.gradients import gradient_factor
 from gracetune.train.hooks import Callback, RunEnds, RunStarts, WindowDone
 from gracetune.train.job import Job
 
@@ -67,7 +68,8 @@ def run_window(job: Job) -> WindowDone | Stop:
     if not done.batches:
         gradients.close()
         return Stop("finished", "the data is exhausted")
-    done.norm = gradients.finish(job.state.scale.factor / done.samples, job.clip)
+    factor = gradient_factor(job.accumulation, micro_batches=len(done.batches), samples=done.samples)
+    done.norm = gradients.finish(job.state.scale.factor * factor, job.clip)
     job.state.take_step(done.norm)
     done.skipped = job.state.skipped
     gradients.close()

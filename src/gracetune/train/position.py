@@ -43,7 +43,7 @@ def length_of(index: DataIndex, ramp: Ramp, *, batch_size: int, max_steps: int |
     if epochs is None:
         raise ValueError("neither steps nor epochs: config.rules lets no such config pass")
     order = index.order(batch_size)
-    by_step = any(source.start_step or source.end_step is not None for source in order.sources)
+    by_step = order.alternates or any(source.start_step or source.end_step is not None for source in order.sources)
     steps, micro_batches = (_walked if by_step or ramp.ramp_steps else _counted)(order, ramp, epochs)
     return Length(steps, f"{epochs} epochs of {micro_batches} micro-batches in all")
 

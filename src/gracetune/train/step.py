@@ -4,7 +4,8 @@
     step(denoiser, batch, "high_noise").total.backward()
 
 Noise and levels are functions of (seed, global sample index), so a sample is asked the same question whichever rank or
-batch it is in. Nothing here waits for the device.
+batch it is in (with `objective.stratified`, its level also depends on its place in the micro-batch). Nothing here waits
+for the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from gracetune.config.run_config import Objective
 from gracetune.diffusion.levels import LevelSampler
 from gracetune.diffusion.noise import draw_noise
 from gracetune.diffusion.schedule import noisy, target
-from gracetune.diffusion.weighting import Weighting, sample_losses
+from gracetune.diffusion.weighting import Weighting, huber_delta, sample_losses
+from gracetune.models.common.flow_shift import shift_along
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
 from gracetune.train.replay import Replay
@@ -42,7 +44,8 @@ class Goal:
 
     @classmethod
     def from_config(cls, objective: Objective, facts: ModelFacts, trained: Sequence[ExpertName]) -> Goal:
-        rule = facts.details.get("resolution_shift")
+        line = objective.resolution_shift
+        rule = facts.details.get("resolution_shift") if line is None else shift_along(line)
         levels = {
             expert: LevelSampler.from_config(
                 objective, facts.schedule, shift=facts.shift, rule=rule, window=window_of_levels(expert, facts)
@@ -118,7 +121,8 @@ class TrainStep:
         predict = self._spec.predict if self._replay is None else self._replay
         with self._autocast():
             answer = predict(denoiser, seen, level, batch.tensors, self._facts)
-        losses = sample_losses(answer, wanted, objective, batch.tensors.get("loss_mask"))
+        delta = huber_delta(objective, schedule, level)
+        losses = sample_losses(answer, wanted, objective, loss_mask(batch), delta)
         losses = losses * self._goal.weighting.weights(schedule, level)
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
@@ -134,6 +138,16 @@ class TrainStep:
         """Give back the memory that recorded steps hold, for who needs it between two of them."""
         if self._replay is not None:
             self._replay.release()
+
+
+def loss_mask(batch: Batch) -> Tensor | None:
+    """What each element's loss is multiplied by; None where the batch has no masks."""
+    mask = batch.tensors.get("loss_mask")
+    if mask is None or not any(sample.normalises_mask for sample in batch.ref.samples):
+        return mask
+    mask = mask.float()
+    # A batch that is masked all over learns nothing, and must not divide by 0.
+    return mask / mask.mean().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _on(values: Sequence[float], device: torch.device) -> Tensor:

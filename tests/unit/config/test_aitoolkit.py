@@ -191,7 +191,7 @@ def test_every_problem_arrives_together(tmp_path: Path) -> None:
         tmp_path,
         model={"quantize": True, "qtype": "uint4"},
         train={"steps": "many", "optimizer": "automagic3", "weight_jitter": 0.1},
-        datasets=dataset(num_repeats=0, augments=["blur"]),
+        datasets=dataset(num_repeats="often", augments=["blur"]),
         network={"linear": -1},
     )
     assert set(found) == {

@@ -84,7 +84,9 @@ def test_captions(tmp_path: Path) -> None:
 def test_a_trigger_word_is_the_datasets_own_or_the_jobs(tmp_path: Path) -> None:
     entries = [*dataset(), *dataset(trigger_word="d0g"), *dataset(is_reg=True)]
     resolved = read(tmp_path, trigger_word="c4t", datasets=entries)
-    assert [item.captions.trigger_word for item in resolved.config.datasets] == ["c4t", "d0g", None]
+    assert [item.captions.trigger_word for item in resolved.config.datasets] == ["c4t", "d0g", "c4t"]
+    assert [item.captions.add_trigger for item in resolved.config.datasets] == [True, True, False]
+    assert [item.captions.dropped_caption for item in resolved.config.datasets] == ["c4t ", "c4t ", ""]
     assert resolved.origins["datasets", 0, "captions", "trigger_word"].key == "config.process[0].trigger_word"
     assert read(tmp_path, trigger_word=None).config.datasets[0].captions.trigger_word is None
 
@@ -268,8 +270,8 @@ def test_references_for_a_model_that_takes_none_are_refused(tmp_path: Path) -> N
         {"replacements": ["a|b"]},
         {"token_dropout_rate": 0.1},
         {"use_short_captions": True},
-        {"random_scale": True},
-        {"bucket_tolerance": 32},
+        {"random_scale": True, "buckets": False},
+        {"scale": 2},
         {"controls": ["depth"]},
         {"inpaint_path": "/data/x"},
         {"unconditional_path": "/data/x"},
@@ -284,9 +286,9 @@ def test_what_changes_the_data_is_refused_by_name(tmp_path: Path, keys: dict[str
 
 
 def test_a_problem_is_said_once_however_many_resolutions(tmp_path: Path) -> None:
-    entries = [{"resolution": [512, 768], "random_crop": "yes", "bucket_tolerance": 32}]
+    entries = [{"resolution": [512, 768], "random_crop": "yes", "scale": 2}]
     assert set(problems(tmp_path, datasets=entries)) == {
-        "datasets[0].folder_path", "datasets[0].random_crop", "datasets[0].bucket_tolerance",
+        "datasets[0].folder_path", "datasets[0].random_crop", "datasets[0].scale",
     }  # fmt: skip
 
 

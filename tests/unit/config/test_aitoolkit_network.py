@@ -24,6 +24,14 @@ def test_kinds_of_adapter(tmp_path: Path, kind: str, ours: str) -> None:
     assert adapter(tmp_path, {"type": kind, "linear": 8}).config.adapter.kind == ours
 
 
+def test_what_is_adapted_otherwise_than_in_ai_toolkit_is_a_note(tmp_path: Path) -> None:
+    assert "a plain LoRA" in note(adapter(tmp_path, {"type": "loha", "linear": 8}), "LoHa")
+    network = {"type": "lora", "linear": 8}
+    assert "proj_in and proj_out" in note(adapter(tmp_path, network, model=SDXL, train=DDPM), "default layers")
+    chosen = adapter(tmp_path, {**network, "network_kwargs": {"only_if_contains": ["attn"]}}, model=SDXL, train=DDPM)
+    assert not [one for one in chosen.notes if "default layers" in one]
+
+
 def test_kinds_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:
     assert only_problem(tmp_path, network={"type": "lorm"}).key == "config.process[0].network.type"
     assert only_problem(tmp_path, network={"type": "lokrr"}).hint == "write `type: lokr`"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gracetune.config.dialects.aitoolkit.train import timestep_of
+from gracetune.config.dialects.aitoolkit.objective import timestep_of
 from gracetune.config.run_config import PushToHub
 from unit.config.aitoolkit_jobs import FLUX, SDXL, dataset, job, note, only_problem, problems, read
 
@@ -47,6 +47,7 @@ def test_precisions(tmp_path: Path, keys: dict[str, Any], arithmetic: str, weigh
 def test_accumulation_in_the_newer_key_counts_optimizer_steps(tmp_path: Path) -> None:
     config = train(tmp_path, {"gradient_accumulation": 4, "steps": 100})
     assert (config.training.gradient_accumulation_steps, config.training.max_steps) == (4, 100)
+    assert config.training.accumulation == "sum"
 
 
 def test_accumulation_in_the_older_key_counts_micro_batches(tmp_path: Path) -> None:
@@ -75,21 +76,76 @@ def test_one_of_both_accumulation_keys_may_be_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ours", "shift"),
+    ("kind", "ours", "shift", "weights"),
     [
-        ("sigmoid", "sigmoid", 1.0),
-        ("linear", "uniform", 1.0),
-        ("weighted", "weighted", 1.0),
-        ("one_step", "one_step", 1.0),
-        ("shift", "shift", None),
-        ("lumina2_shift", "shift", None),
+        ("sigmoid", "sigmoid", 1.0, None),
+        ("linear", "uniform", 1.0, None),
+        ("weighted", "uniform", 1.0, "measured"),
+        ("one_step", "one_step", 1.0, None),
+        ("shift", "shift", 5.0, None),
+        ("lumina2_shift", "shift", 5.0, None),
     ],
 )
 def test_timesteps_and_the_shift_only_one_of_them_has(
-    tmp_path: Path, kind: str, ours: str, shift: float | None
+    tmp_path: Path, kind: str, ours: str, shift: float, weights: str | None
 ) -> None:
     objective = train(tmp_path, {"timestep_type": kind}).objective
-    assert (objective.timesteps, objective.flow_shift) == (ours, shift)
+    assert (objective.timesteps, objective.flow_shift, objective.timestep_weights) == (ours, shift, weights)
+
+
+@pytest.mark.parametrize(
+    ("keys", "timesteps", "weights"),
+    [
+        ({"linear_timesteps": True}, "uniform", "bell"),
+        ({"linear_timesteps2": True, "timestep_type": "sigmoid"}, "uniform", "half_bell"),
+        ({"linear_timesteps": True, "timestep_type": "weighted"}, "uniform", "measured"),
+        ({"linear_timesteps": False}, "sigmoid", None),
+    ],
+)
+def test_switches_for_weighted_uniform_timesteps(
+    tmp_path: Path, keys: dict[str, Any], timesteps: str, weights: str | None
+) -> None:
+    objective = train(tmp_path, keys).objective
+    assert (objective.timesteps, objective.timestep_weights, objective.flow_shift) == (timesteps, weights, 1.0)
+    resolved = read(tmp_path, train={**keys, **DDPM}, model=SDXL)
+    assert resolved.config.objective.timestep_weights is None
+
+
+def test_a_shift_is_the_archs_own(tmp_path: Path) -> None:
+    flux = train(tmp_path, {"timestep_type": "shift"}, model=FLUX).objective
+    assert (flux.flow_shift, flux.shift_terminal) == ("resolution", 0.0)
+    assert flux.resolution_shift is not None
+    assert (flux.resolution_shift.max_image_seq_len, flux.resolution_shift.max_shift) == (4096, 1.15)
+    model = {"name_or_path": "Qwen/Qwen-Image", "arch": "qwen_image"}
+    qwen = train(tmp_path, {"timestep_type": "shift"}, model=model).objective
+    assert qwen.resolution_shift is not None
+    assert (qwen.resolution_shift.max_image_seq_len, qwen.shift_terminal) == (8192, 0.02)
+
+
+def test_cfg_scale_is_what_a_guidance_input_is_given(tmp_path: Path) -> None:
+    assert train(tmp_path, {"cfg_scale": 3.5}, model=FLUX).objective.guidance == 3.5
+    assert train(tmp_path, {}, model=FLUX).objective.guidance is None
+    schnell = {"name_or_path": "black-forest-labs/FLUX.1-schnell", "arch": "flux"}
+    for model in (None, SDXL, schnell):
+        given = {} if model is None else {"model": model}
+        resolved = read(tmp_path, train={"cfg_scale": 3.5, **(DDPM if model is SDXL else {})}, **given)
+        assert resolved.config.objective.guidance is None
+        assert "cfg_scale" in note(resolved, "harmless")
+
+
+def test_adafactor_is_not_clipped(tmp_path: Path) -> None:
+    assert train(tmp_path, {"optimizer": "adafactor"}).training.max_grad_norm is None
+    resolved = read(tmp_path, train={"optimizer": "adafactor", "max_grad_norm": 0.5})
+    assert resolved.config.training.max_grad_norm is None
+    assert "not used with adafactor" in note(resolved, "max_grad_norm")
+    assert train(tmp_path, {"max_grad_norm": 0.5}).training.max_grad_norm == 0.5
+
+
+def test_the_boundary_of_image_to_video_experts_is_named(tmp_path: Path) -> None:
+    model = {"name_or_path": "Wan-AI/Wan2.2-I2V-A14B-Diffusers", "arch": "wan22_14b_i2v"}
+    resolved = read(tmp_path, model=model)
+    assert resolved.config.model.expert_boundary is None
+    assert "--set model.expert_boundary=0.875" in note(resolved, "wan22_14b_i2v")
 
 
 def test_timesteps_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:
@@ -99,7 +155,9 @@ def test_timesteps_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path
 
 @pytest.mark.parametrize("bias", ["balanced", "content", "style"])
 def test_bias(tmp_path: Path, bias: str) -> None:
-    assert train(tmp_path, {"content_or_style": bias}).objective.timestep_bias == bias
+    objective = train(tmp_path, {"content_or_style": bias}).objective
+    assert objective.timestep_bias == bias
+    assert objective.timestep_bias_over == ("all_levels" if bias == "balanced" else "noise_range")
 
 
 def test_a_scheduler_is_asked_for_where_there_is_a_choice(tmp_path: Path) -> None:
@@ -123,6 +181,15 @@ def test_a_scheduler_is_asked_for_where_there_is_a_choice(tmp_path: Path) -> Non
 )  # fmt: skip
 def test_denoising_steps_count_down_from_noise(step: int, sigmoid: bool, timestep: int) -> None:
     assert timestep_of(step, sigmoid) == timestep
+
+
+def test_denoising_steps_of_a_shift_are_shifted(tmp_path: Path) -> None:
+    assert timestep_of(800, False, 5.0) == round(1000 * 5 * 0.2 / (1 + 4 * 0.2))
+    model = {"name_or_path": "Wan-AI/Wan2.1-T2V-14B-Diffusers", "arch": "wan21"}
+    keys = {"timestep_type": "shift", "min_denoising_steps": 200, "max_denoising_steps": 600}
+    objective = train(tmp_path, keys, model=model).objective
+    assert (objective.min_timestep, objective.max_timestep) == (667, 923)
+    assert set(problems(tmp_path, train=keys, model=FLUX)) == {"train.min_denoising_steps", "train.max_denoising_steps"}
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -252,7 +319,6 @@ def test_cached_captions_make_unloading_harmless(tmp_path: Path) -> None:
         ("blank_prompt_preservation", True, False),
         ("do_guidance_loss", True, False),
         ("do_differential_guidance", True, False),
-        ("linear_timesteps", True, False),
         ("noise_multiplier", 1.1, 1.0),
         ("prompt_dropout_prob", 0.1, 0.0),
         ("loss_target", "source", "noise"),

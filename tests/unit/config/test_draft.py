@@ -16,7 +16,7 @@ def test_dotted_and_parse_path_are_inverse(path: Path) -> None:
     assert parse_path(dotted(path)) == path
 
 
-@pytest.mark.parametrize("text", ["", ".a", "a[", "a[x]", "a=b", "a]b"])
+@pytest.mark.parametrize("text", ["", ".a", "a[", "[0]", "a[[x]]", "a=b", "a]b"])
 def test_bad_key_paths(text: str) -> None:
     with pytest.raises(ValueError, match="key path"):
         parse_path(text)
@@ -24,6 +24,10 @@ def test_bad_key_paths(text: str) -> None:
 
 def test_indexes_may_be_written_with_dots() -> None:
     assert parse_path("datasets.0.path") == ("datasets", 0, "path")
+
+
+def test_a_dataset_may_be_named_in_brackets() -> None:
+    assert parse_path("datasets[my photos-1.5].crop.style") == ("datasets", "my photos-1.5", "crop", "style")
 
 
 @given(PATHS, st.integers())

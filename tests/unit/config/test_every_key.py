@@ -60,6 +60,7 @@ JOBS = [
     job(datasets=dataset(auto_frame_count=True, do_i2v=False, type="in_memory")),
     job(train={"reg_weight": 0.25}, datasets=dataset(is_reg=True, augmentations=[{"method": "Blur"}])),
     job(model={**WAN, "model_kwargs": {}}, datasets=dataset(num_frames=41), network=None),
+    job(model=FLUX, datasets=dataset(buckets=False)),
     job(model={**SDXL, "arch": None}),  # refused: Stable Diffusion 1.5
 ]  # fmt: skip
 SPECIAL: dict[tuple[str, str], list[Any]] = {
@@ -205,7 +206,7 @@ FILES = {
     "datasets.json": DATASETS,
     "images.json": IMAGES,
     "sounds.json": SOUNDS,
-    "bare.json": [{"id": "b", "instance_data_dir": "b"}],
+    "bare.json": [{"id": "b", "instance_data_dir": "b", "crop": True}],
     "lycoris.json": LYCORIS,
     "prompts.json": {"one": "a prompt"},
     "others.json": [{**IMAGES[0], "id": "others"}],
@@ -232,6 +233,8 @@ CONFIGS: list[dict[str, Any]] = [
     {**GOOD, "model_family": "sdxl", "model_flavour": "base-1.0", "data_backend_config": "bare.json",
      "lora_type": "lycoris", "lycoris_config": "lycoris.json", "optimizer_beta1": 0.8, "optimizer_beta2": 0.9,
      "instance_prompt": "x", "maximum_image_size": 2000, "target_downsample_size": 1500},
+    {**STILLS, "model_family": "qwen_image", "model_flavour": "v1.0", "i_know_what_i_am_doing": True,
+     "aspect_bucket_alignment": 64},
 ]  # fmt: skip
 GIVEN: dict[str, list[Any]] = {
     "cache_config": [{"vae_cache_type": "memory"}],
@@ -249,7 +252,7 @@ GIVEN: dict[str, list[Any]] = {
     "lora_type": ["standard"],
     "loss_type": ["l2", "smooth_l1"],
     "lycoris_config": ["lycoris.json"],
-    "maximum_image_size": [2500],
+    "aspect_bucket_alignment": [16],
     "model_flavour": ["t2v-480p-1.3b-2.1"],
     "model_type": ["full"],
     "optimizer_beta1": [0.7],
@@ -259,8 +262,9 @@ GIVEN: dict[str, list[Any]] = {
     "user_prompt_library": ["prompts.json"],
     "validation_input": [[{"path": "a.png", "prompt": "b"}]],
 }
-NOT_ALONE = frozenset(["model_family", "num_train_epochs"])
-"""Options whose other values are refused beside the rest of these files: the flavour, and a number of steps."""
+NOT_ALONE = frozenset(["model_family", "num_train_epochs", "maximum_image_size"])
+"""Options whose other values are refused beside the rest of these files: the flavour, a number of steps, and a size to
+scale images to."""
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +366,6 @@ DATASET_VALUES: dict[str, list[Any]] = {
     "in_memory": [{"compression": "lz4"}],
     "parquet": [{**TABLE, "caption_column": "d"}],
     "resolution_type": ["pixel", "area"],
-    "maximum_image_size": [2500],
     "target_downsample_size": [1400],
     "type": ["in_memory", "local"],
     "video": [{"num_frames": 81}],
@@ -375,7 +378,7 @@ DATASET_VALUES: dict[str, list[Any]] = {
     "num_frames": [49, 81],
     "bucket_strategy": ["aspect_ratio", "resolution_frames"],
 }
-ONLY_ONE_WAY = {"include_original": "only true is done", "id": "conditioning refers to it"}
+ONLY_ONE_WAY = {"id": "conditioning refers to it", "maximum_image_size": "it has to be there, and that is all"}
 """Keys of datasets that are read, and whose other values are refused."""
 
 

@@ -36,7 +36,9 @@ def entry_problems(folder: Path, entry: dict[str, Any], options: dict[str, Any] 
         ({"resolution": 512, "resolution_type": "pixel"}, "resolution", 512),
         ({"resolution": 0.5, "resolution_type": "area"}, "resolution_type", "area"),
         ({"minimum_image_size": "256"}, "minimum_size", 256),
-        ({"maximum_image_size": 1024, "target_downsample_size": 768}, "downsample_to", 768),
+        ({"crop": True, "maximum_image_size": 1024, "target_downsample_size": 768}, "downsample_to", 768),
+        ({"crop": True, "maximum_image_size": 1024, "target_downsample_size": 768}, "maximum_size", None),
+        ({"maximum_image_size": 1024, "target_downsample_size": 768}, "downsample_to", None),
         ({"maximum_image_size": 0, "target_downsample_size": 0}, "maximum_size", None),
         ({"minimum_aspect_ratio": 0.5, "maximum_aspect_ratio": 2}, "maximum_aspect_ratio", 2),
         ({"crop": True, "crop_style": "centre"}, "crop.style", "center"),
@@ -48,11 +50,11 @@ def entry_problems(folder: Path, entry: dict[str, Any], options: dict[str, Any] 
         ({"caption_file_extensions": [".caption"]}, "captions.extension", "caption"),
         ({"caption_shuffle": {"enable": True, "count": 3}}, "captions.shuffle_variants", 3),
         ({"caption_shuffle": {"enable": True, "position_start": 2}}, "captions.keep_tags", 2),
+        ({"caption_shuffle": {"enable": True, "include_original": False}}, "captions.shuffle_written", False),
         ({"caption_shuffle": {"enable": True, "split_on": "period"}}, "captions.tag_separator", "."),
         ({"caption_shuffle": {"enable": False, "count": 3}}, "captions.shuffle_tags", False),
         ({"repeats": "5"}, "repeats", 5),
         ({"repeats": ""}, "repeats", 0),
-        ({"probability": 0}, "probability", 1.0),
         ({"max_num_samples": 10}, "max_samples", 10),
         ({"train_batch_size": 2}, "batch_size", 2),
         ({"start_epoch": 2, "end_epoch": 0}, "end_epoch", None),
@@ -83,9 +85,9 @@ def test_options_of_the_whole_config_fall_into_each_dataset(tmp_path: Path) -> N
     options = {"resolution": 512, "resolution_type": "pixel", "minimum_image_size": 64, "maximum_image_size": 2048,
                "target_downsample_size": 1024, "caption_strategy": "textfile", "instance_prompt": "p",
                "caption_dropout_probability": 0.2, "vae_cache_disable": True}  # fmt: skip
-    found = dataset(tmp_path, {"resolution": 768}, options)
+    found = dataset(tmp_path, {"resolution": 768, "crop": True}, options)
     assert (found.resolution, found.resolution_type, found.minimum_size) == (768, "pixel", 64)
-    assert (found.maximum_size, found.downsample_to) == (2048, 1024)
+    assert (found.maximum_size, found.downsample_to) == (None, 1024)
     assert (found.captions.strategy, found.captions.instance_prompt, found.captions.dropout) == ("textfile", "p", 0.2)
     assert found.cache_latents == "none"
 
@@ -270,9 +272,20 @@ def test_several_references_are_used_together_or_refused(tmp_path: Path) -> None
 
 def test_uniform_sampling_matters_with_more_than_one_dataset(tmp_path: Path) -> None:
     options = {"data_backend_sampling": "uniform"}
-    resolve(tmp_path, options, datasets=[ENTRY])
+    assert resolve(tmp_path, options, datasets=[ENTRY]).config.training.dataset_weights == "size"
     two = [ENTRY, {**ENTRY, "id": "b"}]
-    assert list(problems(tmp_path, options, datasets=two)) == ["data_backend_sampling"]
+    assert resolve(tmp_path, options, datasets=two).config.training.dataset_weights == "equal"
+    assert resolve(tmp_path, {}, datasets=two).config.training.dataset_weights == "size"
+    assert list(problems(tmp_path, {"data_backend_sampling": "evenly"}, datasets=two)) == ["data_backend_sampling"]
+
+
+def test_a_dataset_with_probability_0_is_not_trained_on(tmp_path: Path) -> None:
+    two = [ENTRY, {**ENTRY, "id": "b", "probability": 0}, {**ENTRY, "id": "c", "probability": "0.5"}]
+    resolved = resolve(tmp_path, {}, datasets=two)
+    assert [(one.disabled, one.probability) for one in resolved.config.datasets] == [
+        (False, 1.0), (True, 1.0), (False, 0.5)
+    ]  # fmt: skip
+    assert any("probability: 0" in note for note in resolved.notes)
 
 
 def test_where_embeddings_are_cached(tmp_path: Path) -> None:
@@ -322,7 +335,6 @@ def test_storage_we_do_not_read_is_one_problem(tmp_path: Path, storage: Any) -> 
         ({"type": "in_memory", "in_memory": {"compression": "gzip"}}, "[0].in_memory.compression", "compression"),
         ({"dataset_type": "video", "video": {"frames": 3}}, "[0].video.frames", "num_frames"),
         ({"caption_shuffle": {"enable": True, "split_on": "dash"}}, "[0].caption_shuffle.split_on", "comma"),
-        ({"caption_shuffle": {"enable": True, "include_original": False}}, "[0].caption_shuffle.include_original", ""),
         ({"caption_strategy": "parquet"}, "[0].parquet", "parquet"),
         ({"caption_strategy": "instanceprompt"}, "[0].instance_prompt", "instance_prompt"),
         ({"instance_data_dir": None}, "[0].instance_data_dir", "instance_data_dir"),
@@ -331,7 +343,7 @@ def test_storage_we_do_not_read_is_one_problem(tmp_path: Path, storage: Any) -> 
         ({"dataset_type": "vidoe"}, "[0].dataset_type", "video"),
         ({"dataset_type": "caption"}, "[0].dataset_type", ""),
         ({"conditioning_type": "controlnet"}, "[0].conditioning_type", ""),
-        ({"crop_aspect_buckets": [{"aspect_bucket": 1, "weight": 1}]}, "[0].crop_aspect_buckets", "[1.0"),
+        ({"crop": True, "crop_aspect_buckets": [{"aspect_bucket": 1}]}, "[0].crop_aspect_buckets", "[1.0"),
         ({"maximum_image_size": 2048}, "[0].maximum_image_size", "target_downsample_size"),
         ({"crop": True, "crop_aspect": "closest"}, "[0].crop_aspect_buckets", "[1.0"),
         ({"disabled": "perhaps"}, "[0].disabled", "true or false"),

@@ -241,7 +241,7 @@ def test_mistakes_in_a_lycoris_file(tmp_path: Path, changes: dict[str, Any], key
 
 
 def test_a_lycoris_file_that_is_not_there(tmp_path: Path) -> None:
-    assert "no file there" in problems(tmp_path, {"lora_type": "lycoris"})["lycoris_config"].expected
+    assert "no such file" in problems(tmp_path, {"lora_type": "lycoris"})["lycoris_config"].expected
 
 
 def test_sidecars_are_found_from_the_working_folder_and_from_the_project(

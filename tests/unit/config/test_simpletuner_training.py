@@ -85,20 +85,43 @@ def test_a_constant_schedule_with_a_warmup_has_one(tmp_path: Path) -> None:
     found = config(tmp_path, {"lr_scheduler": "constant", "lr_warmup_steps": 5}).schedule
     assert (found.name, found.warmup_steps) == ("constant_with_warmup", 5)
     assert config(tmp_path, {"lr_scheduler": "constant"}).schedule.name == "constant"
-    assert any("half the period" in note for note in resolve(tmp_path, {"lr_scheduler": "cosine"}).notes)
 
 
-def test_huber_needs_a_constant_delta(tmp_path: Path) -> None:
-    assert list(problems(tmp_path, {"loss_type": "huber"})) == ["huber_schedule"]
+def test_a_cosine_is_simpletuners_wave_and_one_flag_makes_it_a_fall(tmp_path: Path) -> None:
+    resolved = resolve(tmp_path, {"lr_scheduler": "cosine", "lr_warmup_steps": 50})
+    found = resolved.config.schedule
+    assert (found.name, found.half_period, found.warmup_steps, found.end_lr) == ("cosine", 50, 0, 4e-7)
+    assert any("--set schedule.half_period=null" in note for note in resolved.notes)
+    assert config(tmp_path, {"lr_scheduler": "cosine"}).schedule.half_period == 1000
+    one_fall = resolve(tmp_path, {"lr_scheduler": "cosine"}, overrides=["schedule.half_period=null"])
+    assert one_fall.config.schedule.half_period is None
+
+
+def test_huber_follows_the_noise_level_unless_told_otherwise(tmp_path: Path) -> None:
+    assert config(tmp_path, {"loss_type": "huber"}).objective.huber_schedule == "snr"
     found = config(tmp_path, {"loss_type": "huber", "huber_schedule": "constant", "huber_c": 0.2}).objective
-    assert (found.loss, found.huber_delta) == ("huber", 0.2)
+    assert (found.loss, found.huber_delta, found.huber_schedule) == ("huber", 0.2, "constant")
+
+
+def test_sdxl_batches_share_the_timesteps_out_unless_told_otherwise(tmp_path: Path) -> None:
+    assert config(tmp_path, SDXL, datasets=IMAGES).objective.stratified
+    assert not config(tmp_path, {**SDXL, "disable_segmented_timestep_sampling": True}).objective.stratified
+    assert not config(tmp_path, {}).objective.stratified
+
+
+def test_the_guidance_flux_is_trained_with(tmp_path: Path) -> None:
+    flux = {"model_family": "flux", "model_flavour": "dev"}
+    assert config(tmp_path, flux, datasets=IMAGES).objective.guidance is None
+    assert config(tmp_path, {**flux, "flux_guidance_value": 3.5}).objective.guidance == 3.5
+    changes = {**flux, "flux_guidance_mode": "random-range", "flux_guidance_value": 3.5}
+    assert list(problems(tmp_path, changes)) == ["flux_guidance_mode"]
 
 
 @pytest.mark.parametrize(
     ("name", "ours", "decay"),
     [("adamw_bf16", "adamw", 0.01), ("optimi-lion", "lion", 0.0), ("optimi-adamw", "adamw", 0.0),
      ("bnb-adamw8bit", "adamw_8bit", 0.01), ("prodigy", "prodigy_plus_schedule_free", 0.0),
-     ("torch-adafactor", "adafactor", 0.0), ("torch-adam", "adamw", 0.0), ("automagic", "automagic", None)],
+     ("torch-adafactor", "torch_adafactor", 0.0), ("torch-adam", "adamw", 0.0), ("automagic", "automagic", None)],
 )  # fmt: skip
 def test_optimizers(tmp_path: Path, name: str, ours: str, decay: float | None) -> None:
     optimizer = config(tmp_path, {"optimizer": name}).optimizer

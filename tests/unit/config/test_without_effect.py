@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from gracetune.cli.config import check_file
 from gracetune.config import Environment, Resolved, load
+from gracetune.config.draft import Draft
 from gracetune.config.without_effect import Switch, switches
 from gracetune.errors import ConfigError
 from unit.config.simpletuner_files import resolve
@@ -37,6 +38,12 @@ ASKED = [
     ("datasets[0].mask.min_weight=0.5", "--set datasets[0].mask.path=FOLDER"),
     ("datasets[0].crop.style=face", "--set datasets[0].crop.enabled=true"),
     ("datasets[0].captions.keep_tags=2", "--set datasets[0].captions.shuffle_tags=true"),
+    ("datasets[0].captions.shuffle_written=false", "--set datasets[0].captions.shuffle_tags=true"),
+    ("datasets[0].captions.shuffle_trigger=true", "--set datasets[0].captions.shuffle_tags=true"),
+    ("datasets[0].captions.dropped_caption=x", "--set datasets[0].captions.dropout=0.1"),
+    ("datasets[0].captions.default_for_empty=true", "--set datasets[0].captions.default=TEXT"),
+    ("datasets[0].captions.add_trigger=false", "--set datasets[0].captions.trigger_word=WORD"),
+    ("datasets[0].mask.normalise=true", "--set datasets[0].mask.path=FOLDER"),
     ("datasets[0].captions.instance_prompt=a dog", "--set datasets[0].captions.prepend_instance_prompt=true"),
     ("training.ramp.target_effective_batch_size=8", "--set training.ramp.enabled=true"),
     ("training.ema.decay=0.9", "--set training.ema.enabled=true"),
@@ -157,10 +164,11 @@ _VALUES = st.sampled_from([row[0] for row in ASKED])
 def test_every_key_is_named_once_or_counts(tmp_path: Path, asked: list[str], kind: str) -> None:
     found = read(tmp_path, *asked, f"adapter.kind={kind}")
     named = [name.removeprefix("--set ") for note in idle(found) for name in note.partition(": no")[0].split(", ")]
-    off = {f"{switch.where}.{key}" for switch in switches(found.config) if switch.off for key in switch.keys.split()}
+    rows = [switch for switch in switches(found.config, Draft("x")) if switch.off]
+    off = {f"{switch.where}.{key}" for switch in rows for key in switch.keys.split()}
     assert sorted(named) == sorted({text.partition("=")[0] for text in asked} & off)
 
 
 def test_the_table_names_keys_there_are(tmp_path: Path) -> None:
-    rows: list[Switch] = [*switches(read(tmp_path).config)]
+    rows: list[Switch] = [*switches(read(tmp_path).config, Draft("x"))]
     assert all(set(row.keys.split()) <= set(type(row.section).model_fields) for row in rows)

@@ -8,8 +8,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from gracetune.config.dataset_config import Audio, Dataset, Video
-from gracetune.data import buckets
-from gracetune.data.buckets import Size, Unfit
+from gracetune.data import bucket_rules, buckets
+from gracetune.data.bucket_rules import Size
+from gracetune.data.buckets import Unfit
 from gracetune.data.geometry import Geometry
 from gracetune.data.refs import Bucket, Fit
 from gracetune.models.registry import GEOMETRIES
@@ -20,6 +21,7 @@ AUDIO = GEOMETRIES["stable_audio"]["open-1.0"]
 
 sizes = st.tuples(st.integers(1, 12_000), st.integers(1, 12_000))
 multiples = st.sampled_from(MULTIPLES)
+rules = st.sampled_from([*bucket_rules.RULES])
 resolutions = st.one_of(
     st.tuples(st.sampled_from(["pixel", "pixel_area"]), st.integers(64, 2048).map(float)),
     st.tuples(st.just("area"), st.floats(0.01, 4.0)),
@@ -41,9 +43,11 @@ def dataset(**values: Any) -> Dataset:
 
 
 def place(size: Size, of: Dataset, multiple: int, variant: int = 0, digest: str = "abc") -> tuple[Bucket, Fit]:
+    geometry = Geometry("image", side_multiple=multiple, least_multiple=min(multiple, 16))
     aspect = buckets.trained_aspect(size, of, seed=1, digest=digest)
-    bucket = Bucket(*buckets.bucket_size(aspect, of, multiple))
-    return bucket, buckets.fit_picture(size, bucket, of, seed=1, digest=digest, variant=variant)
+    wanted = bucket_rules.Wanted.of(size, aspect, of, geometry)  # strips too, which a dataset leaves out
+    bucket = Bucket(*bucket_rules.RULES[of.buckets.rule].bucket(wanted))
+    return bucket, buckets.fit_picture(size, bucket, of, geometry, seed=1, digest=digest, variant=variant)
 
 
 class TestSizes:
@@ -51,7 +55,7 @@ class TestSizes:
     @given(sizes, resolutions, multiples)
     def test_sides_are_what_the_model_can_take(self, size: Size, asked: tuple[str, float], multiple: int) -> None:
         of = dataset(resolution_type=asked[0], resolution=asked[1])
-        width, height = buckets.bucket_size(buckets.rounded_aspect(size), of, multiple)
+        width, height = bucket_rules.nearest_size(buckets.rounded_aspect(size, 2), of, multiple)
         assert width % multiple == height % multiple == 0
         assert min(width, height) >= multiple
 
@@ -61,11 +65,12 @@ class TestSizes:
         self, aspect: float, asked: tuple[str, float], multiple: int
     ) -> None:
         kind, resolution = asked
-        width, height = buckets.bucket_size(aspect, dataset(resolution_type=kind, resolution=resolution), multiple)
+        of = dataset(resolution_type=kind, resolution=resolution)
+        width, height = bucket_rules.nearest_size(aspect, of, multiple)
         if kind == "pixel":
             exact = resolution * max(1.0, aspect), resolution / min(1.0, aspect)
         else:
-            edge = resolution if kind == "pixel_area" else buckets.megapixel_edge(resolution)
+            edge = resolution if kind == "pixel_area" else bucket_rules.megapixel_edge(resolution)
             exact = edge * math.sqrt(aspect), edge / math.sqrt(aspect)
         for side, wanted in zip((width, height), exact, strict=True):
             assert abs(side - wanted) <= multiple / 2 + 1e-6 or side == multiple
@@ -74,7 +79,7 @@ class TestSizes:
     @given(st.floats(0.25, 4.0), st.integers(512, 2048), multiples)
     def test_area_is_within_tolerance_of_the_target(self, aspect: float, resolution: int, multiple: int) -> None:
         """Half a step on each side of the shorter and longer edge: what rounding can do, and nothing more."""
-        width, height = buckets.bucket_size(aspect, dataset(resolution=float(resolution)), multiple)
+        width, height = bucket_rules.nearest_size(aspect, dataset(resolution=float(resolution)), multiple)
         step = multiple / 2 / resolution
         limit = step * (math.sqrt(aspect) + 1 / math.sqrt(aspect)) + step * step
         assert abs(width * height / resolution**2 - 1) <= limit + 1e-9
@@ -85,7 +90,7 @@ class TestSizes:
         self, one: float, other: float, asked: tuple[str, float], multiple: int
     ) -> None:
         of = dataset(resolution_type=asked[0], resolution=asked[1])
-        narrow, wide = (buckets.bucket_size(aspect, of, multiple) for aspect in sorted((one, other)))
+        narrow, wide = (bucket_rules.nearest_size(aspect, of, multiple) for aspect in sorted((one, other)))
         assert narrow[0] <= wide[0]
         assert narrow[1] >= wide[1]
 
@@ -96,9 +101,9 @@ class TestSizes:
     ) -> None:
         kind, resolution = asked
         assume(kind != "area" or not {resolution, resolution * factor} & {0.25, 1.0, 4.0})
-        aspect = buckets.rounded_aspect(size)
-        low = buckets.bucket_size(aspect, dataset(resolution_type=kind, resolution=resolution), multiple)
-        high = buckets.bucket_size(aspect, dataset(resolution_type=kind, resolution=resolution * factor), multiple)
+        aspect = buckets.rounded_aspect(size, 2)
+        small, large = (dataset(resolution_type=kind, resolution=resolution * by) for by in (1.0, factor))
+        low, high = (bucket_rules.nearest_size(aspect, of, multiple) for of in (small, large))
         assert low[0] <= high[0]
         assert low[1] <= high[1]
 
@@ -119,23 +124,25 @@ class TestSizes:
     )
     def test_by_example(self, size: Size, kind: str, resolution: float, multiple: int, bucket: Size) -> None:
         of = dataset(resolution_type=kind, resolution=float(resolution))
-        assert buckets.bucket_size(buckets.rounded_aspect(size), of, multiple) == bucket
+        assert bucket_rules.nearest_size(buckets.rounded_aspect(size, 2), of, multiple) == bucket
 
     def test_aspect_ratios_meet_at_two_decimals(self) -> None:
-        assert buckets.rounded_aspect((1504, 1000)) == buckets.rounded_aspect((1500, 1000)) == 1.5
-        assert buckets.rounded_aspect((1, 1000)) == 0.01
+        assert buckets.rounded_aspect((1504, 1000), 2) == buckets.rounded_aspect((1500, 1000), 2) == 1.5
+        assert buckets.rounded_aspect((1504, 1000), 3) != buckets.rounded_aspect((1500, 1000), 3)
+        assert buckets.rounded_aspect((1, 1000), 2) == 0.01
 
 
 class TestFit:
     @settings(deadline=None)
-    @given(sizes, resolutions, crops, multiples, st.integers(0, 5))
-    @example((1, 12_000), ("pixel_area", 64.0), {}, 16, 0)
+    @given(sizes, resolutions, crops, multiples, st.integers(0, 5), rules)
+    @example((1, 12_000), ("pixel_area", 64.0), {}, 16, 0, "nearest")
     def test_every_picture_covers_its_bucket_and_the_crop_is_inside(
-        self, size: Size, asked: tuple[str, float], crop: dict[str, Any], multiple: int, variant: int
+        self, size: Size, asked: tuple[str, float], crop: dict[str, Any], multiple: int, variant: int, rule: str
     ) -> None:
-        of = dataset(resolution_type=asked[0], resolution=asked[1], crop=crop)
+        of = dataset(resolution_type=asked[0], resolution=asked[1], crop=crop, buckets={"rule": rule})
         bucket, fit = place(size, of, multiple, variant)
         assert fit.original == size
+        assert bucket.width % min(multiple, 16) == bucket.height % min(multiple, 16) == 0
         assert 0 <= fit.left <= fit.resized[0] - bucket.width
         assert 0 <= fit.top <= fit.resized[1] - bucket.height
 
@@ -150,7 +157,7 @@ class TestFit:
     @settings(deadline=None)
     @given(sizes, sizes)
     def test_scaling_keeps_the_shape_to_the_pixel(self, original: Size, target: Size) -> None:
-        scaled = buckets.cover(original, target)
+        scaled = bucket_rules.cover(original, target)
         scale = max(target[0] / original[0], target[1] / original[1])
         assert scaled[0] >= target[0]
         assert scaled[1] >= target[1]
@@ -229,8 +236,26 @@ class TestFit:
         of = dataset(maximum_size=1536.0, downsample_to=1280.0)
         assert place((4000, 4000), of, 16)[1].resized == (1024, 1024)
 
+    def test_downsample_to_alone_is_for_every_picture(self) -> None:
+        of = dataset(downsample_to=1280.0, crop={"enabled": True, "style": "center"})
+        assert [place((side, side), of, 16)[1].resized[0] for side in (600, 1400, 4000)] == [1280] * 3
+
+    @settings(deadline=None)
+    @given(sizes, st.integers(256, 2048), multiples)
+    def test_at_most_enlarges_by_no_more_than_a_step(self, size: Size, resolution: int, multiple: int) -> None:
+        of = dataset(resolution=float(resolution), buckets={"rule": "at_most"})
+        assume(min(size) >= multiple and max(size) / min(size) < 16)
+        bucket, fit = place(size, of, multiple)
+        assert bucket.width * bucket.height <= max(resolution**2, multiple**2)
+        assert fit.resized[0] <= size[0] + 2 * multiple * max(1.0, size[0] / size[1])
+
 
 class TestFilters:
+    def test_a_side_may_not_be_shorter_than_minimum_edge(self) -> None:
+        of = dataset(minimum_edge=500.0)
+        assert buckets.unfit_picture((500, 3000), of) is None
+        assert buckets.unfit_picture((499, 3000), of) == Unfit("a side below minimum_edge 500", "499x3000")
+
     @pytest.mark.parametrize(
         ("kind", "limit", "passes", "fails"),
         [

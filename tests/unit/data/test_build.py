@@ -174,6 +174,11 @@ class TestKohyaFolders:
         assert [one.reason for one in index.dropped] == ["in a folder whose number is 0"]
         assert "3_sks dog (3 visits an epoch)" in note(index, "kohya")
 
+    def test_they_are_plain_folders_where_the_config_says_so(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "data", {"3_sks dog/a.png": image(), "0_off/c.png": image(seed=2)})
+        index = only(index_of(tmp_path, {"path": str(folder), "kohya_folders": False}))
+        assert [(item.visits, item.captions) for item in index.items] == [(1, ("",)), (1, ("",))]
+
     def test_the_config_s_own_number_wins_and_is_said_to(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"3_sks dog/a.png": image()})
         index = only(index_of(tmp_path, {"path": str(folder), "repeats": 1}))

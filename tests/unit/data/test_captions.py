@@ -205,6 +205,56 @@ def test_as_many_variants_as_asked_for_or_as_there_are() -> None:
     assert shuffles("", shuffling(variants=5), 1) == ("",)
 
 
+def test_the_order_as_written_may_be_left_to_chance() -> None:
+    options = Captions(shuffle_tags=True, shuffle_variants=3, shuffle_written=False)
+    first = Counter(shuffles("a, b, c", options, seed)[0] for seed in range(1200))
+    assert len(first) == 6
+    assert all(count == pytest.approx(200, rel=0.3) for count in first.values())
+    assert len(shuffles("a, b, c", options, 1)) == 3
+    assert shuffles("one sentence", options, 1) == ("one sentence",)
+
+
+def test_visits_take_their_orders_in_turn_until_a_hundred_are_used_up() -> None:
+    options = Captions(shuffle_tags=True, shuffle_variants="visits", shuffle_written=False, split_lines=False)
+    text = ", ".join("abcdefgh")
+    short, long = (shuffles(text, options, 1, visits=visits) for visits in (7, 5000))
+    assert (len(short), len(long)) == (7, 100)
+    assert long[:7] == short  # a longer run begins as a shorter one
+    taken = [caption_ref(long, options, 1, 3, visit=visit).text for visit in range(250)]
+    assert taken[:100] == [*long] == taken[100:200]
+
+
+def test_lines_are_visited_in_turn_too() -> None:
+    captions = book({"a.txt": b"a, b, c, d\nu, v, w, x"}, shuffle_tags=True, shuffle_variants="visits")
+    found = captions.variants(captions.find("a.png"), 1, visits=5)
+    assert [text[0] in "abcd" for text in found[2:]] == [True, False] * 5
+
+
+def test_a_trigger_word_may_move_with_a_tag() -> None:
+    options = {"shuffle_tags": True, "shuffle_variants": 60, "shuffle_written": False, "trigger_word": "sks"}
+    captions = book({"a.txt": b"a, b, c"}, **options, shuffle_trigger=True)
+    found = captions.variants(captions.find("a.png"), 1)
+    assert len(found) == 18  # each of six orders with the word in front of one of three tags
+    assert {text.split(", ").index(tag) for text in found for tag in text.split(", ") if "sks" in tag} == {0, 1, 2}
+    captions = book({"a.txt": b"a, b, c"}, **options)
+    assert all(text.startswith("sks ") for text in captions.variants(captions.find("a.png"), 1))
+
+
+def test_a_trigger_word_that_is_not_added_still_fills_its_place() -> None:
+    captions = book({"a.txt": b"a [trigger]", "b.txt": b"a cat"}, trigger_word="sks", add_trigger=False)
+    assert captions.variants(captions.find("a.png"), 1) == ("a sks",)
+    assert captions.variants(captions.find("b.png"), 1) == ("a cat",)
+
+
+def test_an_empty_caption_may_take_the_default_too() -> None:
+    files = {"a.txt": b" \n", "b.txt": b"own"}
+    for asked, expected in ((False, Found(("",), "empty")), (True, Found(("x",), "default"))):
+        captions = book(files, default="x", default_for_empty=asked)
+        assert captions.find("a.png") == expected
+        assert captions.find("b.png") == Found(("own",), "own")
+        assert captions.find("c.png") == Found(("x",), "default")
+
+
 def test_every_order_is_equally_likely() -> None:
     counts = Counter(shuffles("a, b, c", shuffling(), seed)[1] for seed in range(3000))
     assert len(counts) == 5
@@ -244,14 +294,15 @@ def test_dropout_depends_on_seed_and_index_alone() -> None:
 
 def test_a_caption_ref_names_its_variant() -> None:
     variants = ("a cat", "a black cat", "a small cat")
-    refs = [caption_ref(variants, 0.25, 1, index) for index in range(2000)]
+    options = Captions(dropout=0.25, dropped_caption="sks ")
+    refs = [caption_ref(variants, options, 1, index, visit=0) for index in range(2000)]
     kept = [ref for ref in refs if not ref.dropped]
     assert len(kept) / len(refs) == pytest.approx(0.75, abs=0.05)
     assert all(ref.text == variants[ref.variant] for ref in kept)
-    assert all((ref.text, ref.variant) == ("", 0) for ref in refs if ref.dropped)
+    assert all((ref.text, ref.variant) == ("sks ", 0) for ref in refs if ref.dropped)
     assert all(count == pytest.approx(500, rel=0.2) for count in Counter(ref.variant for ref in kept).values())
     # A draw of its own: dropped or not says nothing about which variant.
-    assert {caption_ref(variants, 0.0, 1, index).variant for index in range(50)} == {0, 1, 2}
+    assert {caption_ref(variants, Captions(), 1, index, visit=0).variant for index in range(50)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from gracetune.data.errors import DataError
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import EpochEnd, Exhausted, Loader, OtherDataError, Outcome
 from gracetune.data.refs import BatchRef, SampleRef
+from gracetune.data.sampler import Mixing
 from unit.data.folders import made_up
 
 Schedule = list[int]
@@ -412,3 +414,120 @@ def test_two_seeds_give_two_orders_and_one_seed_gives_one() -> None:
         return [batch.samples[0].path for _ in range(30) if isinstance(batch := loader.next_batch(), BatchRef)]
 
     assert paths(1) == paths(1) != paths(2)
+
+
+# -- datasets in turn, and batches that are filled ---------------------------------------------------------------------
+
+
+@st.composite
+def mixed(draw: st.DrawFn) -> DataIndex:
+    """Datasets of which some come every second step, some in turn; batches are filled or not."""
+    datasets = [
+        {
+            "counts": draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)),
+            "repeats": draw(st.integers(0, 1)),
+            "even_steps": position > 0 and draw(st.booleans()),
+            "turn": draw(st.one_of(st.none(), st.integers(0, 2))),
+            "corrupt_threshold": 1.0,
+        }
+        for position in range(draw(st.integers(1, 4)))
+    ]
+    mixing = Mixing(draw(st.booleans()), draw(st.booleans()), tuple(draw(st.lists(st.integers(3, 9), max_size=2))))
+    return replace(made_up(*datasets, seed=draw(st.integers(0, 50))), mixing=mixing)
+
+
+def walk(loaders: list[Loader], steps: int, per_step: int, begin: int = 0) -> list[list[Outcome]]:
+    """What all ranks get in some steps of several batches, call by call."""
+    found: list[list[Outcome]] = []
+    for step in range(begin, begin + steps):
+        batches = 0
+        while batches < per_step:
+            outcomes = [loader.next_batch(2, step=step) for loader in loaders]
+            batches += isinstance(outcomes[0], BatchRef)
+            found.append(outcomes)
+    return found
+
+
+class TestMixing:
+    @settings(max_examples=25, deadline=None)
+    @given(mixed(), st.integers(0, 12), st.integers(1, 3), worlds)
+    def test_a_resumed_run_goes_on_exactly(self, index: DataIndex, before: int, per_step: int, world_size: int) -> None:
+        whole = ranks(index, world_size)
+        walk(whole, before, per_step)
+        state = json.loads(json.dumps(whole[0].state_dict()))
+        resumed = ranks(index, world_size)
+        for loader in resumed:
+            loader.load_state_dict(state)
+        assert walk(resumed, 10, per_step, before) == walk(whole, 10, per_step, before)
+
+    @settings(max_examples=25, deadline=None)
+    @given(mixed(), st.integers(1, 3), st.integers(1, 12))
+    def test_what_is_foreseen_over_several_steps_comes(self, index: DataIndex, per_step: int, depth: int) -> None:
+        plain, foreseeing = Loader(index, batch_size=2), Loader(index, batch_size=2)
+        for step in range(12):
+            done = 0
+            while done < per_step:
+                coming = foreseeing.peek(depth, 2, step=step, per_step=per_step, done=done)
+                ahead = Loader(index, batch_size=2)
+                ahead.load_state_dict(plain.state_dict())
+                expected: list[Outcome] = []
+                at, batches = step, done
+                while len(expected) < depth:
+                    outcome = ahead.next_batch(2, step=at)
+                    batches += isinstance(outcome, BatchRef)
+                    expected.append(outcome)
+                    at = step + batches // per_step
+                assert [*coming] == expected
+                first = foreseeing.next_batch(2, step=step)
+                assert first == plain.next_batch(2, step=step) == expected[0]
+                done += isinstance(first, BatchRef)
+
+    @settings(max_examples=25, deadline=None)
+    @given(mixed(), worlds)
+    def test_ranks_together_are_the_sequence_of_one(self, index: DataIndex, world_size: int) -> None:
+        alone = ranks(index, 1)[0]
+        sizes = [alone.next_batch(2 * world_size, step=step) for step in range(20)]
+        shared = [[loader.next_batch(2, step=step) for loader in loaders] for loaders in [ranks(index, world_size)]
+                  for step in range(20)]  # fmt: skip
+        assert [together(outcomes) for outcomes in shared] == [together([outcome]) for outcome in sizes]
+
+    @settings(max_examples=25, deadline=None)
+    @given(mixed())
+    def test_steps_and_datasets(self, index: DataIndex) -> None:
+        """Even steps have samples of their datasets alone; each of these comes once before any comes again."""
+        loader = Loader(index, batch_size=1)
+        even = {one.id for one in index.datasets if one.dataset.even_steps}
+        seen: dict[str, list[str]] = {}
+        for step in range(40):
+            while not isinstance(outcome := loader.next_batch(1, step=step), BatchRef):
+                pass
+            (sample,) = outcome.samples
+            seen.setdefault(sample.dataset, []).append(sample.path)
+            if even:
+                assert (sample.dataset in even) == index.mixing.is_even_turn(step)
+        for one in index.datasets:
+            paths, visits = seen.get(one.id, []), sum(item.visits for item in one.items)
+            whole = [Counter(paths[at : at + visits]) for at in range(0, len(paths) - visits + 1, visits)]
+            expected = Counter({item.path: item.visits for item in one.items})
+            assert not one.dataset.even_steps or all(found == expected for found in whole)
+
+    @settings(max_examples=25, deadline=None)
+    @given(mixed(), st.integers(0, 10))
+    def test_excluding_a_file_loses_nothing_else(self, index: DataIndex, before: int) -> None:
+        loader = Loader(index, batch_size=2)
+        walk([loader], before, 1)
+        victim = index.datasets[-1].items[0].path
+        if len(index.datasets[-1].items) > 1:
+            loader.exclude({index.datasets[-1].id: {victim: "damaged"}})
+            after = [outcome for (outcome,) in walk([loader], 20, 1, before) if isinstance(outcome, BatchRef)]
+            assert all(sample.path != victim for batch in after for sample in batch.samples)
+
+    def test_filled_batches_have_the_size_asked_for_and_noise_of_their_own(self) -> None:
+        index = replace(made_up({"counts": [1, 3]}), mixing=Mixing(fill=True))
+        loader = Loader(index, batch_size=4, epochs=1)
+        batches = [loader.next_batch(), loader.next_batch()]
+        assert [len(batch.samples) for batch in batches if isinstance(batch, BatchRef)] == [4, 4]
+        assert [index for batch in batches if isinstance(batch, BatchRef) for index in batch.indexes] == [*range(8)]
+        assert loader.next_batch() == EpochEnd(0, samples=8, batches=2, short_batches=0)
+        alone = next(batch for batch in batches if isinstance(batch, BatchRef) and batch.bucket.width == 64)
+        assert len({sample.path for sample in alone.samples}) == 1

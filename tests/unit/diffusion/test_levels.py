@@ -115,6 +115,35 @@ class TestDistributions:
         assert set(sampler.levels(0, range(50))) == {1.0}
 
 
+class TestPartsOfABatch:
+    def test_each_sample_has_a_part_of_the_levels_of_its_own(self) -> None:
+        sampler = LevelSampler(Uniform(), stratified=True)
+        for first in range(0, 400, 4):
+            levels = sampler.levels(5, range(first, first + 4))
+            assert [math.floor(4 * level) for level in levels] == [3, 2, 1, 0]
+
+    def test_all_of_them_have_the_same_levels_as_without_parts(self) -> None:
+        sampler = LevelSampler(LogitNormal(), shift=3.0, stratified=True)
+        levels = [level for first in range(0, DRAWS, 4) for level in sampler.levels(5, range(first, first + 4))]
+        asked = objective(timesteps="sigmoid", flow_shift=3.0)
+        assert furthest(levels, lambda level: true_share(asked, 3.0, level)) < LIMIT
+
+
+class TestTerminal:
+    def test_levels_are_compressed_above_it(self) -> None:
+        asked = objective(timesteps="uniform", flow_shift=2.0, shift_terminal=0.2)
+        sampler = LevelSampler.from_config(asked, Flow())
+        plain = LevelSampler.from_config(objective(timesteps="uniform", flow_shift=2.0), Flow())
+        levels = sampler.levels(1, range(200))
+        assert min(levels) >= 0.2
+        expected = [0.2 + 0.8 * level for level in plain.levels(1, range(200))]
+        assert levels == pytest.approx(expected, abs=1e-6)
+
+    def test_is_for_flow_matching_only(self) -> None:
+        with pytest.raises(ConfigError, match="remove shift_terminal"):
+            LevelSampler.from_config(objective(shift_terminal=0.02), TABLE)
+
+
 class TestDraws:
     def test_depend_on_the_seed_and_the_sample_alone(self) -> None:
         sampler = LevelSampler(LogitNormal())
@@ -148,7 +177,10 @@ def samplers(draw: st.DrawFn) -> LevelSampler:
     bounds = sorted(draw(st.tuples(st.floats(0, 1), st.floats(0, 1))))
     assume(bounds[1] - bounds[0] > 1e-3)
     bias, shift = draw(st.sampled_from(["balanced", "content", "style"])), draw(st.floats(0.2, 12))
-    sampler = LevelSampler(distribution, bias, shift, (bounds[0], bounds[1]))
+    sampler = LevelSampler(
+        distribution, bias, shift, (bounds[0], bounds[1]), biased_window=draw(st.booleans()),
+        terminal=draw(st.sampled_from([0.0, 0.02, 0.3])),
+    )  # fmt: skip
     try:
         sampler._check()
     except ConfigError:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.config.run_config import Objective
+from gracetune.diffusion.measured_weights import MEASURED
 from gracetune.diffusion.schedule import Cosine, Ddpm, Flow, NoiseSchedule, Prediction
 from gracetune.diffusion.weighting import Weighting, bell_weight, element_losses, sample_losses, snr
 
@@ -116,6 +117,15 @@ class TestFlow:
         elsewhere = Weighting.from_config(objective(timesteps="weighted"), table())
         assert elsewhere.warning is not None
         assert torch.equal(elsewhere.weights(table(), LEVELS), torch.ones(6))
+
+    def test_weights_by_level_have_a_name_of_their_own(self) -> None:
+        assert torch.equal(weights(Flow(), timesteps="sigmoid", timestep_weights="bell"), bell_weight(LEVELS))
+        half = weights(Flow(), timestep_weights="half_bell")
+        assert torch.equal(half[LEVELS > 0.5], bell_weight(LEVELS[LEVELS > 0.5]))
+        assert set(half[LEVELS <= 0.5].tolist()) == {float(bell_weight(torch.tensor([0.5])))}
+        ends = Weighting.from_config(objective(timestep_weights="measured"), Flow())
+        assert ends.weights(Flow(), torch.tensor([1.0, 0.0])).tolist() == pytest.approx([MEASURED[0], MEASURED[-1]])
+        assert sum(MEASURED) / len(MEASURED) == pytest.approx(1, abs=1e-6)
 
 
 class TestLosses:

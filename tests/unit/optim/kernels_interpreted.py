@@ -24,8 +24,7 @@ def agree(shape: tuple[int, ...], dtype: torch.dtype, decay: float, limits: Limi
     ours = [torch.randn(shape, generator=draw).to(dtype).requires_grad_() for _ in range(3)]
     plain = [parameter.detach().clone().requires_grad_() for parameter in ours]
     stacks = [
-        kind.of(parameters, ["a", "b", "c"], rule.grid.stored(1e-5), rule.grid.dtype)
-        for kind, parameters in ((CudaStack, ours), (Stack, plain))
+        kind.of(parameters, ["a", "b", "c"], 1e-5, rule) for kind, parameters in ((CudaStack, ours), (Stack, plain))
     ]
     for step in range(5):
         active = [0, 2] if step == 2 else [0, 1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +34,12 @@ class Model(nn.Module):
 
 def optimizer_of(model: nn.Module, name: str) -> tuple[torch.optim.Optimizer, dict[str, torch.Tensor]]:
     groups = [ParamGroup("", "", dict(model.named_parameters()))]
-    asked = {"name": name, "lr": 1e-3, "weight_decay": 0.01}
+    name, _, rates = name.partition(" ")
+    asked: dict[str, Any] = {"name": name, "lr": 1e-3, "weight_decay": 0.01}
     if name == "automagic":
         asked["limits"] = {"lr_bump": 1e-4, "max_lr": 1e-1}
+    if rates:
+        asked["options"] = {"rates": rates}
     return build_optimizer(Asked.model_validate(asked), groups), parameter_names(groups)
 
 
@@ -86,7 +90,7 @@ def run(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     try:
-        for name in ("automagic", "adamw", "lion"):
+        for name in ("automagic", "automagic upstream", "adamw", "lion"):
             check(name)
         dist.barrier()
     finally:

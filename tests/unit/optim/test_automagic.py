@@ -195,6 +195,24 @@ class TestEdges:
         with pytest.raises(ValueError, match="beta2"):
             Automagic(named(made([(2, 2)])), **changes)  # type: ignore[arg-type]
 
+    def test_rates_have_two_kinds(self) -> None:
+        with pytest.raises(ValueError, match="exact or upstream"):
+            Automagic(named(made([(2, 2)])), rates="int8")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="exact rates only"):
+            Automagic(named(made([(2, 2)])), rates="upstream", fused=True)
+
+    def test_rates_in_8_bits_are_left_alone_by_a_step_that_is_left_out(self) -> None:
+        parameters = made([(4, 4), (4,)])
+        optimizer = Automagic(named(parameters), rates="upstream")
+        give(parameters, 1)
+        optimizer.step()
+        before = optimizer.named_state().tensors
+        optimizer.found_inf = torch.ones(())
+        give(parameters, 2)
+        optimizer.step()
+        after = optimizer.named_state().tensors
+        assert all(torch.equal(after[key], tensor) for key, tensor in before.items())
+
     def test_eps_may_be_a_pair(self) -> None:
         assert Automagic(named(made([(2, 2)])), eps=(1e-20, 1e-3)).param_groups[0]["eps"] == 1e-20
 
@@ -239,6 +257,18 @@ class TestState:
             give(again, number)
             resumed.step()
         assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+
+    @pytest.mark.parametrize(("saved", "loaded"), [("exact", "upstream"), ("upstream", "exact")])
+    def test_rates_change_between_8_bits_and_exact_ones(self, saved: Any, loaded: Any) -> None:
+        parameters = made([(6, 4), (3,)])
+        optimizer = Automagic(named(parameters), lr=1e-5, rates=saved)
+        for number in range(4):
+            give(parameters, number)
+            optimizer.step()
+        other = Automagic(named(parameters), rates=loaded)
+        other.load_named_state(optimizer.named_state())
+        means = [next(iter(one.learning_rates().values())) for one in (optimizer, other)]
+        assert float(means[1]) == pytest.approx(float(means[0]), rel=0.02)
 
     def test_is_a_copy(self) -> None:
         parameters, optimizer = trained(range(3), [(4, 4)])

@@ -22,16 +22,21 @@ def move(held: dict[str, torch.Tensor], seed: int) -> None:
         parameter.add_(torch.randn(3, 2, generator=draw).to(parameter.dtype))
 
 
-@given(st.floats(0.01, 0.9999), st.integers(1, 4), st.integers(0, 12))
-def test_follows_its_formula(decay: float, every: int, steps: int) -> None:
+@given(st.floats(0.01, 0.9999), st.integers(1, 4), st.integers(0, 12), st.booleans(), st.integers(0, 6))
+def test_follows_its_formula(decay: float, every: int, steps: int, ramp: bool, copied: int) -> None:
     held = parameters()
-    ema = Ema(held, decay=decay, update_every=every)
+    ema = Ema(held, decay=decay, update_every=every, ramp=ramp, copy_until=copied)
     expected = {name: parameter.detach().double() for name, parameter in held.items()}
     for step in range(1, steps + 1):
         move(held, step)
         ema.update()
+        kept = decay
+        if copied:
+            kept = 0.0 if step < copied else decay
+        elif ramp:
+            kept = 0.0 if step == 1 else min(decay, step / (step + 9))
         if step % every == 0:
-            expected = {name: decay * expected[name] + (1 - decay) * held[name].detach().double() for name in held}
+            expected = {name: kept * expected[name] + (1 - kept) * held[name].detach().double() for name in held}
     for name, average in ema.averages.items():
         torch.testing.assert_close(average.double(), expected[name], rtol=1e-5, atol=1e-5)
 

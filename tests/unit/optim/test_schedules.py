@@ -197,9 +197,32 @@ class TestBuilding:
             scheduler.step()
 
 
-def test_a_simpletuner_config_is_told_how_our_sine_differs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("warmup", "said"), [(0, "whole waves"), (40, "is a wave in SimpleTuner, and here too")])
+def test_a_simpletuner_config_is_told_what_sine_is(tmp_path: Path, warmup: int, said: str) -> None:
     example = Path(__file__).parents[3] / "examples" / "gh200_large_batch.json"
-    asked = {**json.loads(example.read_text()), "lr_scheduler": "sine"}
+    asked = {**json.loads(example.read_text()), "lr_scheduler": "sine", "lr_warmup_steps": warmup}
     (tmp_path / "c.json").write_text(json.dumps(asked))
-    notes = load(tmp_path / "c.json", environment=Environment({})).notes
-    assert any("lr_scheduler" in note and "whole waves" in note for note in notes)
+    resolved = load(tmp_path / "c.json", environment=Environment({}))
+    assert any("lr_scheduler" in note and said in note for note in resolved.notes)
+    assert resolved.config.schedule.half_period == (warmup or None)
+
+
+class TestWaves:
+    def test_take_half_a_period_from_top_to_bottom(self) -> None:
+        asked = schedule("cosine", half_period=10, end_lr=1e-4)
+        rates = [learning_rate(step, 40, asked, 1e-3) for step in range(41)]
+        assert rates[0] == rates[20] == rates[40] == 1e-3
+        assert rates[10] == rates[30] == pytest.approx(1e-4)
+        sine = [learning_rate(step, 40, schedule("sine", half_period=10), 1e-3) for step in range(16)]
+        assert (sine[0], sine[5], sine[15]) == (pytest.approx(5e-4), pytest.approx(1e-3), pytest.approx(0, abs=1e-12))
+
+    def test_have_no_warm_up_and_others_no_half_period(self) -> None:
+        _, notes = effective(schedule("cosine", half_period=10, warmup_steps=5, cycles=2), "adamw")
+        assert len(notes) == 2
+        assert "schedule.warmup_steps" in notes[0]
+        assert "cosine with `half_period` has none" in notes[1]
+        _, notes = effective(schedule("linear", half_period=10), "adamw")
+        assert notes == ("schedule.half_period: linear has none; cosine and sine do",)
+        build_schedule(
+            optimizer(1e-3), schedule("cosine", half_period=3, warmup_steps=50), optimizer_name="adamw", total=5
+        )

@@ -231,5 +231,7 @@ class Dialect:
     """Every mapping of such a file by its name."""
     settle: tuple[Callable[[Draft], None], ...] = ()
     """What follows from values that flags may have changed."""
+    finds_beside: bool = False
+    """What a file names is looked for in its own folder first, then in the working folder."""
     variables_in_text: bool = False
     """`${NAME}` is filled in before a file is parsed, which need not be well-formed until then."""

@@ -17,7 +17,7 @@ from gracetune.data.errors import UnreadableMediaError
 from gracetune.data.media.audio import opened_sound
 from gracetune.data.media.cut_off import refuse_cut_off
 from gracetune.data.media.image import MAX_PIXELS, Bytes, damage_named, open_header, size_upright, too_large
-from gracetune.data.media.video import Video, opened, size_shown
+from gracetune.data.media.video import Video, opened, shown_packets, size_shown
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,7 @@ def probe_audio(backend: Backend, path: str) -> AudioFacts:
 
 def _length(video: Video) -> tuple[int, float]:
     """Frames and seconds, from the packets. What headers say is often missing and sometimes wrong."""
-    shown = [
-        (packet.pts, packet.duration or 0)
-        for packet in video.container.demux(video.stream)
-        if packet.pts is not None and packet.size and not packet.is_discard
-    ]
-    if not shown:
-        raise UnreadableMediaError(video.path, "its frames carry no timestamps; put it into an mp4 or mkv file")
-    shown.sort()
+    shown = shown_packets(video)
     (first, _), (last, lasting) = shown[0], shown[-1]
     if not lasting:
         rate = video.stream.guessed_rate or video.stream.average_rate

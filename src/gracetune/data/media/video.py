@@ -43,6 +43,7 @@ def decode_video(
 ) -> list[Image.Image]:
     """`bucket.frames` pictures of exactly the bucket's size. One thread: the loader's workers are the parallelism."""
     reading = _Reading()
+    times = None if clip.numbers is None else _times_of(stream, path, clip.numbers)
     while True:
         with opened(stream, path, seeks=reading.seeks) as video:
             video.stream.codec_context.thread_count = threads
@@ -51,7 +52,7 @@ def decode_video(
             previous = None
             try:
                 # Frames are let go of one by one: a clip of them at full size may not fit into memory.
-                for frame in _wanted(video, clip, bucket.frames, reading):
+                for frame in _wanted(video, clip, bucket.frames, reading, times):
                     # A frame that is on screen twice is converted once.
                     again = frame is previous
                     pictures.append(pictures[-1] if again else _fitted(painter.picture(frame), path, fit, bucket))
@@ -192,7 +193,31 @@ _TRANSPOSES = {
 _SIDEWAYS = {turn for signs, turn in _TRANSPOSES.items() if signs[0] == 0}
 
 
-def _wanted(video: Video, clip: Clip, count: int, reading: _Reading) -> Iterator[VideoFrame]:
+def shown_packets(video: Video) -> list[tuple[int, int]]:
+    """Time and duration of every frame that is shown, in ticks and in the order they are shown. Decodes nothing."""
+    shown = [
+        (packet.pts, packet.duration or 0)
+        for packet in video.container.demux(video.stream)
+        if packet.pts is not None and packet.size and not packet.is_discard
+    ]
+    if not shown:
+        raise UnreadableMediaError(video.path, "its frames carry no timestamps; put it into an mp4 or mkv file")
+    return sorted(shown)
+
+
+def _times_of(stream: BinaryIO, path: str, numbers: tuple[int, ...]) -> list[float]:
+    """When the frames with these numbers are shown; behind the end, the last one."""
+    with opened(stream, path) as video:
+        shown = shown_packets(video)
+        times = (shown[min(number, len(shown) - 1)][0] for number in numbers)
+        return [float(time * video.tick - video.origin) for time in times]
+
+
+def _wanted(
+    video: Video, clip: Clip, count: int, reading: _Reading, times: list[float] | None = None
+) -> Iterator[VideoFrame]:
+    if times is not None:
+        return _shown_at(video, clip, times)
     if clip.spread:
         slice_ = clip.duration / count
         return _shown_at(video, clip, [clip.start + (index + 0.5) * slice_ for index in range(count)])

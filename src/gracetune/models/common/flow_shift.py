@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gracetune.config.run_config import ShiftLine
+
 MEGAPIXEL_TOKENS = 4096
 """A picture of 1024 x 1024: 8 pixels to a latent, 2 latents to a token."""
 
@@ -28,6 +30,11 @@ class ResolutionShift:
         slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
         value = self.base + slope * (tokens - self.base_tokens)
         return math.exp(value) if self.exponential else value
+
+
+def shift_along(line: ShiftLine) -> ResolutionShift:
+    """The rule that a config asks for."""
+    return ResolutionShift(line.base_image_seq_len, line.base_shift, line.max_image_seq_len, line.max_shift)
 
 
 def read_shift(scheduler: Mapping[str, Any]) -> tuple[float, ResolutionShift | None]:

@@ -34,8 +34,8 @@ from gracetune.models.spec import Expert, ModelFacts, Placement
 PIPELINES: Mapping[str, Any] = {pipeline.__name__: pipeline for pipeline in (FluxPipeline, FluxKontextPipeline)}
 TRANSFORMER = "transformer"
 TRAINING_GUIDANCE = 1.0
-"""What a model with a guidance input is told while it is trained: a picture from a dataset was not guided at all. Both
-peers train at this value."""
+"""What a model with a guidance input is given while it is trained, unless `objective.guidance` says otherwise: an image
+of a dataset was not guided at all. Both peers' default."""
 _PARTS = {
     TRANSFORMER: CONFIG,
     "vae": CONFIG,

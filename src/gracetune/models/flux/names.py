@@ -9,6 +9,7 @@ from gracetune.config.family_names import (
     Flavour,
     LoraTargets,
     RefusedFlavour,
+    ShiftPoints,
     SimpleTunerNames,
 )
 
@@ -45,10 +46,11 @@ _SIMPLETUNER = SimpleTunerNames(
             "nano": ("single_transformer_blocks.7.proj_out",),
         },
     ),
+    guidance_option="flux_guidance_value",
+    alignment=64,
     own_options=(
         "flux_fast_schedule",
         "flux_guidance_mode",
-        "flux_guidance_value",
         "flux_attention_masked_training",
         "t5_padding",
     ),
@@ -60,11 +62,21 @@ _AI_TOOLKIT = AiToolkitNames(
             ("dev", "krea", "schnell"),
             switch="is_flux",
             latent_space="flux1",
+            bucket_step=32,
             other_models={"flex.": "FLUX.1 weights: Flex is another model"},
+            shift=ShiftPoints(),
         ),
-        "flux_kontext": Arch(("kontext",), references="reference_strict"),
+        # Upstream counts a token for each latent here, four times as many as the model has.
+        "flux_kontext": Arch(
+            ("kontext",),
+            references="reference_strict",
+            bucket_step=16,
+            shift=ShiftPoints(base_tokens=64, max_tokens=1024),
+        ),
     },
     guidance_embedding="false: Flux is trained with its guidance embedding",
+    layers_note="the modulation layers of the blocks too (494 layers of FLUX.1 there, 418 here)",
+    unguided=("schnell",),
 )
 
 NAMES = FamilyNames(

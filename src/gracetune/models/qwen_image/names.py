@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from gracetune.config.family_names import AiToolkitNames, Arch, FamilyNames, Flavour, LoraTargets, SimpleTunerNames
+from gracetune.config.family_names import (
+    AiToolkitNames,
+    Arch,
+    FamilyNames,
+    Flavour,
+    LoraTargets,
+    ShiftPoints,
+    SimpleTunerNames,
+)
+
+_SHIFT = ShiftPoints(max_tokens=8192, max=0.9)
+_TERMINAL = 0.02
 
 _SIMPLETUNER = SimpleTunerNames(
     flavours={
@@ -17,18 +28,29 @@ _SIMPLETUNER = SimpleTunerNames(
     untrained_flavours=("v2.1",),
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     text_encoder_option="qwen_text_encoder_model_name_or_path",
+    auto_shift=_SHIFT,
+    alignment=32,
+    free_alignment=True,
 )
 
 _AI_TOOLKIT = AiToolkitNames(
     archs={
-        "qwen_image": Arch(("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}),
-        "qwen_image_edit": Arch(("edit",), references="reference_strict"),
+        "qwen_image": Arch(
+            ("t2i", "t2i-2512"), tags={"2512": "t2i-2512"}, shift=_SHIFT, shift_terminal=_TERMINAL, bucket_step=32
+        ),
+        "qwen_image_edit": Arch(
+            ("edit",), references="reference_strict", shift=_SHIFT, shift_terminal=_TERMINAL, bucket_step=32
+        ),
         "qwen_image_edit_plus": Arch(
             ("edit-2509", "edit-2511"),
             references="reference_loose",
             tags={"2509": "edit-2509", "2511": "edit-2511"},
+            shift=_SHIFT,
+            shift_terminal=_TERMINAL,
+            bucket_step=32,
         ),
-    }
+    },
+    layers_note="the modulation layers of the blocks too (840 layers there, 720 here)",
 )
 
 NAMES = FamilyNames(
@@ -41,6 +63,7 @@ NAMES = FamilyNames(
         Flavour("edit-2511", "Qwen/Qwen-Image-Edit-2511", "image", edits=True),
     ),
     objective="flow",
+    spaces_count=True,
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

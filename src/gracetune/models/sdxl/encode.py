@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gracetune.cache.encoder import LatentEncoder, Prompt, TextEncoder
+from gracetune.cache.encoder import LatentEncoder, PerUse, Prompt, TextEncoder
+from gracetune.config.run_config import Model
 from gracetune.data.errors import DataError
 from gracetune.data.media.load import Sample
+from gracetune.data.refs import SampleRef
 from gracetune.models.common.encoding import encoder_id, files_digest
 from gracetune.models.common.picture_latents import Codec, PictureLatents
 from gracetune.models.common.pipelines import PipelineText
@@ -38,20 +40,38 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
 
 
 def _sizes(sample: Sample) -> Entry:
+    return _time_ids(sample.ref, "original")
+
+
+def _time_ids(ref: SampleRef, kind: str) -> Entry:
     """Original size, corner of the cut and target size, each as height and width.
 
     A flipped picture is one that was flipped before it was cut: the corner is counted from the other side.
     """
-    ref, fit = sample.ref, sample.ref.fit
+    fit, bucket = ref.fit, ref.bucket
     if fit is None:
         raise DataError(f"{ref.path}: nothing says how this picture was brought to its size")
+    if kind == "bucket":
+        return {"time_ids": torch.tensor([bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]).float()}
     left, top = fit.left, fit.top
     if ref.augmentation.flip_x:
-        left = fit.resized[0] - ref.bucket.width - left
+        left = fit.resized[0] - bucket.width - left
     if ref.augmentation.flip_y:
-        top = fit.resized[1] - ref.bucket.height - top
-    width, height = fit.original
-    return {"time_ids": torch.tensor([height, width, top, left, ref.bucket.height, ref.bucket.width]).float()}
+        top = fit.resized[1] - bucket.height - top
+    width, height = fit.original if kind == "original" else fit.resized
+    return {"time_ids": torch.tensor([height, width, top, left, bucket.height, bucket.width]).float()}
+
+
+def sizes_per_use(model: Model) -> PerUse | None:
+    """What is cached are the sizes of the file: everything else is said anew at each use."""
+    kind, drops = model.size_conditioning, model.drop_size_conditioning
+    if kind == "original" and not drops:
+        return None
+
+    def sizes(ref: SampleRef) -> Entry:
+        return {"time_ids": torch.zeros(6)} if drops and ref.caption.dropped else _time_ids(ref, kind)
+
+    return sizes
 
 
 def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:

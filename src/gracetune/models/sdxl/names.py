@@ -17,6 +17,7 @@ _SIMPLETUNER = SimpleTunerNames(
     untrained_flavours=("refiner-1.0", "base-0.9", "refiner-0.9"),
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     vae=DefaultVae("madebyollin/sdxl-vae-fp16-fix", mark="sdxl-vae", title="an SDXL VAE"),
+    alignment=64,
     own_options=(
         "urepa_enabled",
         "diff2flow_enabled",
@@ -34,6 +35,11 @@ NAMES = FamilyNames(
     "sdxl",
     (Flavour("base-1.0", "stabilityai/stable-diffusion-xl-base-1.0", "image"),),
     objective="ddpm",
+    told_sizes=True,
     simpletuner=_SIMPLETUNER,
-    aitoolkit=AiToolkitNames(archs={"sdxl": Arch(("base-1.0",), switch="is_xl")}, unet=True),
+    aitoolkit=AiToolkitNames(
+        archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)},
+        unet=True,
+        layers_note="proj_in and proj_out of the attention blocks too",
+    ),
 )

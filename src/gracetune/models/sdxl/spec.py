@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder
+from gracetune.models.sdxl.encode import load_latent_encoder, load_text_encoder, sizes_per_use
 from gracetune.models.sdxl.keys import KEYS
 from gracetune.models.sdxl.load import build_denoiser, inspect, load_denoiser, load_pipeline
 from gracetune.models.sdxl.predict import predict
@@ -43,6 +43,7 @@ SPEC = ModelSpec(
     conv_targets=("ResnetBlock2D", "Downsample2D", "Upsample2D"),
     repeated_blocks=("BasicTransformerBlock",),
     build_tiny=build_tiny,
+    per_use=sizes_per_use,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False)),
     attention=AttentionCalls(dispatched=False, head_dim=64),
 )

@@ -33,23 +33,55 @@ _SIMPLETUNER = SimpleTunerNames(
     without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour, and so no default for it
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     clips=ClipLength(fps=15, seconds=5, step=8),
+    alignment=32,
+    alignments={"ti2v-5b-2.2": 64},
     own_options=(
         "t5_padding",
         "wan_force_2_1_time_embedding",
     ),
 )
 
+_SHIFT_21, _SHIFT_22 = 3.0, 5.0
+# So that the lowest of 1000 noise levels is 0.001 shifted twice, as upstream.
+_TERMINAL_21, _TERMINAL_22 = 0.0059, 0.0195
+_BOUNDARY_NOTE = (
+    "the experts meet at 0.9, where these weights switch; ai-toolkit trains the high-noise expert down to 0.875 and "
+    "the low-noise expert up to there. To do the same: --set model.expert_boundary=0.875"
+)
+
 _AI_TOOLKIT = AiToolkitNames(
     archs={
-        "wan21": Arch(("t2v-1.3b-2.1", "t2v-14b-2.1"), tags={"1b": "t2v-1.3b-2.1", "14b": "t2v-14b-2.1"}),
+        "wan21": Arch(
+            ("t2v-1.3b-2.1", "t2v-14b-2.1"),
+            tags={"1b": "t2v-1.3b-2.1", "14b": "t2v-14b-2.1"},
+            shift=_SHIFT_21,
+            shift_terminal=_TERMINAL_21,
+            bucket_step=16,
+        ),
         "wan21_i2v": Arch(
             ("i2v-14b-480p-2.1", "i2v-14b-720p-2.1"),
             starts_from_image="always",
             tags={"14b480p": "i2v-14b-480p-2.1", "14b": "i2v-14b-720p-2.1"},
+            shift=_SHIFT_21,
+            shift_terminal=_TERMINAL_21,
+            bucket_step=16,
         ),
-        "wan22_14b": Arch(("t2v-14b-2.2",)),
-        "wan22_14b_i2v": Arch(("i2v-14b-2.2",), starts_from_image="always"),
-        "wan22_5b": Arch(("ti2v-5b-2.2",), starts_from_image="do_i2v"),
+        "wan22_14b": Arch(("t2v-14b-2.2",), shift=_SHIFT_22, shift_terminal=_TERMINAL_22, bucket_step=16),
+        "wan22_14b_i2v": Arch(
+            ("i2v-14b-2.2",),
+            starts_from_image="always",
+            shift=_SHIFT_22,
+            shift_terminal=_TERMINAL_22,
+            boundary_note=_BOUNDARY_NOTE,
+            bucket_step=16,
+        ),
+        "wan22_5b": Arch(
+            ("ti2v-5b-2.2",),
+            starts_from_image="do_i2v",
+            shift=_SHIFT_22,
+            shift_terminal=_TERMINAL_22,
+            bucket_step=32,
+        ),
     },
     text_encoder_qtype="qtype",  # upstream's Wan quantises both alike
 )

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 _LIMITS = ("lr_bump", "min_lr", "max_lr")
 
 
-def _state_size(tensors: Sequence[TrainedTensors], _options: Mapping[str, Any]) -> StateSize:
-    what = "16-bit rate and sign per element, second moment factored"
-    return StateSize(factored(tensors) + 3 * elements(tensors), what)
+def _state_size(tensors: Sequence[TrainedTensors], options: Mapping[str, Any]) -> StateSize:
+    size = 8 if options.get("rates") == "upstream" else 16
+    what = f"{size}-bit rate and sign per element, second moment factored"
+    return StateSize(factored(tensors) + (size // 8 + 1) * elements(tensors), what)
 
 
 def _group_arguments(asked: Asked, stage: Stage) -> Arguments:

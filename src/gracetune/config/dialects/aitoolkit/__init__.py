@@ -11,5 +11,6 @@ AI_TOOLKIT = Dialect(
     read=read,
     tables=TABLES,
     settle=(settle_samples, settle_caches),
+    finds_beside=True,
     variables_in_text=True,
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS
+from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, OneOf, noted, refused
 
 NOT_USED = (
@@ -20,11 +23,20 @@ NOT_USED = (
         """
         diff_output_preservation diff_output_preservation_class random_triggers_max guidance_type
         clip_image_augmentations clip_image_shuffle_augmentations num_controls_from_same_folder
-        augmentation_cache_epoch do_audio audio_preserve_pitch audio_normalize
+        augmentation_cache_epoch bucket_tolerance do_audio audio_preserve_pitch audio_normalize
         """,
         IsFalse(),
     ),
 )
+
+
+@dataclass(frozen=True)
+class _OnlyWithoutBuckets(OneOf):
+    """Upstream reads the key where `buckets` is false alone."""
+
+    def holds(self, block: PeerBlock, name: str) -> bool:
+        return block.get("buckets") is not False or super().holds(block, name)
+
 
 _NO_IMAGE_INPUT = "nothing: no model of ours takes such images"
 _SIZES = "sizes and buckets follow from the resolution"
@@ -34,9 +46,8 @@ NOT_DONE = (
     refused("replacements", OneOf(([],)), "nothing: captions are taken as they are"),
     refused("token_dropout_rate", OneOf((0,)), "0: only whole captions are dropped"),
     refused("use_short_captions", OneOf((False,)), "false: each image has one caption"),
-    refused("random_scale", OneOf((False,)), f"false: {_SIZES}"),
+    refused("random_scale", _OnlyWithoutBuckets((False,)), f"false: {_SIZES}"),
     refused("scale", OneOf((1,)), f"1: {_SIZES}"),
-    refused("bucket_tolerance", OneOf((64,)), f"64: {_SIZES}"),
     refused("max_pixels_per_frame", OneOf((None,)), f"nothing: {_SIZES}"),
     refused("poi", OneOf((None,)), "nothing: images are not cut around a point"),
     refused("augments", OneOf(([],)), "nothing: list them under `augmentations`"),

@@ -18,6 +18,8 @@ from gracetune.config.draft import Draft, Origin, Path
 CONTROL_RESOLUTION = 1024
 """Upstream scales the references of Qwen-Image-Edit-2509 to this square's area, whatever the target's size."""
 UPSTREAM_FPS = 24
+LARGEST = 1e12
+"""A `maximum_size` that no image exceeds."""
 TO_DISK = "cache_latents_to_disk"
 
 
@@ -30,6 +32,7 @@ class Entry:
     trigger: Any
     trigger_key: str
     is_reg: bool
+    caches_text: bool
     video: bool
     whole_clip: bool
     from_length: bool
@@ -58,6 +61,14 @@ class Cut:
     key: str
     root: Path
 
+    @property
+    def visits(self) -> Any:
+        """Of each file in an epoch; what is no number stays what it was."""
+        block = self.entry.block
+        repeats = as_number(block.get("num_repeats"))
+        flips = 2 ** [block.get(name) for name in ("flip_x", "flip_y")].count(True)
+        return flips if repeats is None else max(1, repeats) * flips if whole(repeats) is not None else repeats
+
 
 def _resolution(block: PeerBlock, cut: Cut) -> None:
     cut.entry.put((*cut.root, "id"), cut.id, cut.key)
@@ -65,6 +76,14 @@ def _resolution(block: PeerBlock, cut: Cut) -> None:
         block.default((*cut.root, "resolution"), cut.resolution)
     else:
         cut.entry.put((*cut.root, "resolution"), cut.resolution, cut.key)
+
+
+def _buckets(block: PeerBlock, cut: Cut) -> None:
+    """Images are not enlarged, and the steps of the buckets depend on the model. `bucket_tolerance` has no say."""
+    buckets, arch = (*cut.root, "buckets"), cut.entry.job.target.arch
+    block.default((*buckets, "rule"), "at_most")
+    if arch.bucket_step is not None:
+        block.default((*buckets, "multiple"), arch.bucket_step)
 
 
 def _folder(block: PeerBlock, cut: Cut) -> None:
@@ -105,14 +124,42 @@ def _captions(block: PeerBlock, cut: Cut) -> None:
         extension = extension.lstrip(".") if isinstance(extension, str) else extension
         block.assign((*captions, "extension"), extension, name)
     block.put("keep_tokens", (*captions, "keep_tags"), as_number)
-    trigger = entry.trigger if entry.trigger and not entry.is_reg else None
     if entry.job.one_prompt:
+        own = entry.trigger if entry.trigger and not entry.is_reg else ""
         entry.put((*captions, "strategy"), "instanceprompt", entry.job.train.key("unload_text_encoder"))
-        entry.put((*captions, "instance_prompt"), trigger or "", entry.trigger_key)
+        entry.put((*captions, "instance_prompt"), own, entry.trigger_key)
         return
+    block.put("caption_dropout_rate", (*captions, "dropout"), as_number)
     block.put("default_caption", (*captions, "default"))
-    if trigger is not None:
-        entry.put((*captions, "trigger_word"), trigger, entry.trigger_key)
+    if block.get("default_caption"):
+        block.default((*captions, "default_for_empty"), True)
+    if entry.trigger:
+        entry.put((*captions, "trigger_word"), entry.trigger, entry.trigger_key)
+    if entry.trigger and entry.is_reg:
+        block.assign((*captions, "add_trigger"), False, "is_reg")
+    _dropped(block, cut)
+    _shuffled(block, cut)
+
+
+def _dropped(block: PeerBlock, cut: Cut) -> None:
+    """A trigger word is added to dropped captions too: the job's, or where texts are cached the dataset's."""
+    entry = cut.entry
+    word = entry.trigger if entry.caches_text else entry.job.process.get("trigger_word")
+    if isinstance(word, str) and word.strip() and not entry.is_reg:
+        block.default((*cut.root, "captions", "dropped_caption"), f"{word} ")
+
+
+def _shuffled(block: PeerBlock, cut: Cut) -> None:
+    """Tags come in a new order at every use, or where texts are cached in one order for each item of the list."""
+    captions, entry = (*cut.root, "captions"), cut.entry
+    block.put("shuffle_tokens", (*captions, "shuffle_tags"))
+    if block.get("shuffle_tokens") is not True:
+        return
+    visits = whole(cut.visits)
+    block.default((*captions, "shuffle_variants"), visits if entry.caches_text and visits else "visits")
+    block.default((*captions, "shuffle_written"), False)
+    if entry.trigger:
+        block.default((*captions, "shuffle_trigger"), True)
 
 
 def _cache(block: PeerBlock, cut: Cut) -> None:
@@ -163,6 +210,10 @@ def _crop(block: PeerBlock, cut: Cut) -> None:
         block.assign((*crop, "style"), "random", "random_crop")
     else:
         block.default((*crop, "style"), "center")
+    if cut.entry.random_crop and square == "buckets":
+        # Squares are cut out of images of whatever size.
+        block.default((*cut.root, "maximum_size"), LARGEST)
+        block.default((*cut.root, "downsample_to"), cut.resolution)
 
 
 def _video(block: PeerBlock, cut: Cut) -> None:
@@ -171,6 +222,7 @@ def _video(block: PeerBlock, cut: Cut) -> None:
         return
     name = "auto_frame_count" if entry.from_length else "num_frames"
     block.assign((*cut.root, "dataset_type"), "video", name)
+    block.default((*video, "frame_choice"), "numbers")
     if entry.from_length:
         block.assign((*video, "from_length"), True, name)
     else:
@@ -189,6 +241,8 @@ def _video(block: PeerBlock, cut: Cut) -> None:
 
 def _mask(block: PeerBlock, cut: Cut) -> None:
     mask = (*cut.root, "mask")
+    if block.get("mask_path") or block.get("alpha_mask") is True:
+        block.default((*mask, "normalise"), True)
     if block.get("mask_path"):
         block.put("mask_path", (*mask, "path"))
     elif as_number(block.get("mask_min_value")) == 0.1:
@@ -196,9 +250,27 @@ def _mask(block: PeerBlock, cut: Cut) -> None:
         block.draft.put((*mask, "min_weight"), 0.1, Origin("default", block.key("mask_min_value"), PEER))
 
 
-def _visits_after_the_first(value: Any) -> Any:
-    visits = as_number(value)
-    return visits - 1 if whole(visits) is not None else visits
+def _repeats(block: PeerBlock, cut: Cut) -> None:
+    """An epoch has every image `num_repeats` times, and as often again for each of its flips."""
+    visits, path = cut.visits, (*cut.root, "repeats")
+    block.default((*cut.root, "kohya_folders"), False)
+    if whole(visits) is None:
+        block.put("num_repeats", path, as_number)
+    elif block.get("num_repeats") is not None:
+        block.assign(path, visits - 1, "num_repeats")
+    elif visits > 1:
+        block.default(path, visits - 1)
+
+
+def _turns(block: PeerBlock, cut: Cut) -> None:
+    if not cut.entry.is_reg:
+        return
+    block.assign((*cut.root, "even_steps"), True, "is_reg")
+    if cut.entry.job.batches_per_step > 1:
+        key = cut.entry.job.train.key("gradient_accumulation_steps")
+        block.note(
+            f"{block.key('is_reg')}: every second optimizer step; with `{key}` ai-toolkit changes at every batch"
+        )
 
 
 def _weight(block: PeerBlock, cut: Cut) -> None:
@@ -214,22 +286,25 @@ def _weight(block: PeerBlock, cut: Cut) -> None:
 
 DATASET = section(
     KeyRule(_resolution, "resolution"),
+    KeyRule(_buckets),
     Key("batch_size", ("batch_size",), as_number),
     Key("network_weight", ("adapter_strength",), as_number),
-    Key("caption_dropout_rate", ("captions", "dropout"), as_number),
-    Key("shuffle_tokens", ("captions", "shuffle_tags")),
     Key("mask_min_value", ("mask", "min_weight"), as_number),
     Key("alpha_mask", ("mask", "from_alpha")),
     Key("invert_mask", ("mask", "invert")),
     Key("prior_reg", ("regularisation",)),
     KeyRule(_folder, "folder_path dataset_path"),
     KeyRule(_storage, "type in_memory"),
-    KeyRule(_captions, "caption_ext caption_type keep_tokens default_caption trigger_word"),
+    KeyRule(
+        _captions,
+        "caption_ext caption_type caption_dropout_rate keep_tokens shuffle_tokens default_caption trigger_word",
+    ),
     KeyRule(_cache, "cache_latents", TO_DISK, "flip_x flip_y augmentations augmentations_cache_mode"),
     KeyRule(_crop, "buckets square_crop random_crop"),
     KeyRule(_video, "num_frames auto_frame_count shrink_video_to_frames fps do_i2v"),
     KeyRule(_mask, "mask_path mask_min_value"),
-    Key("num_repeats", ("repeats",), _visits_after_the_first),
+    KeyRule(_repeats, "num_repeats"),
+    KeyRule(_turns, "is_reg"),
     KeyRule(_weight, "is_reg loss_multiplier"),
     *read_elsewhere("""
         cache_text_embeddings trim_auto_frame_count_tail controls control_path control_path_1 control_path_2

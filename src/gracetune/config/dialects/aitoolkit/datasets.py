@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,7 +22,14 @@ STORAGES = ("local", "in_memory")
 def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     entries = [_entry(block, job) for block in _blocks(process)]
     _text_cache(entries, job)
+    if job.target.names.told_sizes:
+        process.default(("model", "size_conditioning"), "bucket")
+    if any(entry.block.get("buckets") is not False for entry in entries):
+        process.default(("training", "fill_batches"), True)
     cuts = _cuts(entries)
+    process.draft.entries = [
+        tuple(at for at, cut in enumerate(cuts) if cut.entry is entry) for entry in entries
+    ] or None  # fmt: skip
     for cut in cuts:
         block = cut.entry.block
         apply(block, DATASET, cut, cut.root)
@@ -32,6 +40,22 @@ def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
     for cut in cuts:
         put_controls(cut, free)
         free += len(cut.entry.controls)
+    if entries:
+        process.note(f"on purpose not as in ai-toolkit: {', '.join(_kept(entries, job))}; see docs/fidelity.md")
+
+
+def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
+    """What is done otherwise, where that is the better way."""
+    yield "images are scaled with Lanczos (there bicubic)"
+    yield "what is transparent becomes white"
+    yield "latents are the mean of the VAE's distribution (there a sample)"
+    yield "batches are put together anew in every epoch"
+    if job.target.names.spaces_count:
+        yield "captions keep their spaces (there a second one follows each comma)"
+    if any(entry.block.get("mask_path") or entry.block.get("alpha_mask") for entry in entries):
+        yield "masks are not blurred at random"
+    if any(entry.random_crop for entry in entries):
+        yield "a random crop is drawn anew wherever latents are"
 
 
 def _cuts(entries: list[Entry]) -> list[Cut]:
@@ -74,6 +98,7 @@ def _entry(block: PeerBlock, job: AiToolkitJob) -> Entry:
         trigger=own.get("trigger_word"),
         trigger_key=own.key("trigger_word"),
         is_reg=block.flag("is_reg", False),
+        caches_text=job.caches_text or block.flag("cache_text_embeddings", False),
         video=video,
         whole_clip=block.flag("shrink_video_to_frames", True) and not from_length,
         from_length=from_length,
@@ -150,11 +175,21 @@ def _report(block: PeerBlock, entry: Entry) -> None:
         block.list_unused(HARMLESS, "fps")  # frames are spread over the whole clip, or there is only one
     if entry.from_length and not block.flag("trim_auto_frame_count_tail", True):
         block.refuse("trim_auto_frame_count_tail", "true: the tail that does not fit is cut off, not squeezed in")
+    _report_captions(block, entry)
     if block.get("keep_tokens") and block.get("shuffle_tokens"):
         block.note(f"{block.key('keep_tokens')}: these tags stay in front here; ai-toolkit shuffles them too")
     extension = block.get("caption_ext")
     if isinstance(extension, str) and extension.lstrip(".").lower() == "json":
         block.refuse("caption_ext", "txt: one caption a file, as plain text")
+
+
+def _report_captions(block: PeerBlock, entry: Entry) -> None:
+    job_word, own = entry.job.process.get("trigger_word"), block.get("trigger_word")
+    if own and job_word and own != job_word and not entry.caches_text:
+        key = block.key("trigger_word")
+        block.note(f"{key}: takes the place of the job's `{job_word}`; ai-toolkit puts both in front of a caption")
+    if entry.job.one_prompt and block.get("caption_dropout_rate"):
+        block.list_unused(HARMLESS, "caption_dropout_rate")  # every caption is the same, and stays
 
 
 def _text_cache(entries: list[Entry], job: AiToolkitJob) -> None:

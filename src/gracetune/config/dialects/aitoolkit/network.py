@@ -38,6 +38,8 @@ def _kind(block: PeerBlock, job: AiToolkitJob) -> None:
         return
     if isinstance(name, str) and name.lower() in KINDS:
         block.assign(("adapter", "kind"), KINDS[name.lower()], "type")
+        if name.lower() == "loha":
+            block.note(f"{block.key('type')}: trains LoHa here; ai-toolkit has none and trains a plain LoRA")
     elif isinstance(name, str) and name.lower() in OTHER_KINDS:
         block.refuse("type", f"one of {', '.join(KINDS)}", "without it a plain LoRA is trained")
     else:
@@ -132,6 +134,13 @@ def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
             kwargs.assign(("adapter", field), words, name)
 
 
+def _default_layers(block: PeerBlock, job: AiToolkitJob) -> None:
+    note, kwargs = job.target.names.aitoolkit.layers_note, block.get("network_kwargs")
+    named = isinstance(kwargs, dict) and kwargs.get("only_if_contains")
+    if note and not named:
+        block.note(f"{block.place}: our default layers are adapted; ai-toolkit adapts {note}; see docs/fidelity.md")
+
+
 def _pattern(word: str) -> str:
     inside = word.replace("$$", ".").removeprefix("transformer.")
     return f"*{inside}*" if inside.strip() else word
@@ -153,6 +162,7 @@ NETWORK = section(
     KeyRule(_alpha, "alpha linear_alpha"),
     KeyRule(_conv, *_CONV),
     KeyRule(_kwargs, "network_kwargs"),
+    KeyRule(_default_layers),
     KeyRule(_schedule, "alpha_schedule"),
     refused("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
     refused("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from statistics import NormalDist
-
 from gracetune.config.dialects.aitoolkit.job import AiToolkitJob
+from gracetune.config.dialects.aitoolkit.objective import OBJECTIVE
 from gracetune.config.dialects.aitoolkit.optimizer import read_optimizer, read_schedule
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.aitoolkit.train_keys import NOT_DONE, NOT_USED
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
 from gracetune.config.dialects.values import as_number, precision, real, whole
-from gracetune.config.draft import Path, Said
-from gracetune.config.spelling import misspelt
+from gracetune.config.draft import Said
 
-TIMESTEPS = {
-    "sigmoid": "sigmoid", "linear": "uniform", "weighted": "weighted", "one_step": "one_step",
-    "shift": "shift", "flux_shift": "shift", "lumina2_shift": "shift",
-}  # fmt: skip
-OTHER_TIMESTEPS = ("lognorm_blend", "next_sample", "shifted_logit_normal")
-LOSSES = {"mse": "mse", "mae": "mae"}
-OTHER_LOSSES = ("wavelet", "pixelspace", "mean_flow", "pseudo_huber", "stepped")
 ATTENTION = {
     "native": "auto", "flash": "flash_attn_2", "_flash_3": "flash_attn_3", "_flash_3_hub": "flash_attn_3",
     "_native_flash": "flash", "_native_cudnn": "cudnn", "_native_efficient": "efficient", "_native_math": "math",
 }  # fmt: skip
-_LAST_STEP = 999
 
 
 def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The newer key counts optimizer steps, the older one counts micro-batches as steps."""
+    """The newer key counts optimizer steps and sums; the older one counts micro-batches as steps."""
     name, path = "gradient_accumulation_steps", ("training", "gradient_accumulation_steps")
     newer, older = whole(as_number(block.get("gradient_accumulation"))), as_number(block.get(name))
     if older == -1:
@@ -42,10 +31,23 @@ def _accumulation(block: PeerBlock, job: AiToolkitJob) -> None:
         block.assign(path, older, name)
         block.note(
             f"{block.key(name)}: with this key ai-toolkit counts every micro-batch as a step; steps, saves and samples "
-            f"are divided by {older} here, because we count optimizer steps"
+            f"are divided by {older} here, because we count optimizer steps. It also forgets the gradients of all but "
+            f"the last of every {older} micro-batches; here each optimizer step learns from the mean of all of them"
         )
         return
     block.put("gradient_accumulation", path, as_number)
+    if newer is not None and newer > 1:
+        block.assign(("training", "accumulation"), "sum", "gradient_accumulation")
+
+
+def _clipping(block: PeerBlock, job: AiToolkitJob) -> None:
+    """Upstream clips the gradients of every optimizer but Adafactor."""
+    if block.get("optimizer") != "adafactor":
+        block.put("max_grad_norm", ("training", "max_grad_norm"), as_number)
+        return
+    block.assign(("training", "max_grad_norm"), None, "optimizer")
+    if block.get("max_grad_norm") is not None:
+        block.note(f"{block.key('max_grad_norm')}: not used with adafactor, as in ai-toolkit: nothing is clipped")
 
 
 def _length(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -56,12 +58,33 @@ def _length(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _switching(block: PeerBlock, job: AiToolkitJob) -> None:
-    if block.get("switch_boundary_every") is None:
+    """Upstream counts micro-batches, so that an optimizer step may have some of either expert."""
+    name, path = "switch_boundary_every", ("model", "switch_experts_every")
+    every, each = whole(as_number(block.get(name) or 1)), whole(as_number(block.get("gradient_accumulation"))) or 1
+    if not job.target.dual_expert:
+        block.list_unused(HARMLESS, *([name] if block.get(name) is not None else []))
         return
-    if job.target.dual_expert:
-        job.put_count(block, ("model", "switch_experts_every"), "switch_boundary_every")
-    else:
-        block.list_unused(HARMLESS, "switch_boundary_every")
+    if job.target.arch.boundary_note:
+        block.note(f"{job.target.name}: {job.target.arch.boundary_note}")
+    if each <= 1 or every is None:
+        if block.get(name) is not None:
+            job.put_count(block, path, name)
+        return
+    steps = max(1, round(every / each))
+    block.assign(path, steps, name if block.get(name) is not None else "gradient_accumulation")
+    if every % each:
+        micro, step = (
+            _counted(every, "micro-batch", "micro-batches"),
+            _counted(steps, "optimizer step", "optimizer steps"),
+        )
+        block.note(
+            f"{block.key(name)}: ai-toolkit switches experts every {micro}, also within an optimizer step of {each}; "
+            f"here they switch every {step}"
+        )
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return one if number == 1 else f"{number} {several}"
 
 
 def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -80,115 +103,6 @@ def _precision(block: PeerBlock, job: AiToolkitJob) -> None:
         value, name = next((value, name) for value, name in choices if value is not None)
         if not (path[0] == "model" and job.target.quantised):
             block.assign(path, value, name)
-
-
-def _is_flow(block: PeerBlock, job: AiToolkitJob) -> bool:
-    return job.target.transformer or bool(block.get("noise_scheduler") == "flowmatch")
-
-
-def _scheduler(block: PeerBlock, job: AiToolkitJob) -> None:
-    name, family = block.get("noise_scheduler"), job.target.names.family
-    if job.target.transformer:
-        if name is None:
-            key = block.key("noise_scheduler")
-            block.note(f"{key} is not set: {family} is trained with flow matching all the same")
-        elif name != "flowmatch":
-            block.problem("noise_scheduler", f"flowmatch: {family} knows no other", "write `flowmatch`")
-    elif name == "flowmatch":
-        block.assign(("objective", "prediction"), "flow", "noise_scheduler")
-    elif name not in (None, "ddpm", "ddim"):
-        block.refuse("noise_scheduler", "ddpm or flowmatch for training")
-
-
-def _bias(block: PeerBlock, job: AiToolkitJob) -> None:
-    biases = {name: name for name in ("balanced", "content", "style")}
-    _choose(block, "content_or_style", ("objective", "timestep_bias"), biases, ())
-
-
-def _timestep_type(block: PeerBlock) -> str:
-    """ai-toolkit's name of the timestep distribution of a flow model."""
-    name = block.get("timestep_type") or "sigmoid"
-    return name if isinstance(name, str) else "sigmoid"
-
-
-def _timesteps(block: PeerBlock, job: AiToolkitJob) -> None:
-    if not _is_flow(block, job):
-        block.default(("objective", "timesteps"), "uniform")
-        if block.get("timestep_type") is not None:
-            block.list_unused(HARMLESS, "timestep_type")  # upstream asks it of flow matching only
-        return
-    _choose(block, "timestep_type", ("objective", "timesteps"), TIMESTEPS, OTHER_TIMESTEPS)
-    if TIMESTEPS.get(_timestep_type(block)) != "shift":
-        # Only `shift` shifts upstream; unset would mean the family's own shift.
-        block.default(("objective", "flow_shift"), 1.0)
-
-
-_NOISE_RANGE = {"min_denoising_steps": "max_timestep", "max_denoising_steps": "min_timestep"}
-
-
-def _noise_range(block: PeerBlock, job: AiToolkitJob) -> None:
-    """Denoising steps count from the noisiest one down; our timesteps count up to it."""
-    low, high = (as_number(block.get(name)) for name in _NOISE_RANGE)
-    given = [name for name in _NOISE_RANGE if block.get(name) is not None]
-    if (low in (None, 0)) and (high is None or (whole(high) is not None and high >= _LAST_STEP)):
-        return
-    kind = _timestep_type(block) if _is_flow(block, job) else None
-    if job.target.dual_expert:
-        keys = " and ".join(block.key(name) for name in given)
-        block.note(f"{keys}: not used, as in ai-toolkit: each expert's own window of noise levels decides")
-    elif kind not in (None, "linear", "weighted", "sigmoid"):
-        for name in given:
-            block.refuse(name, f"the whole range with timestep_type {kind}")
-    else:
-        for name in given:
-            step = whole(as_number(block.get(name)))
-            value = block.get(name) if step is None else timestep_of(step, kind == "sigmoid")
-            block.assign(("objective", _NOISE_RANGE[name]), value, name)
-
-
-def timestep_of(step: int, sigmoid: bool) -> int:
-    """The noise level (0 to 1000) at a position in upstream's list of 1000, which runs from noise to image.
-
-    Sigmoid timesteps are drawn and sorted, so that a position there is a quantile of their distribution.
-    """
-    if step <= 0:
-        return 1000
-    if step >= _LAST_STEP:
-        return 0
-    if not sigmoid:
-        return 1000 - step
-    return round(1000 / (1 + math.exp(-NormalDist().inv_cdf(1 - step / 1000))))
-
-
-def _choose(block: PeerBlock, name: str, path: Path, ours: dict[str, str], others: tuple[str, ...]) -> None:
-    value = block.get(name)
-    if value is None:
-        return
-    expected = f"one of {', '.join(ours)}"
-    if isinstance(value, str) and value in ours:
-        block.assign(path, ours[value], name)
-    elif value in others:
-        block.refuse(name, expected)
-    else:
-        block.problem(name, expected, misspelt(value, ours, "choose one of them", write=f"{name}: {{}}"))
-
-
-def _loss(block: PeerBlock, job: AiToolkitJob) -> None:
-    _choose(block, "loss_type", ("objective", "loss"), LOSSES, OTHER_LOSSES)
-
-
-def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
-    for name in ("snr_gamma", "min_snr_gamma"):
-        value = as_number(block.get(name))
-        if value in (None, 0):
-            continue
-        if _is_flow(block, job):
-            block.note(f"{block.key(name)}: no effect with flow matching: every timestep weighs 1")
-        elif name == "min_snr_gamma":
-            block.assign(("objective", "snr_gamma"), value, name)
-        else:
-            why = "nothing: the unclipped gamma/SNR weight is not done here"
-            block.refuse(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)
 
 
 def _ema(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -220,17 +134,6 @@ def _attention(block: PeerBlock, job: AiToolkitJob) -> None:
         block.refuse("attention_backend", f"one of {', '.join(ATTENTION)}: SageAttention computes in 8 bits")
     elif backend is not None:
         block.list_unused(HARMLESS, "attention_backend")
-
-
-def _guidance_embedding(block: PeerBlock, job: AiToolkitJob) -> None:
-    """The web interface writes it for every model; few have such an embedding."""
-    if not block.flag("bypass_guidance_embedding", False):
-        return
-    why = job.target.names.aitoolkit.guidance_embedding
-    if why:
-        block.refuse("bypass_guidance_embedding", why)
-    else:
-        block.list_unused(HARMLESS, "bypass_guidance_embedding")
 
 
 def _sampling(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -265,23 +168,17 @@ def _reg_weight(block: PeerBlock, job: AiToolkitJob) -> None:
 TRAIN = section(
     KeyRule(_accumulation, "gradient_accumulation gradient_accumulation_steps"),
     Key("batch_size", ("training", "batch_size"), as_number),
-    Key("max_grad_norm", ("training", "max_grad_norm"), as_number),
+    KeyRule(_clipping, "max_grad_norm"),
     Key("noise_offset", ("objective", "noise_offset"), as_number),
     KeyRule(_length, "steps"),
     KeyRule(_switching, "switch_boundary_every"),
     KeyRule(_precision, "dtype mixed_precision"),
     KeyRule(read_optimizer, "optimizer optimizer_params lr"),
     KeyRule(read_schedule, "lr_scheduler lr_scheduler_params"),
-    KeyRule(_scheduler, "noise_scheduler"),
-    KeyRule(_bias, "content_or_style"),
-    KeyRule(_timesteps, "timestep_type"),
-    KeyRule(_noise_range, *_NOISE_RANGE),
-    KeyRule(_loss, "loss_type"),
-    KeyRule(_snr, "snr_gamma min_snr_gamma"),
+    *OBJECTIVE,
     KeyRule(_ema, "ema_config"),
     KeyRule(_checkpointing, "gradient_checkpointing"),
     KeyRule(_attention, "attention_backend"),
-    KeyRule(_guidance_embedding, "bypass_guidance_embedding"),
     KeyRule(_sampling, "skip_first_sample disable_sampling"),
     KeyRule(_text, "cache_text_embeddings unload_text_encoder"),
     KeyRule(_reg_weight, "reg_weight"),

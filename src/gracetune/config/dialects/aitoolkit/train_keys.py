@@ -39,8 +39,6 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "match_noise_norm": (False, f"false: {_NOISE}"),
     "num_train_timesteps": (1000, "1000 timesteps"),
     "first_timestep_chance": (0, "0: timesteps are drawn as timestep_type says"),
-    "linear_timesteps": (False, "false: write timestep_type: weighted for weighted uniform timesteps"),
-    "linear_timesteps2": (False, "false: write timestep_type: weighted for weighted uniform timesteps"),
     "img_multiplier": (1, f"1: {_IMAGES}"),
     "noisy_latent_multiplier": (1, f"1: {_IMAGES}"),
     "latent_multiplier": (1, f"1: {_IMAGES}"),
@@ -90,7 +88,7 @@ NOT_USED = (
         unet_lr text_encoder_lr refiner_lr embedding_lr adapter_lr content_or_style_reg merge_network_on_save_strength
         adapter_assist_type batch_noise_correction_scale signal_amplification_strength signal_correction_noise_scale
         negative_prompt max_negative_prompts inverted_mask_prior_multiplier diff_output_preservation_multiplier
-        diff_output_preservation_class blank_prompt_preservation_multiplier cfg_scale max_cfg_scale cfg_rescale
+        diff_output_preservation_class blank_prompt_preservation_multiplier max_cfg_scale cfg_rescale
         correct_pred_norm_multiplier t0_velocity_equiv_weight do_fft_velocity_equiv_weight target_norm_std_value
         next_sample_timesteps paramiter_swapping_factor latent_feature_loss_weight diffusion_feature_extractor_weight
         guidance_loss_target do_guidance_loss_cfg_zero guidance_loss_schedule unconditional_prompt

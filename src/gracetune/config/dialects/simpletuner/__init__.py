@@ -4,4 +4,6 @@ from gracetune.config.dialects.simpletuner.reader import TABLES, looks_like, rea
 from gracetune.config.dialects.table import Dialect
 from gracetune.config.peer_samples import settle_samples
 
-SIMPLETUNER = Dialect("simpletuner", recognises=looks_like, read=read, tables=TABLES, settle=(settle_samples,))
+SIMPLETUNER = Dialect(
+    "simpletuner", recognises=looks_like, read=read, tables=TABLES, settle=(settle_samples,), finds_beside=True
+)

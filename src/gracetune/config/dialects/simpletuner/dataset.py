@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gracetune.config.base import LONGEST_SIDE
 from gracetune.config.dialects.gh200 import IN_MEMORY, read_in_memory
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.dataset_keys import (
@@ -39,7 +41,7 @@ from gracetune.config.dialects.table import (
     put_row,
     read_elsewhere,
 )
-from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number, is_off
+from gracetune.config.dialects.values import as_flag, as_list, as_number, choice, is_number, is_off, not_zero
 from gracetune.config.draft import Path
 from gracetune.config.families import find_flavour, names_of
 from gracetune.config.family_names import ClipLength
@@ -89,14 +91,64 @@ def _check(entry: PeerBlock, setting: Setting) -> None:
     check(entry, ENTRY)
 
 
+_LARGEST, _DOWNSAMPLED = "maximum_image_size", "target_downsample_size"
+
+
 def _sizes(entry: PeerBlock, setting: Setting) -> None:
-    pair = {"maximum_image_size": "maximum_size", "target_downsample_size": "downsample_to"}
-    given = [name for name, field in pair.items() if entry.draft.get((*setting.here, field)) is not None]
+    """Images that are cropped are all scaled to the one size, however large the other says they may be."""
+    sources = {name: entry if name in entry else setting.options for name in (_LARGEST, _DOWNSAMPLED)}
+    given = [name for name, source in sources.items() if not_zero(source.take(name)) is not None]
     if len(given) == 1:
-        other = next(name for name in pair if name not in given)
-        source = entry if given[0] in entry else setting.options
-        source.problem(given[0], f"`{other}` next to it", f"add `{other}`, or remove `{given[0]}`")
-        source.assign((*setting.here, pair[given[0]]), None, given[0])
+        other = next(name for name in sources if name not in given)
+        sources[given[0]].problem(given[0], f"`{other}` next to it", f"add `{other}`, or remove `{given[0]}`")
+    if len(given) != 2 or setting.kind == "audio":
+        return
+    keys = " and ".join(source.key(name) for name, source in sources.items())
+    if not entry.is_on("crop"):
+        entry.note(f"{keys}: no effect without `crop`, as in SimpleTuner")
+        return
+    sources[_DOWNSAMPLED].put(_DOWNSAMPLED, (*setting.here, "downsample_to"), as_number)
+    entry.note(f"{keys}: every image is scaled to the latter before it is cropped, as in SimpleTuner")
+
+
+def _probability(entry: PeerBlock, setting: Setting) -> None:
+    value = as_number(entry.get("probability"))
+    if value == 0 and is_number(value):
+        entry.assign((*setting.here, "disabled"), True, "probability")
+        entry.note(f"{entry.key('probability')}: 0, so nothing of {entry.get('id')} is trained on, as in SimpleTuner")
+    elif value not in (None, ""):
+        entry.put("probability", (*setting.here, "probability"), as_number)
+
+
+def _buckets(entry: PeerBlock, setting: Setting) -> None:
+    if setting.kind == "audio":
+        return
+    buckets, options, names = (*setting.here, "buckets"), setting.options, names_of(setting.family).simpletuner
+    entry.default((*buckets, "rule"), "rounded_edge")
+    entry.default((*setting.here, "kohya_folders"), False)
+    options.put("aspect_bucket_rounding", (*buckets, "aspect_decimals"), as_number)
+    own = as_number(options.get("aspect_bucket_alignment"))
+    alignment = names.alignments.get(str(entry.draft.get(("model", "flavour"))), names.alignment)
+    if own is not None and (alignment is None or (names.free_alignment and options.is_on("i_know_what_i_am_doing"))):
+        options.take("i_know_what_i_am_doing")
+        options.assign((*buckets, "multiple"), own, "aspect_bucket_alignment")
+    elif alignment is not None:
+        entry.default((*buckets, "multiple"), alignment)
+        if own == alignment:
+            options.take("aspect_bucket_alignment")
+    _smallest_edge(entry, setting)
+
+
+def _smallest_edge(entry: PeerBlock, setting: Setting) -> None:
+    """Where squares are cut out, `minimum_image_size` is about both sides too."""
+    least, kind = (entry.draft.get((*setting.here, name)) for name in ("minimum_size", "resolution_type"))
+    square = entry.is_on("crop") and entry.get("crop_aspect") in (None, "square")
+    if not square or kind == "pixel" or not is_number(least) or not 0 < least < LONGEST_SIDE:
+        return
+    megapixels = least if kind == "area" else least * least / 1e6
+    edge = math.floor(math.sqrt(megapixels * 1e6))
+    if edge > 0:
+        entry.draft.put((*setting.here, "minimum_edge"), edge, entry.draft.origins[(*setting.here, "minimum_size")])
 
 
 def _place(entry: PeerBlock, setting: Setting) -> None:
@@ -139,11 +191,23 @@ def _in_memory(entry: PeerBlock, setting: Setting) -> None:
 
 
 def _crop(entry: PeerBlock, setting: Setting) -> None:
+    """Without `crop` an image keeps its shape, and `crop_style` says where the little is cut off that stands over."""
+    crop = (*setting.here, "crop")
+    if setting.kind == "audio":
+        return
+    entry.put("crop_style", (*crop, "style"), choice({"centre": "center"}))
+    entry.take("crop")
+    if not entry.switch("crop"):
+        entry.default((*crop, "enabled"), True, entry.key("crop_style"))
+        entry.default((*crop, "aspect"), "preserve", entry.key("crop"))
+        return
+    entry.assign((*crop, "enabled"), True, "crop")
+    entry.put("crop_aspect", (*crop, "aspect"))
     buckets = entry.get("crop_aspect_buckets")
     if isinstance(buckets, list) and any(isinstance(bucket, Mapping) for bucket in buckets):
         entry.refuse("crop_aspect_buckets", "a list of ratios: all are equally likely", "write [1.0, 0.75, 1.33]")
     else:
-        path = (*setting.here, "crop", "aspect_buckets")
+        path = (*crop, "aspect_buckets")
         entry.put("crop_aspect_buckets", path)
         entry.default(path, [], entry.key("crop_aspect_buckets"))  # named so where it is missed
 
@@ -197,11 +261,6 @@ def _separator(block: PeerBlock, captions: Path) -> None:
         block.problem("split_on", f"one of {', '.join(_SEPARATORS)}", "write `comma`")
 
 
-def _original(block: PeerBlock, captions: Path) -> None:
-    if as_flag(block.get("include_original")) is False:
-        block.refuse("include_original", "the caption as written is one of the variants")
-
-
 SHUFFLE: KeyTable[Path] = KeyTable(
     KeyRule(_enable, "enable"),
     Key("count", ("shuffle_variants",), as_number),
@@ -209,7 +268,7 @@ SHUFFLE: KeyTable[Path] = KeyTable(
     Key("split_on"),
     Key("position_start", ("keep_tags",), as_number),
     KeyRule(_separator, "split_on"),
-    KeyRule(_original, "include_original"),
+    Key("include_original", ("shuffle_written",), as_flag),
 )
 
 
@@ -261,6 +320,7 @@ def _video(entry: PeerBlock, setting: Setting) -> None:
     block = known_block(entry, "video", VIDEO)
     if block is not None:
         apply(block, VIDEO, None, path)
+        decline_keys(block, VIDEO)
     if is_image_to_video(entry, family):
         setting.options.assign((*path, "image_to_video"), True, "model_flavour")
     clips = names_of(family).simpletuner.clips
@@ -280,9 +340,14 @@ def _fit_frames(entry: PeerBlock, clips: ClipLength | None, path: Path) -> None:
             fitting = clips.fitting(frames)
             draft.put((*path, field), fitting, origin)
             draft.note(f"{origin.key}: {frames} frames become {fitting} ({clips.step}k+1), as in SimpleTuner")
-    if draft.get((*path, "num_frames")) is not None:
-        frames = draft.get((*path, "num_frames"))
+    if clips is not None:
+        entry.default((*path, "frame_step"), clips.step)
+    frames = draft.get((*path, "num_frames"))
+    if frames is not None:
         entry.default((*path, "min_frames"), frames, entry.key("video.min_frames"))
+        least = draft.get((*path, "min_frames"))
+        if is_number(least) and is_number(frames) and least < frames:
+            entry.default((*path, "allow_shorter"), True, entry.key("video.min_frames"))
 
 
 def _audio(entry: PeerBlock, setting: Setting) -> None:
@@ -306,7 +371,9 @@ ENTRY: KeyTable[Setting] = KeyTable(
     *ROWS,
     KeyRule(_id, "id"),
     KeyRule(_check),
-    KeyRule(_sizes, "maximum_image_size target_downsample_size"),
+    KeyRule(_probability, "probability"),
+    KeyRule(_sizes, _LARGEST, _DOWNSAMPLED),
+    KeyRule(_buckets),
     Key("dataset_type", ("dataset_type",)),
     KeyRule(
         _place,
@@ -318,7 +385,7 @@ ENTRY: KeyTable[Setting] = KeyTable(
         "csv_file csv_cache_dir csv_caption_column csv_url_column",
         "source subfolder metadata hf_token webshart",
     ),
-    KeyRule(_crop, "crop_aspect_buckets"),
+    KeyRule(_crop, "crop crop_style crop_aspect crop_aspect_buckets"),
     KeyRule(_captions, "only_instance_prompt caption_strategy instance_prompt"),
     KeyRule(_extension, "caption_file_extensions"),
     KeyRule(_shuffle, "caption_shuffle"),

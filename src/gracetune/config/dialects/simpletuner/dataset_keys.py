@@ -20,29 +20,19 @@ def _ids(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _probability(value: Any) -> Any:
-    return as_number(value) or 1.0
-
-
 ROWS = (
     Key("id", ("id",)),
     Key("cache_dir_vae", ("cache_dir",)),
     Key("resolution", ("resolution",), as_number, inherits=True),
     Key("resolution_type", ("resolution_type",), inherits=True),
     Key("minimum_image_size", ("minimum_size",), _or_nothing, inherits=True),
-    Key("maximum_image_size", ("maximum_size",), not_zero, inherits=True),
-    Key("target_downsample_size", ("downsample_to",), not_zero, inherits=True),
     Key("minimum_aspect_ratio", ("minimum_aspect_ratio",), not_zero),
     Key("maximum_aspect_ratio", ("maximum_aspect_ratio",), not_zero),
-    Key("crop", ("crop", "enabled"), as_flag),
-    Key("crop_style", ("crop", "style"), choice({"centre": "center"})),
-    Key("crop_aspect", ("crop", "aspect")),
     Key("caption_strategy", ("captions", "strategy"), choice({"instance_prompt": "instanceprompt"}), inherits=True),
     Key("instance_prompt", ("captions", "instance_prompt"), inherits=True),
     Key("prepend_instance_prompt", ("captions", "prepend_instance_prompt"), as_flag, inherits=True),
     Key("disable_multiline_split", ("captions", "split_lines"), inverse),
     Key("repeats", ("repeats",), _or_nothing),
-    Key("probability", ("probability",), _probability),
     Key("max_num_samples", ("max_samples",), not_zero),
     Key("train_batch_size", ("batch_size",), as_number),
     Key("start_epoch", ("start_epoch",), as_number),
@@ -56,7 +46,10 @@ ROWS = (
     Key("source_dataset_id", ("source_dataset_id",)),
 )
 """A dataset inherits what stands at the top of the config and not in its entry."""
-INHERITED = (*(key.name for key in ROWS if key.inherits), "only_instance_prompt", "vae_cache_disable")
+INHERITED = (
+    *(key.name for key in ROWS if key.inherits),
+    *("only_instance_prompt", "vae_cache_disable", "maximum_image_size", "target_downsample_size"),
+)
 
 _KEPT_OTHERWISE = """
     vae_cache_ondemand vae_batch_size read_batch_size write_batch_size image_processing_batch_size max_workers
@@ -100,7 +93,7 @@ VIDEO: KeyTable[None] = KeyTable(
     Key("num_frames", ("num_frames",), as_number),
     Key("min_frames", ("min_frames",), as_number),
     Key("max_frames", ("max_frames",), as_number),
-    Key("fps", ("fps",), as_number),
+    *noted(UNUSED, "fps"),  # SimpleTuner only prints it
     Key("is_i2v", ("image_to_video",), as_flag),
     Key("bucket_strategy", ("bucket_strategy",)),
     Key("frame_interval", ("frame_interval",), as_number),

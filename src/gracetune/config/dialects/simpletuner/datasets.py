@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, Setting, is_reachable
 from gracetune.config.dialects.simpletuner.dataset_keys import NOT_USED
 from gracetune.config.dialects.simpletuner.files import Placeholders, line, read_sidecar
-from gracetune.config.dialects.simpletuner.keys import Off
+from gracetune.config.dialects.simpletuner.keys import PEER, Off
 from gracetune.config.dialects.table import (
     Key,
     KeyRule,
@@ -22,10 +22,10 @@ from gracetune.config.dialects.table import (
     refused,
     report_unknown_keys,
 )
-from gracetune.config.dialects.values import as_number, is_off
-from gracetune.config.draft import OUR_DEFAULT
+from gracetune.config.dialects.values import as_number, is_number, is_off, real
+from gracetune.config.draft import OUR_DEFAULT, Origin
 from gracetune.config.environment import Environment
-from gracetune.config.families import flavours
+from gracetune.config.families import flavours, names_of
 from gracetune.config.spelling import misspelt
 
 _EMBEDS = ("text_embeds", "image_embeds", "conditioning_image_embeds")
@@ -53,6 +53,9 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
             count += 1
     _embeds(embeds)
     _own_ids(embeds)
+    if any(entry.get("dataset_type") not in ("audio", *_EMBEDS) for entry in entries):
+        kept = ", ".join(_kept(options, family))
+        options.note(f"on purpose not as in SimpleTuner: {kept}; see docs/fidelity.md")
     apply(options, MIXING, family)
     if not count:
         if len(draft.problems) == before:
@@ -62,6 +65,18 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
         draft.put_tree(("datasets", 0), stand_in, OUR_DEFAULT)  # that there are none has been said above
         draft.unread.add(("datasets", 0))
     return count
+
+
+def _kept(options: PeerBlock, family: str) -> Iterator[str]:
+    """What is done otherwise, where that is the better way."""
+    yield "images are scaled with Lanczos (there bilinear) and never squeezed"
+    yield "what is transparent becomes white"
+    if all(flavour.makes != "video" for flavour in flavours(family)):
+        yield "latents are the mean of the VAE's distribution (there a sample)"
+    yield "every bucket is visited in every epoch"
+    styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
+    if names_of(family).told_sizes and any(style in (None, "random") for style in styles):
+        yield "the model is told where a random crop is (there the middle, wherever it is)"
 
 
 def _ask_for_datasets(options: PeerBlock) -> None:
@@ -244,12 +259,42 @@ def _own_ids(embeds: list[PeerBlock]) -> None:
 
 
 def _sampling(options: PeerBlock, family: str) -> None:
-    """How datasets are mixed, where there is more than one to mix."""
-    found = _read_datasets(options)
-    trained = [entry for entry in found if entry.get("dataset_type", "image") in ("image", "video", "audio")]
-    if len(trained) > 1 and options.take("data_backend_sampling") not in (None, "auto-weighting"):
-        options.refuse("data_backend_sampling", "auto-weighting: large datasets are visited more often",
-                       "set each dataset's `probability` or `repeats` instead")  # fmt: skip
+    """How datasets are mixed, where there is more than one to mix, and how batches are made up."""
+    draft, found = options.draft, _read_datasets(options)
+    options.default(("training", "fill_batches"), True)
+    if names_of(family).told_sizes:
+        options.default(("model", "size_conditioning"), "scaled")
+        options.default(("model", "drop_size_conditioning"), True)
+    trained = [
+        at for at, entry in enumerate(found) if entry.get("dataset_type", "image") in ("image", "video", "audio")
+    ]
+    if len(trained) < 2:
+        return
+    sampling = options.take("data_backend_sampling")
+    if sampling == "uniform":
+        options.assign(("training", "dataset_weights"), "equal", "data_backend_sampling")
+    elif sampling not in (None, "auto-weighting"):
+        options.problem("data_backend_sampling", "auto-weighting or uniform", 'write "auto-weighting"')
+    else:
+        _weigh_batches(options, [(at, found[at]) for at in trained])
+    strengths = {at: real(found[at].get("adapter_strength")) or 0.0 for at in trained}
+    if any(strengths.values()):
+        for at, strength in strengths.items():
+            turn = 0 if strength > 0 else 1 if strength < 0 else 2
+            draft.put(("datasets", at, "turn"), turn, draft.origin(("datasets", at, "adapter_strength")) or _SLIDERS)
+
+
+_SLIDERS = Origin("default", "slider_strength", PEER)
+
+
+def _weigh_batches(options: PeerBlock, trained: list[tuple[int, Mapping[str, Any]]]) -> None:
+    """A dataset's share follows its number of batches; ours its number of samples, unless it has batches of its own."""
+    whole = as_number(options.draft.get(("training", "batch_size")))
+    for at, entry in trained:
+        own, probability = as_number(entry.get("batch_size")), entry.get("probability", 1.0)
+        if all(is_number(one) and one > 0 for one in (whole, own, probability)) and own != whole:
+            origin = options.draft.origin(("datasets", at, "batch_size")) or _SLIDERS
+            options.draft.put(("datasets", at, "probability"), probability * whole / own, origin)
 
 
 def _references(options: PeerBlock, family: str) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path as FilePath
+from pathlib import PurePosixPath
 from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
@@ -14,6 +15,7 @@ from gracetune.config.dialects.simpletuner.env import ENV_NAMES
 from gracetune.config.draft import Draft
 from gracetune.config.environment import Environment
 from gracetune.config.limits import substituted
+from gracetune.config.spelling import nearest
 from gracetune.config.syntax import Document, read_document
 from gracetune.errors import ConfigError
 
@@ -65,8 +67,8 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
         return None
     place = find_sidecar(value.strip(), FilePath(options.file))
     if place is None:
-        options.problem(name, f"{what}; no file there, seen from here or from beside {options.file}",
-                        "check the spelling, or run from the folder the path starts in")  # fmt: skip
+        options.problem(name, f"{what}; no such file in the folder of {options.file} or in the working folder",
+                        _sidecar_hint(value.strip(), FilePath(options.file)))  # fmt: skip
         return None
     try:
         document = read_document(place)
@@ -79,10 +81,10 @@ def read_sidecar(options: PeerBlock, name: str, what: str) -> Document | None:
 
 
 def find_sidecar(value: str, config: FilePath) -> FilePath | None:
-    """As written from the working folder; else from the config's folder, or the project around `config/<name>/`."""
+    """From the config's folder; else from the working folder, or the project around `config/<name>/`."""
     try:
         path = FilePath(value).expanduser()
-        folders = [FilePath(), config.parent, *config.absolute().parents[1:3]]
+        folders = [config.parent, FilePath(), *config.absolute().parents[1:3]]
         candidates = [folder / path for folder in folders] + _shipped_examples(value, config)
         return next((place for place in candidates if place.is_file()), None)
     except (OSError, ValueError, RuntimeError):  # a NUL byte, a name too long, a home that cannot be found
@@ -102,3 +104,18 @@ def _shipped_examples(value: str, config: FilePath) -> list[FilePath]:
 
 
 _EXAMPLES = ("config/examples/", "simpletuner/examples/")
+
+
+def _sidecar_hint(value: str, config: FilePath) -> str:
+    """SimpleTuner's examples name files that it does not ship."""
+    if not value.startswith(_EXAMPLES):
+        return "check the spelling, or run from the folder the path starts in"
+    wanted = PurePosixPath(value).name
+    folder = config.absolute().parent.parent
+    try:
+        shipped = sorted(path.name for path in folder.glob("*.json") if path.is_file())
+    except OSError:
+        shipped = []
+    alike = nearest(wanted, shipped) or next((name for name in shipped if name.startswith("multidatabackend")), None)
+    instead = f"; name another, for example {alike}" if alike else ""
+    return f"SimpleTuner's examples have no file {wanted}{instead}"

@@ -71,7 +71,7 @@ class Off(Unless):
         return bool(self.lora_type) and (block.get("lora_type") or "standard") != self.lora_type
 
 
-HARMLESS = "not used here (speed, storage, publishing, bucketing: gracetune decides)"
+HARMLESS = "not used here (speed, storage, publishing: gracetune decides)"
 SAMPLES_ONLY = "not used here (only sample images and measurements would differ)"
 WITHOUT_EFFECT = "without effect, in SimpleTuner too, next to the other settings"
 
@@ -79,7 +79,7 @@ _PASSED_ON = """
     resolution resolution_type minimum_image_size maximum_image_size target_downsample_size caption_strategy
     instance_prompt prepend_instance_prompt only_instance_prompt caption_dropout_probability vae_cache_disable
     parquet_caption_column parquet_filename_column audio_max_duration_seconds audio_channels audio_duration_interval
-    audio_truncation_mode
+    audio_truncation_mode aspect_bucket_rounding aspect_bucket_alignment i_know_what_i_am_doing
 """
 PASSED_ON: KeyTable[str] = KeyTable(*read_elsewhere(_PASSED_ON))
 """Each dataset takes these where it does not say otherwise itself."""
@@ -91,7 +91,7 @@ _SPEED_AND_STORAGE = """
 
     custom_tracker tracker_image_layout logging_dir webhook_config webhook_reporting_interval print_filenames
     print_sampler_statistics debug_aspect_buckets debug_dataset_loader merge_environment_config configs_dir
-    i_know_what_i_am_doing disk_low_threshold disk_low_action disk_low_script trust_remote_code
+    disk_low_threshold disk_low_action disk_low_script trust_remote_code
 
     accelerate_config accelerate_extra_args num_processes num_machines main_process_ip main_process_port machine_rank
     same_network local_rank find_unused_parameters enable_multiprocessing seed_for_each_device fsdp_enable fsdp_version
@@ -117,10 +117,10 @@ _SPEED_AND_STORAGE = """
     max_workers aws_max_pool_connections dataloader_prefetch dataloader_prefetch_qlen
     dataloader_prefetch_device_threshold_mb aspect_bucket_worker_count image_processing_batch_size write_batch_size
     read_batch_size text_cache_ondemand text_cache_disable text_embed_full_cache vae_cache_ondemand
-    vae_cache_scan_behaviour compress_disk_cache aspect_bucket_disable_rebuild aspect_bucket_rounding
-    aspect_bucket_alignment skip_file_discovery metadata_update_interval preserve_data_backend_cache
+    vae_cache_scan_behaviour compress_disk_cache aspect_bucket_disable_rebuild
+    skip_file_discovery metadata_update_interval preserve_data_backend_cache
     override_dataset_config ignore_missing_files delete_unwanted_images delete_problematic_images delete_nsfw_images
-    disable_bucket_pruning allow_dataset_oversubscription disable_segmented_timestep_sampling strict_epoch_limit
+    disable_bucket_pruning allow_dataset_oversubscription strict_epoch_limit
     checkpointing_rolling_steps checkpoints_rolling_total_limit checkpointing_use_tempdir delete_invalid_checkpoints
 """
 
@@ -209,7 +209,7 @@ def _not_done(
 
 _WEIGHTS = "a part of the model from elsewhere is not supported: one model, with an optional VAE and text encoder"
 _BASE = "pretrained_model_name_or_path"
-_GUIDANCE = "the guidance embedding is trained at a constant 1.0"
+_GUIDANCE = "the guidance input is the same for every sample: write flux_guidance_value"
 _REGULARISER = "this auxiliary loss is not implemented"
 
 NOT_DONE = (
@@ -251,7 +251,6 @@ NOT_DONE = (
     _not_done("sla_config", None, "sparse linear attention is not implemented"),
     _not_done("lr_scale", False, "the learning rate is taken as written"),
     _not_done("lr_scale_sqrt", False, "the learning rate is taken as written"),
-    _not_done("ema_warmup_steps", 0, "the average starts with the first step", switch="use_ema"),
     _not_done("input_perturbation_steps", 0, "the perturbation does not fade out", switch="input_perturbation"),
     _not_done("soft_min_snr_sigma_data", None, "soft min-SNR uses the family's own sigma", switch="use_soft_min_snr"),
     _not_done("snr_weight", 1.0, "the loss is not scaled", of_families=True),
@@ -259,7 +258,6 @@ NOT_DONE = (
     _not_done("flow_cubic_schedule_weights", None, "a spline over timesteps is not implemented"),
     _not_done("flux_fast_schedule", False, "the few-step schedule is not implemented", of_families=True),
     _not_done("flux_guidance_mode", "constant", _GUIDANCE, of_families=True),
-    _not_done("flux_guidance_value", 1.0, _GUIDANCE, of_families=True),
     _not_done(
         "flux_attention_masked_training", False, "attention masking is not implemented for Flux", of_families=True
     ),

@@ -46,7 +46,7 @@ MATCHES: dict[str, Match] = {
     "optimi-adam": Match("adamw", (0.9, 0.99), weight_decay=0.0, nearly=_MASTER, adam=True),
     "bnb-adam": Match("adamw", eps=1e-8, weight_decay=0.0, adam=True),
     "bnb-adam8bit": Match("adamw_8bit", eps=1e-8, weight_decay=0.0, adam=True),
-    "torch-adafactor": Match("adafactor", None, None, 0.0),
+    "torch-adafactor": Match("torch_adafactor", None, None, 0.0),
     "adafactor": Match("adafactor", None, None, None),
     "optimi-lion": Match("lion", (0.9, 0.99), None, 0.0, nearly=_MASTER),
     "bnb-lion": _LION,
@@ -67,6 +67,26 @@ OTHERS = names("""
 
 _PERFORMANCE = ("foreach", "fused", "kahan_sum", "min_8bit_size", "use_kahan", "gradient_release")
 """Settings that change speed or rounding, not the rule an optimizer follows."""
+
+
+def is_prodigy(options: PeerBlock) -> bool:
+    name = options.get("optimizer")
+    return isinstance(name, str) and name.strip().lower() == "prodigy"
+
+
+def _rate(options: PeerBlock, family: str) -> None:
+    """Prodigy's own settings have a rate of 1, whatever `learning_rate` says; only `optimizer_config` changes that."""
+    path = ("optimizer", "lr")
+    if is_prodigy(options):
+        options.assign(path, 1.0, "optimizer")
+        if "learning_rate" in options:
+            options.note(
+                f"{options.key('learning_rate')}: not used, as in SimpleTuner: Prodigy finds its own rate, times 1"
+            )
+            options.take("learning_rate")
+        return
+    options.put("learning_rate", path, as_number)
+    options.default(path, 4e-7, "learning_rate")
 
 
 def _optimizer(options: PeerBlock, family: str) -> None:
@@ -140,7 +160,8 @@ def _settings(options: PeerBlock) -> dict[str, Any]:
         options.problem("optimizer_config", "name=value, name=value, …", "write eps=1e-6, for example")
     for name, item in settings.items():
         if name not in _PERFORMANCE:
-            path = ("optimizer", name) if name in ("weight_decay", "eps", "betas") else ("optimizer", "options", name)
+            own = ("weight_decay", "eps", "betas", "lr")
+            path = ("optimizer", name) if name in own else ("optimizer", "options", name)
             where = options.origin("optimizer_config")
             options.draft.put(path, item, replace(where, key=f"{where.key}.{name}"))
     return settings
@@ -154,5 +175,6 @@ def _setting(text: str) -> Any:
 
 
 OPTIMIZER: KeyTable[str] = KeyTable(
-    KeyRule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps")
+    KeyRule(_rate, "learning_rate"),
+    KeyRule(_optimizer, "optimizer optimizer_config optimizer_beta1 optimizer_beta2 prodigy_steps"),
 )

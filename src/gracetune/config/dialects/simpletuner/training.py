@@ -8,6 +8,7 @@ from typing import Any
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.model import stage_shift
+from gracetune.config.dialects.simpletuner.optimizer import is_prodigy
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable
 from gracetune.config.dialects.values import as_flag, as_list, as_number, as_text, choice, is_number, not_zero
 from gracetune.config.draft import OUR_DEFAULT
@@ -44,6 +45,18 @@ def _length(options: PeerBlock, family: str) -> None:
         expected = "a number of steps: `num_train_epochs` is 0"
         options.draft.problem("max_train_steps", options.get("max_train_steps"), expected, hint)
         options.draft.put(("training", "max_steps"), 1, OUR_DEFAULT)  # the length has been asked for once already
+
+
+def _clipping(options: PeerBlock, family: str) -> None:
+    """Prodigy's gradients are not clipped."""
+    path = ("training", "max_grad_norm")
+    if is_prodigy(options):
+        options.assign(path, None, "optimizer")
+        return
+    options.put("max_grad_norm", path, not_zero)
+    options.default(path, 2.0, "max_grad_norm")
+    options.put("grad_clip_method", ("training", "grad_clip"))
+    options.default(("training", "grad_clip"), "value", "grad_clip_method")
 
 
 def _is_zero(value: Any) -> bool:
@@ -89,26 +102,65 @@ def _attention(options: PeerBlock, family: str) -> None:
 
 
 _SCHEDULES = {"cosine_with_warmup": "cosine"}
+_FALLS = ("polynomial", "cosine", "sine", "cosine_with_restarts")
+"""Schedules that read `lr_end`; the others are diffusers' own, and end at 0 or do not fall."""
+_WAVE = 1000
+"""Optimizer steps of half a cosine wave where `lr_warmup_steps` is 0."""
 
 
 def _schedule(options: PeerBlock, family: str) -> None:
     name = choice(_SCHEDULES)(options.get("lr_scheduler"))
     warmup = as_number(options.get("lr_warmup_steps"))
-    if name == "constant" and is_number(warmup) and warmup > 0:
+    warms_up = is_number(warmup) and warmup > 0
+    if name == "constant" and warms_up:
         name = "constant_with_warmup"
+    if is_prodigy(options) and name in (None, "constant", "constant_with_warmup") and not warms_up:
+        return  # a constant rate, which is all that our Prodigy has
     if name is not None:
         options.assign(("schedule", "name"), name, "lr_scheduler")
     options.default(("schedule", "name"), "constant_with_warmup", "lr_scheduler")
-    if name in ("cosine", "cosine_with_restarts"):
+    if is_prodigy(options):
+        options.note(f"{options.key('lr_scheduler')}: not followed with prodigy, which averages instead; SimpleTuner "
+                     "follows it")  # fmt: skip
+    if name == "cosine" or (name == "sine" and warms_up):
+        _wave(options, name, warmup if warms_up else None)
+    else:
+        options.put("lr_warmup_steps", ("schedule", "warmup_steps"), as_number)
+        options.put("lr_num_cycles", ("schedule", "cycles"), as_number)
+    for key, readers, path, default in (
+        ("lr_end", _FALLS, ("schedule", "end_lr"), 4e-7),
+        ("lr_power", ("polynomial",), ("schedule", "power"), 0.8),
+    ):
+        if name in readers:
+            options.put(key, path, as_number)
+            options.default(path, default, key)
+        elif key in options and not is_number(as_number(options.get(key))):
+            options.problem(key, "a number", f"write {default:g}, or remove `{options.key(key)}`")
+    if name == "sine" and not warms_up:
         options.note(
-            f"{options.key('lr_scheduler')}: gracetune warms up over lr_warmup_steps and then falls along a cosine to "
-            "lr_end over the whole run; SimpleTuner takes lr_warmup_steps for half the period of a wave instead"
+            f"{options.key('lr_scheduler')}: SimpleTuner's sine stops with an error where lr_warmup_steps, half its "
+            "period, is 0; gracetune goes through lr_num_cycles whole waves between learning_rate and lr_end"
         )
-    if name == "sine":
+    if name == "cosine_with_restarts":
         options.note(
-            f"{options.key('lr_scheduler')}: gracetune warms up over lr_warmup_steps and then goes on in lr_num_cycles "
-            "whole waves from the top; SimpleTuner begins in the middle of a wave, whose half period is lr_warmup_steps"
+            f"{options.key('lr_scheduler')}: gracetune warms up over lr_warmup_steps and then falls lr_num_cycles "
+            "times along a cosine to lr_end; SimpleTuner 4.10 warns that its own misbehaves, and keeps learning_rate"
         )
+
+
+def _wave(options: PeerBlock, name: str, half_period: Any) -> None:
+    """SimpleTuner takes `lr_warmup_steps` for half the period of a wave that goes on for the whole run."""
+    path, key = ("schedule", "half_period"), options.key("lr_scheduler")
+    if half_period is None:
+        options.default(path, _WAVE, "lr_warmup_steps")
+    else:
+        options.put("lr_warmup_steps", path, as_number)
+    begins = "learning_rate" if name == "cosine" else "its middle"
+    options.note(
+        f"{key}: {name} is a wave in SimpleTuner, and here too: from {begins}, without a warm-up, "
+        f"{half_period or _WAVE} optimizer steps (lr_warmup_steps) from top to bottom. For one fall over the whole "
+        "run: --set schedule.half_period=null"
+    )
 
 
 _LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
@@ -117,12 +169,9 @@ _LOSSES = {"l2": "mse", "huber": "huber", "smooth_l1": "smooth_l1"}
 def _loss(options: PeerBlock, family: str) -> None:
     options.put("loss_type", ("objective", "loss"), choice(_LOSSES))
     options.put("huber_c", ("objective", "huber_delta"), as_number)
-    if options.get("loss_type") in ("huber", "smooth_l1") and options.take("huber_schedule") != "constant":
-        found = options.get("huber_schedule") or "snr"
-        why = "constant; SimpleTuner's default, snr, lets huber_c follow the noise level"
-        options.draft.refuse(
-            options.key("huber_schedule"), found, why, f"write {line(options, 'huber_schedule', 'constant')}"
-        )
+    if options.get("loss_type") in ("huber", "smooth_l1"):
+        options.put("huber_schedule", ("objective", "huber_schedule"))
+        options.default(("objective", "huber_schedule"), "snr", "huber_schedule")
     if "use_soft_min_snr" in options:
         options.put("use_soft_min_snr", ("objective", "soft_min_snr"), as_flag)
         if options.is_on("use_soft_min_snr"):
@@ -160,6 +209,7 @@ def _timesteps(options: PeerBlock, family: str) -> None:
         return
     if not is_flow(options, family):
         options.default(("objective", "timesteps"), "uniform")
+        _segments(options, family)
         return
     for name, kind in (("flow_use_beta_schedule", "beta"), ("flow_use_uniform_schedule", "uniform")):
         if options.switch(name):  # uniform is asked last, because it wins when both are on
@@ -170,6 +220,22 @@ def _timesteps(options: PeerBlock, family: str) -> None:
     _shift(options, family)
 
 
+def _segments(options: PeerBlock, family: str) -> None:
+    """Samples of a batch have parts of the timesteps of their own, unless that is switched off."""
+    if names_of(family).objective != "ddpm":
+        return
+    if options.switch("disable_segmented_timestep_sampling"):
+        options.take("disable_segmented_timestep_sampling")
+    else:
+        options.default(("objective", "stratified"), True, "disable_segmented_timestep_sampling")
+
+
+def _guidance(options: PeerBlock, family: str) -> None:
+    name = names_of(family).simpletuner.guidance_option
+    if name and (options.get("flux_guidance_mode") or "constant") == "constant":
+        options.put(name, ("objective", "guidance"), as_number)
+
+
 def _shift(options: PeerBlock, family: str) -> None:
     path = ("objective", "flow_shift")
     forced = stage_shift(options, family)
@@ -177,11 +243,21 @@ def _shift(options: PeerBlock, family: str) -> None:
         options.assign(path, forced, "model_flavour")
     elif options.switch("flow_schedule_auto_shift"):
         options.assign(path, "resolution", "flow_schedule_auto_shift")
+        for name, value in names_of(family).simpletuner.auto_shift.line.items():
+            options.assign(("objective", "resolution_shift", name), value, "flow_schedule_auto_shift")
     elif "flow_schedule_shift" in options:
         # 0 leaves the noise levels as they were drawn, which is what a shift of 1 does
         options.put("flow_schedule_shift", path, lambda value: not_zero(value) or 1.0)
     elif options.draft.get(("model", "flavour")) not in names_of(family).simpletuner.without_shift:
         options.default(path, 3.0, "flow_schedule_shift")
+
+
+def _average(options: PeerBlock, family: str) -> None:
+    if not options.is_on("use_ema"):
+        return
+    options.default(("training", "ema", "ramp"), True, "use_ema")
+    options.note(f"{options.key('use_ema')}: the average is kept in fp32 here; SimpleTuner keeps it in the weights' "
+                 "precision, and loses small changes in bf16")  # fmt: skip
 
 
 _TRACKERS = ("tensorboard", "wandb")
@@ -226,16 +302,11 @@ TRAINING: KeyTable[str] = KeyTable(
     Key("gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), as_number),
     Key("gradient_checkpointing", ("training", "gradient_checkpointing"), _checkpointing),
     Key("dynamo_backend", ("training", "compile"), _compile),
-    Key("max_grad_norm", ("training", "max_grad_norm"), not_zero, default=2.0),
-    Key("grad_clip_method", ("training", "grad_clip"), default="value"),
+    KeyRule(_clipping, "max_grad_norm grad_clip_method"),
     Key("use_ema", ("training", "ema", "enabled"), as_flag),
     Key("ema_decay", ("training", "ema", "decay"), as_number, default=0.995),
     Key("ema_update_interval", ("training", "ema", "update_every"), as_number),
-    Key("learning_rate", ("optimizer", "lr"), as_number, default=4e-7),
-    Key("lr_warmup_steps", ("schedule", "warmup_steps"), as_number),
-    Key("lr_num_cycles", ("schedule", "cycles"), as_number),
-    Key("lr_power", ("schedule", "power"), as_number, default=0.8),
-    Key("lr_end", ("schedule", "end_lr"), as_number, default=4e-7),
+    Key("ema_warmup_steps", ("training", "ema", "copy_until"), as_number),
     Key("snr_gamma", ("objective", "snr_gamma"), not_zero),
     Key("input_perturbation", ("objective", "input_perturbation"), as_number),
     Key("checkpoint_step_interval", ("checkpoints", "every_steps"), not_zero),
@@ -251,14 +322,16 @@ TRAINING: KeyTable[str] = KeyTable(
     KeyRule(_length, "max_train_steps num_train_epochs"),
     KeyRule(_seed, "seed"),
     KeyRule(_attention, "attention_mechanism sageattention_usage"),
-    KeyRule(_schedule, "lr_scheduler lr_warmup_steps"),
+    KeyRule(_schedule, "lr_scheduler lr_warmup_steps lr_num_cycles lr_power lr_end"),
+    KeyRule(_average, "use_ema"),
     KeyRule(_loss, "loss_type huber_schedule huber_c use_soft_min_snr"),
     KeyRule(_noise, "offset_noise noise_offset noise_offset_probability prediction_type"),
     KeyRule(
         _timesteps,
         "flow_use_beta_schedule flow_use_uniform_schedule flow_sigmoid_scale flow_beta_schedule_alpha",
-        "flow_beta_schedule_beta flow_schedule_shift flow_schedule_auto_shift",
+        "flow_beta_schedule_beta flow_schedule_shift flow_schedule_auto_shift disable_segmented_timestep_sampling",
     ),
+    KeyRule(_guidance, "flux_guidance_value"),
     KeyRule(_trackers, "report_to"),
     KeyRule(_push, "push_to_hub push_checkpoints_to_hub hub_model_id model_card_private"),
 )

@@ -1,0 +1,52 @@
+"""Files and folders that a config reads: where they stand in a `RunConfig`, and where a peer's relative ones lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as FilePath
+from typing import Any
+
+from gracetune.config.draft import Draft, Path
+from gracetune.config.native import VERSION_KEY
+from gracetune.config.places import look
+
+
+def find_beside(draft: Draft) -> None:
+    """Relative paths of a peer's file lead to what lies in its folder; where nothing does, they stay as written.
+
+    Paths in our own block of such a file are left alone.
+    """
+    for path in _input_paths(draft):
+        origin, value = draft.origins.get(path), draft.get(path)
+        if origin is None or origin.kind != "file" or VERSION_KEY in origin.key.replace("[", ".").split("."):
+            continue
+        folders = dict.fromkeys(FilePath(file).parent for file in (origin.where, draft.file) if file)
+        draft.put(path, _beside(value, [*folders]), origin)
+
+
+def _beside(value: Any, folders: list[FilePath]) -> Any:
+    if isinstance(value, list):
+        return [_beside(one, folders) for one in value]
+    if not isinstance(value, str) or not is_relative(value):
+        return value
+    places = (folder / value for folder in folders if folder != FilePath())
+    return next((str(place) for place in places if look(place).kind in ("file", "folder")), value)
+
+
+def is_relative(name: str) -> bool:
+    """A path that depends on a folder, or a hub id, which looks the same."""
+    return bool(name.strip()) and "://" not in name and not name.startswith(("/", "~", "\\"))
+
+
+def _input_paths(draft: Draft) -> Iterator[Path]:
+    yield from (("model", name) for name in ("path", "vae_path", "text_encoder_path"))
+    yield from (("adapter", "init_from"), ("optimizer", "rates_from"))
+    for at in _positions(draft, ("datasets",)):
+        yield from (("datasets", at, *rest) for rest in (("path",), ("mask", "path"), ("captions", "table", "path")))
+    for at in _positions(draft, ("validation", "prompts")):
+        yield ("validation", "prompts", at, "references")
+
+
+def _positions(draft: Draft, path: Path) -> range:
+    found = draft.get(path)
+    return range(len(found)) if isinstance(found, list) else range(0)

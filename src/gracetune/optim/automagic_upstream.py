@@ -1,0 +1,59 @@
+"""Automagic's learning rates as ai-toolkit keeps them (`optimizer.options.rates: upstream`).
+
+Rates are 8-bit integers with one scale per parameter tensor, the largest rate / 127. A bump that is below half of that
+is lost when they are stored: with the default limits rates stop following the signs after some 250 bumps. A tensor's
+first update counts as following one towards larger values. Both change what is learnt, so whoever compares with
+ai-toolkit may want them; `rates: exact`, the default, loses no bump (`optim/rates.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gracetune.optim.automagic_stack import Rule, Stack, per_parameter
+
+_LARGEST = 127
+
+
+@dataclass(eq=False)
+class UpstreamStack(Stack):
+    """`rates` are int8; `moments["scale"]`, [n], is the rate of one unit."""
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], names: Sequence[str], lr: float, rule: Rule) -> Self:
+        made = super().of(parameters, names, lr, rule)
+        made.rates = torch.full_like(made.rates, _LARGEST, dtype=torch.int8)
+        made.moments["scale"] = torch.full((len(names),), lr / _LARGEST, device=made.rates.device)
+        made.signs.zero_()
+        return made
+
+    def read_rates(self, rule: Rule) -> Tensor:
+        return self.rates.float() * per_parameter(self.moments["scale"], self.rates)
+
+    @torch.no_grad()
+    def put_rates(self, at: int, rates: Tensor, rule: Rule) -> None:
+        state = {"rate": self.rates[at : at + 1], "scale": self.moments["scale"][at : at + 1]}
+        self._store(rates[None].to(self.rates.device, torch.float32), state)
+
+    def _move_rates(self, positive: Tensor, state: dict[str, Tensor], rule: Rule) -> Tensor:
+        limits = rule.grid.limits
+        rates = state["rate"].float() * per_parameter(state["scale"], state["rate"])
+        bumps = torch.where(state["sign"] == positive, limits.lr_bump, -limits.lr_bump)
+        rates.add_(bumps).clamp_(limits.min_lr, limits.max_lr)
+        self._store(rates, state)
+        return rates
+
+    def _store(self, rates: Tensor, state: dict[str, Tensor]) -> None:
+        size = math.prod(rates.shape[1:])
+        largest = rates.reshape(len(rates), -1).amax(1) if size else torch.zeros_like(state["scale"])
+        if self.sharding is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.sharding.group)
+        state["scale"].copy_(largest / _LARGEST)
+        state["rate"].copy_((rates / per_parameter(state["scale"], rates)).round().clamp(-_LARGEST, _LARGEST))

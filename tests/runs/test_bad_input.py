@@ -414,8 +414,8 @@ def test_an_optimizer_that_cannot_be_had_is_said_before_anything_is_loaded(
 def test_everything_that_refuses_a_run_arrives_as_one_list(
     tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`gracetune train` with mistakes of many origins: the data's folder, packages, layers, samples, addresses, a run
-    in the way. Nothing is made, and with `--json` the same list is on stdout."""
+    """`gracetune train` with mistakes of many origins: the data's folder, packages, layers, samples, a run in the
+    way. Nothing is made, and with `--json` the same list is on stdout."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     sections: dict[str, Any] = {
@@ -423,7 +423,7 @@ def test_everything_that_refuses_a_run_arrives_as_one_list(
         "optimizer": {"name": "adamw_8bit"},
         "training": {"attention": "flash_attn_3", "mixed_precision": "fp16"},
         "model": {"base_precision": "bf16"},
-        "logging": {"trackers": ["wandb"], "webhook": "ftp://here"},
+        "logging": {"trackers": ["wandb"]},
         "validation": {"every_steps": 1, "prompts": [{"prompt": "a", "width": 67, "height": 64}]},
     }
     config = config_for("flux", tiny_model, tmp_path, **sections)
@@ -432,8 +432,8 @@ def test_everything_that_refuses_a_run_arrives_as_one_list(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tiny.safetensors").touch()
     keys = (
-        "datasets[0].path", "training.mixed_precision", "logging.trackers: wandb", "logging.webhook", "optimizer.name",
-        "output_dir", "validation.prompts[0].width", "training.attention", "adapter.targets",
+        "datasets[0].path", "training.mixed_precision", "logging.trackers: wandb", "optimizer.name", "output_dir",
+        "validation.prompts[0].width", "training.attention", "adapter.targets",
     )  # fmt: skip
     assert gracetune("train", str(file)) == 1
     told = capsys.readouterr().err

@@ -190,13 +190,13 @@ class TestBlame:
 
 
 class TestMakefile:
-    TARGETS = ("demo", "test", "test-full", "test-gpu", "test-gpu-long", "lint", "clean", "help")
+    TARGETS = ("demo", "test", "test-full", "storm", "test-gpu", "test-gpu-long", "lint", "clean", "help")
 
     def test_alone_it_lists_its_targets(self) -> None:
         listed = [line.split()[1] for line in run("make", "--no-print-directory").stdout.splitlines()]
         assert sorted(listed) == sorted(self.TARGETS)
 
-    @pytest.mark.parametrize("target", ["demo", "test", "test-full", "test-gpu", "test-gpu-long", "lint"])
+    @pytest.mark.parametrize("target", ["demo", "test", "test-full", "storm", "test-gpu", "test-gpu-long", "lint"])
     def test_a_target_prepares_the_environment_first(self, target: str) -> None:
         steps = run("make", "--no-print-directory", "--dry-run", target).stdout.splitlines()
         assert steps[0] == "bash scripts/bootstrap.sh"

@@ -116,6 +116,16 @@ def _sidecar_hint(value: str, config: FilePath) -> str:
         shipped = sorted(path.name for path in folder.glob("*.json") if path.is_file())
     except OSError:
         shipped = []
-    alike = nearest(wanted, shipped) or next((name for name in shipped if name.startswith("multidatabackend")), None)
+    alike = _most_alike(wanted, shipped)
     instead = f"; name another, for example {alike}" if alike else ""
     return f"SimpleTuner's examples have no file {wanted}{instead}"
+
+
+def _most_alike(wanted: str, shipped: list[str]) -> str | None:
+    """Names are made of words such as `480p` and `81f`: the file that has most of them in common."""
+    words = {name: len({*_WORD.findall(name)} & {*_WORD.findall(wanted)}) for name in shipped}
+    best = [name for name in shipped if words[name] == max(words.values())]
+    return nearest(wanted, best) or next(iter(best), None)
+
+
+_WORD = re.compile(r"[^\W_]+")

@@ -20,6 +20,7 @@ die() {
 [ -x "$python" ] || die "found no $python: make environment, or --python PYTHON"
 [ -z "$(git status --porcelain)" ] || die "there are changes that no commit has: commit or stash them"
 
+export PYTHONDONTWRITEBYTECODE=1 # nothing is written into the tree that is packed
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/tree" "$work/release"

@@ -47,12 +47,11 @@ def smaller(config: RunConfig, tiny: Path, folder: Path) -> dict[str, Any]:
         "validation.steps": 2,
     }
     for number, dataset in enumerate(config.datasets):
-        values[f"datasets[{number}].path"] = str(pictures(folder / "data" / f"{number}", 4))
-        values[f"datasets[{number}].resolution"] = 64.0
-        values[f"datasets[{number}].resolution_type"] = "pixel"
-        values[f"datasets[{number}].minimum_size"] = 0.0
+        key = f"datasets[{dataset.id}]"
+        values[f"{key}.path"] = str(pictures(folder / "data" / f"{number}", 4))
+        values |= {f"{key}.resolution": 64.0, f"{key}.resolution_type": "pixel", f"{key}.minimum_size": 0.0}
         if dataset.dataset_type == "video":
-            values[f"datasets[{number}].dataset_type"] = "image"
+            values[f"{key}.dataset_type"] = "image"
     for number, prompt in enumerate(config.validation.prompts):
         shown = [str(folder / "data" / "0" / "00.png")] * len(prompt.references)
         values |= {f"validation.prompts[{number}].references": shown}
@@ -75,7 +74,7 @@ def test_an_example_trains(
     flavour = flavour or config.model.flavour or ""
     values = {**smaller(config, tiny_model(family, flavour), tmp_path), **more}
     values |= {"cache.cache_dir": str(tmp_path / "cache"), "cache.text_cache_dir": str(tmp_path / "texts")}
-    values |= {f"datasets[{number}].cache_dir": None for number in range(len(config.datasets))}
+    values |= {f"datasets[{dataset.id}].cache_dir": None for dataset in config.datasets}
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     code = gracetune("train", str(example), "--max-steps", "3", "--json", *settings)
     captured = capsys.readouterr()

@@ -13,6 +13,7 @@ from gracetune.cli.log_level import LogLevel
 from gracetune.cli.train import TrainRequest, run_training
 from gracetune.config.dialects.simpletuner.keys import ALIASES
 from gracetune.config.dialects.simpletuner.training import TRAINING
+from gracetune.config.dialects.values import as_number, not_zero
 from gracetune.config.draft import dotted
 from gracetune.config.spelling import misspelt
 from gracetune.errors import ConfigError, Problem
@@ -24,8 +25,17 @@ _OTHERS: dict[str, str] = {
     "mixed_precision": "training.mixed_precision",
     "optimizer": "optimizer.name",
     "lr_scheduler": "schedule.name",
+    "grad_clip_method": "training.grad_clip",
 }
-_ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if key.path is not None}
+_ROWS = {key.name: (key.path, key.convert) for key in TRAINING.keys.values() if key.path is not None} | {
+    "learning_rate": (("optimizer", "lr"), as_number),
+    "lr_warmup_steps": (("schedule", "warmup_steps"), as_number),
+    "lr_num_cycles": (("schedule", "cycles"), as_number),
+    "lr_power": (("schedule", "power"), as_number),
+    "lr_end": (("schedule", "end_lr"), as_number),
+    "max_grad_norm": (("training", "max_grad_norm"), not_zero),
+}
+"""The last ones mean something together in a file; as a flag, each sets its own value and no other."""
 _ALWAYS = {"enable_manual_validation": "a run takes requests at any time: gracetune validate-now RUN"}
 _SWITCHES = (
     "dry-run", "allow-unsupported", "allow-other-data", "allow-other-run", "allow-misfit", "force-oversubscription",

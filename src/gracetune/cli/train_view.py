@@ -19,9 +19,9 @@ from gracetune.cache.pass_work import Progress as PassProgress
 from gracetune.cli.console import mark, shown
 from gracetune.cli.estimate_view import print_plan
 from gracetune.config.run_config import RunConfig
-from gracetune.data.copies.making import OnFetched
 from gracetune.data.staging.progress import OnProgress, StagingProgress
 from gracetune.hardware import Machine
+from gracetune.storage.transfer import OnFetched
 from gracetune.telemetry.progress import Standing
 from gracetune.train.dry import DryBatch
 from gracetune.train.output import RunFolder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import shutil
 import threading
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gracetune.hub.access import HubAccess, unreachable_errors, why, without_bars
+from gracetune.storage.atomic import link_or_copy
 from gracetune.storage.os_errors import explain
 
 Report = Callable[[str], None]
@@ -135,9 +135,9 @@ class HubUploads:
         target = self._folder / _PINNED / f"{self._count}" / path.name
         target.parent.mkdir(parents=True)
         if path.is_dir():
-            shutil.copytree(path, target, copy_function=_link)
+            shutil.copytree(path, target, copy_function=link_or_copy)
         else:
-            _link(str(path), str(target))
+            link_or_copy(str(path), str(target))
         return target
 
     def _command(self, path: Path, inside: str) -> str:
@@ -147,15 +147,6 @@ class HubUploads:
 def _failures() -> tuple[type[Exception], ...]:
     """RuntimeError is what huggingface_hub makes of a failed transfer of a large file, ValueError of a wrong name."""
     return (*unreachable_errors(), ValueError, RuntimeError)
-
-
-def _link(source: str, target: str) -> str:
-    """A second name for the file; a copy where the disk has no links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
-    return target
 
 
 def _each_file(name: str, place: Path) -> list[tuple[str, Path]]:

@@ -19,14 +19,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Protocol
 
 from gracetune.config.dataset_config import StorageAccess
-from gracetune.data.backends.url import UrlBackend
-from gracetune.data.copies.making import OnFetched
+from gracetune.data.backends.url_access import HUB, UrlRanges, options_for
 from gracetune.errors import ConfigError, Problem
 from gracetune.hub.access import HubAccess, Repo, is_server_error, refusal, unreachable_errors, why, without_bars
 from gracetune.storage.locks import lock, open_lock_file
 from gracetune.storage.os_errors import problem_of
 from gracetune.storage.regular_files import read_small_file
-from gracetune.storage.transfer import Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
+from gracetune.storage.transfer import OnFetched, Patience, RemoteFile, TransferError, begun, is_of_this_disk, transfer
 from gracetune.units import MIB, format_bytes
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -164,8 +163,7 @@ class HubFetcher:
         large = {path: one for path, one in plan.missing.items() if plan.is_ours(path)}
         if not large:
             return
-        access = None if self.access.endpoint is None else StorageAccess(endpoint_url=self.access.endpoint)
-        storage = UrlBackend(f"hf://{plan.repo.name}@{plan.commit}", access)
+        files = self._files()
         counter = _Counter(sum(one.size or 0 for one in large.values()), self.on_fetched(plan.repo.name))
         with (
             ThreadPoolExecutor(_REQUESTS, thread_name_prefix="requests") as requests,
@@ -173,7 +171,8 @@ class HubFetcher:
         ):
             futures = [
                 pool.submit(
-                    transfer, plan.blob(path), plan.part(path), one, storage.ranges(path, one), requests,
+                    transfer, plan.blob(path), plan.part(path), one,
+                    UrlRanges(files, f"{plan.repo.name}@{plan.commit}/{path}", HUB, one), requests,
                     on_bytes=counter.add, patience=self.patience,
                 )
                 for path, one in large.items()
@@ -184,6 +183,13 @@ class HubFetcher:
             finally:
                 counter.stop()
                 pool.shutdown(wait=True, cancel_futures=True)
+
+    def _files(self) -> Any:
+        """The hub as a file system."""
+        from huggingface_hub import HfFileSystem
+
+        access = None if self.access.endpoint is None else StorageAccess(endpoint_url=self.access.endpoint)
+        return HfFileSystem(**options_for(HUB, access))
 
 
 fetch: Final[Fetch] = HubFetcher()

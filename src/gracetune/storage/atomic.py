@@ -144,6 +144,15 @@ def _write_group(descriptor: int, group: list[memoryview]) -> None:
             group[0] = group[0][written:]
 
 
+def link_or_copy(source: str, target: str) -> str:
+    """A second name for a file; a copy where the file system has no links. Returns `target`, as `shutil.copy2` does."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+    return target
+
+
 def _publish(temporary: Path, path: Path) -> None:
     """A link fails where the name is taken, a rename would replace; only file systems without links get a rename."""
     try:

@@ -30,6 +30,8 @@ AHEAD: Final = 4
 _CHUNK: Final = 4 * MIB
 OnBytes = Callable[[int], None]
 """Told of bytes that were added; less than nothing where some had to be given up."""
+OnFetched = Callable[[int, int], None]
+"""Told how many bytes are here, of how many."""
 
 
 class TransferError(Exception):

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gracetune.cache.pass_work import Progress
-from gracetune.data.copies.making import OnFetched
 from gracetune.data.staging.progress import OnProgress, unwatched
+from gracetune.storage.transfer import OnFetched
 from gracetune.telemetry.progress import Standing
 
 if TYPE_CHECKING:

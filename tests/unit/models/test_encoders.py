@@ -90,7 +90,7 @@ def test_clips_are_learnt_one_way_in_a_run(tmp_path: Path) -> None:
     same = asked.model_copy(update={"datasets": (clips("a", True), clips("b", True))})
     assert encode_options(same).image_to_video
     mixed = asked.model_copy(update={"datasets": (clips("a", True), clips("b", False))})
-    with pytest.raises(ConfigError, match=r"video\.image_to_video\n.*datasets\[0\] true, datasets\[1\] false"):
+    with pytest.raises(ConfigError, match=r"video\.image_to_video\n.*datasets\[a\] true, datasets\[b\] false"):
         encode_options(mixed)
 
 

@@ -11,10 +11,10 @@ from gracetune.config.dataset_config import Dataset, LocalCopy
 from gracetune.config.run_config import RunConfig
 from gracetune.data.copies.errors import CopyError
 from gracetune.data.copies.folder import CopyFolder, Manifest
-from gracetune.data.copies.making import MadeCopy, OnFetched, make_copy
+from gracetune.data.copies.making import MadeCopy, make_copy
 from gracetune.data.copies.plan import CopyPlan, plan_copy
 from gracetune.hub.access import HubAccess
-from gracetune.storage.transfer import Patience, is_of_this_disk
+from gracetune.storage.transfer import OnFetched, Patience, is_of_this_disk
 from gracetune.units import format_bytes, format_duration
 
 Say = Callable[[str], None]

@@ -31,14 +31,12 @@ from gracetune.data.media import kind_of
 from gracetune.data.words import counted
 from gracetune.storage.append import LineFile
 from gracetune.storage.atomic import publish_folder, sync_folder, temporary_name, write_file
-from gracetune.storage.transfer import Patience, TransferError, transfer
+from gracetune.storage.transfer import OnFetched, Patience, TransferError, transfer
 
 REQUESTS: Final = 8
 """Requests that are under way at once."""
 FILES_AT_ONCE: Final = 8
 _ROW_FILES = ".jsonl"
-OnFetched = Callable[[int, int], None]
-"""Told how many bytes are here, of how many."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any, Final
 
 import yaml
 
-KEYWORDS: Final[dict[str, tuple[str, ...]]] = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
+KEYWORDS: Final[dict[str, frozenset[str]]] = {
+    "train": frozenset(["train", "training"]),
+    "validation": frozenset(["validation", "valid", "val", "dev"]),
+    "test": frozenset(["test", "testing", "eval", "evaluation"]),
 }
 ALL: Final = "train"
 """What everything belongs to where nothing names a split."""
@@ -107,7 +107,7 @@ def _by_file_name(name: str) -> str | None:
 
 def _split_named(text: str) -> str | None:
     words = re.split(r"[\W_\d]+", text.lower())
-    return next((split for split, keywords in KEYWORDS.items() if not set(keywords).isdisjoint(words)), None)
+    return next((split for split, keywords in KEYWORDS.items() if not keywords.isdisjoint(words)), None)
 
 
 # -- the dataset card -------------------------------------------------------------------------------------------------

@@ -227,7 +227,8 @@ def test_a_killed_process_leaves_no_half_file_and_is_gone_on_with(hub: HubServer
     assert plan.to_fetch < len(data) + len(tar(shard(2))) - MIB // 4
     before = hub.sent
     assert len(fetched(run)["d0"]) == 3
-    assert hub.sent - before <= plan.to_fetch
+    under_way = transfer.AHEAD * 65536  # what the killed process had asked for may still have been sent
+    assert hub.sent - before <= plan.to_fetch + under_way
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -309,14 +310,17 @@ def test_a_file_that_breaks_off_is_named_when_its_end_is_asked_for(kind: str) ->
 def test_a_frame_ffmpeg_had_to_make_up_is_not_trained_on() -> None:
     rng = np.random.default_rng(3)
     noise = rng.integers(0, 255, (10, 48, 64, 3), np.uint8)
-    data = bytearray(video("mp4", every(0.04, 10), frames=noise))
-    middle = data.index(b"mdat") + (len(data) - data.index(b"mdat")) // 3
-    data[middle : middle + 40] = bytes(40)
-    with av.open(io.BytesIO(bytes(data))) as container:
-        container.streams.video[0].codec_context.thread_count = 1  # as we decode: more of them hide it now and then
-        assert any(frame.is_corrupt for frame in container.decode(video=0)), "the damage does not show"
-    with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: the frame at 0\.\d\d s is damaged"):
-        frames(bytes(data), Clip(0, 0.36), 9)
+    data = video("mp4", every(0.04, 10), frames=noise)
+    start = data.index(b"mdat")
+    told = []
+    for part in range(2, 10):  # whether a damage shows as a made-up frame differs from one decoding to the next
+        hurt, place = bytearray(data), start + (len(data) - start) * part // 11
+        hurt[place : place + 40] = bytes(40)
+        try:
+            frames(bytes(hurt), Clip(0, 0.36), 9)
+        except UnreadableMediaError as error:
+            told.append(str(error))
+    assert any(re.match(r"a\.mp4: the frame at 0\.\d\d s is damaged", one) for one in told), told
 
 
 def test_damage_in_the_middle_is_mostly_noticed_and_always_named() -> None:

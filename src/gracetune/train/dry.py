@@ -42,7 +42,9 @@ class Example:
     """One sample of the first batch, kept for checks until they are done with it."""
 
     def __init__(self, batch: Batch) -> None:
-        self._kept = [batch]
+        """Its first sample, in memory of its own: the source reuses a batch's."""
+        ref = replace(batch.ref, samples=batch.ref.samples[:1], indexes=batch.ref.indexes[:1], global_samples=1)
+        self._kept = [Batch(ref, {name: tensor[:1].clone() for name, tensor in batch.tensors.items()})]
 
     @property
     def batch(self) -> Batch:
@@ -61,7 +63,7 @@ def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]
     try:
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
-            example = Example(_first_sample(batch))
+            example = Example(batch)
             times = {expert: (_once(job, batch, expert), _once(job, batch, expert)) for expert in job.trainee.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
@@ -104,12 +106,6 @@ def _batch(job: Job, size: int) -> Batch:
         if isinstance(outcome, Stop):
             raise DryBatchError(outcome.reason)
     return outcome
-
-
-def _first_sample(batch: Batch) -> Batch:
-    """A batch of its own, with memory of its own: the source uses a batch's again."""
-    ref = replace(batch.ref, samples=batch.ref.samples[:1], indexes=batch.ref.indexes[:1], global_samples=1)
-    return Batch(ref, {name: tensor[:1].clone() for name, tensor in batch.tensors.items()})
 
 
 def _once(job: Job, batch: Batch, expert: ExpertName) -> float:

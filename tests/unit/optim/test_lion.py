@@ -20,19 +20,21 @@ def test_follows_the_paper(beta1: float, beta2: float, decay: float, seed: int) 
     momenta = [torch.zeros_like(value) for value in values]
     optimizer = Lion(parameters, lr=1e-2, betas=(beta1, beta2), weight_decay=decay)
     draw = torch.Generator().manual_seed(seed)
+    # Where a blend is nearly 0, its sign is a matter of rounding: these elements are not compared.
+    clear = [torch.ones_like(value, dtype=torch.bool) for value in values]
     for _ in range(4):
         for at, parameter in enumerate(parameters):
             parameter.grad = torch.randn(parameter.shape, generator=draw)
             gradient = parameter.grad.double()
             values[at] = values[at] * (1 - 1e-2 * decay)
             blend = beta1 * momenta[at] + (1 - beta1) * gradient
-            # At a blend of nearly nothing the sign is a matter of rounding.
-            values[at] = values[at] - 1e-2 * torch.sign(torch.where(blend.abs() < 1e-6, 0.0, blend))
+            clear[at] &= (blend == 0) | (blend.abs() > 1e-5)
+            values[at] = values[at] - 1e-2 * torch.sign(blend)
             momenta[at] = beta2 * momenta[at] + (1 - beta2) * gradient
         optimizer.step()
-    for parameter, value in zip(parameters, values, strict=True):
-        if beta1 < 1 - 1e-5:
-            torch.testing.assert_close(parameter.detach().double(), value, rtol=1e-5, atol=1e-5)
+    assert sum(int(one.sum()) for one in clear) > 0 or beta1 > 1 - 1e-4
+    for parameter, value, compared in zip(parameters, values, clear, strict=True):
+        torch.testing.assert_close(parameter.detach().double()[compared], value[compared], rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_without_a_gradient_stay() -> None:

@@ -23,6 +23,7 @@ from gracetune.bench.step.plain import PlainLoop
 from gracetune.bench.step.random_model import RandomModel, make_model
 from gracetune.bench.step.repeated import counting
 from gracetune.bench.step.row import StepRow, gib
+from gracetune.bench.step.self_check import time_self_check
 from gracetune.bench.step.trainer import Decided, decide, trainer
 from gracetune.config.environment import Environment
 from gracetune.config.run_config import RunConfig
@@ -102,6 +103,8 @@ class Bench:
             reasons += run.said
             for prepared in run.trainee.prepared.values():
                 refuse_many_graphs(prepared)
+            self_check = time_self_check(run, config)
+            self.say(f"self-check: {self_check:.2f} s, {self_check / (5 * ours.ms / 1000):.2f} % of 500 steps")
             del run, attached
         self._let_go("the trainer")
         flops = self._flops(job, model, targets)
@@ -109,12 +112,14 @@ class Bench:
         plain = self._baseline(job, config, model, targets, trained) if job.baseline else None
         numerics = self._numerics(job)
         return self._made_row(
-            job, name, ours, plain, flops, speeds, decided, repeated.share, numerics, reasons, trained
-        )
+            job, name, ours, plain, flops, speeds, decided, repeated.share, numerics, reasons, trained,
+            self_check,
+        )  # fmt: skip
 
     def _made_row(
         self, job: StepJob, name: str, ours: Pace, plain: Pace | None, flops: StepFlops, speeds: dict[str, float],
         decided: Decided, share: float | None, numerics: Numerics, reasons: tuple[str, ...], trained: int,
+        self_check: float,
     ) -> StepRow:  # fmt: skip
         """Longer than our functions are: one line for each column."""
         seconds = ours.ms / 1000
@@ -160,6 +165,7 @@ class Bench:
             baseline_peak_gib=None if plain is None else gib(plain.peak_bytes),
             loss=_figures(ours.loss),
             numerics=numerics.as_json(),
+            self_check_s=round(self_check, 3),
             reasons=reasons,
         )
 

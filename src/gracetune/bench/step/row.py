@@ -90,6 +90,8 @@ class StepRow:
     loss: float = 0.0
     """Of the last step: that it is a number."""
     numerics: dict[str, float] | None = None
+    self_check_s: float | None = None
+    """The run's self-check of this model's adapter and its first file, which happens once in a run."""
     reasons: tuple[str, ...] = ()
     bar: str = ""
     ok: bool | None = None

@@ -1,0 +1,62 @@
+"""What a run's self-check (`train/self_proof.py`) costs on the model that was just measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from gracetune.bench.step.clock import synchronize
+from gracetune.bench.step.trainer import Trainer
+from gracetune.cache.batches import Batch
+from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import EpochEnd
+from gracetune.errors import GracetuneError
+from gracetune.telemetry.hub import Telemetry
+from gracetune.train.control import Stop
+from gracetune.train.dry import Example
+from gracetune.train.hooks import RunStarts
+from gracetune.train.loop import run_window
+from gracetune.train.output import RunFolder, save_weights
+from gracetune.train.self_proof import STEPS, SelfProof
+from gracetune.train.view import Heard
+
+T = TypeVar("T")
+
+
+def time_self_check(trainer: Trainer, config: RunConfig) -> float:
+    """Seconds of both parts: the adapter after its third step, and its first file. Writing the file is not counted,
+    since every run does that anyway."""
+    job, folder, view = trainer.job, RunFolder.of(config), Heard()
+    while isinstance(batch := job.next_batch(1), EpochEnd):
+        continue
+    if not isinstance(batch, Batch):
+        raise GracetuneError("the data of the measurement is exhausted")
+    check = SelfProof(
+        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view, steps=job.length.steps
+    )  # fmt: skip
+    check.start(RunStarts(replace(job.position), job.length.steps))
+    seconds = 0.0
+
+    def timed(part: Callable[[], T]) -> T:
+        nonlocal seconds
+        synchronize(job.device)
+        began = time.perf_counter()
+        result = part()
+        synchronize(job.device)
+        seconds += time.perf_counter() - began
+        return result
+
+    for _ in range(STEPS):
+        done = run_window(job)
+        if isinstance(done, Stop):
+            raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
+        timed(lambda done=done: check.window(done))
+    folder.make_private()
+    files = save_weights(job.trainee, config, folder, job.position.step, final=False, write=True)
+    wrong = timed(lambda: check.check_saved(files))
+    failed = job.control.stop.reason if job.control.stop is not None else wrong
+    if failed:
+        raise GracetuneError(f"the self-check of the measured model failed: {failed}")
+    return seconds

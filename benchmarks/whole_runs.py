@@ -56,7 +56,7 @@ from gracetune.units import MIB
 
 SECONDS: Final = 150
 """After which a run is ended: a scenario is to take at most 90."""
-WAITING: Final = 45
+WAITING: Final = 140
 """Seconds after which a run writes the stack of every thread to its log, again and again."""
 INTERRUPTED: Final = 3
 """The exit code of a run that was asked to stop and saved its state."""

@@ -27,8 +27,8 @@ from runs.made import TinyModel, config_for, run
 from runs.test_resume import assert_same_end, losses
 from unit.adapters.denoisers import ADAPTERS
 
-PASSES = 5
-"""Of the example through each expert: base model twice, adapter; trained, saved."""
+PASSES = 3
+"""Of the example through each expert: base model twice, adapter."""
 
 
 class Absent(SelfProof):
@@ -86,7 +86,7 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
         (7, "high_noise", ""),
     ]
     assert all(one.change > 1e-6 for one in checked[2:])
-    assert all(0 <= one.file_difference < 1e-4 for one in checked[:2])
+    assert all(0 < one.file_difference < 2.0**-8 for one in checked[:2])  # bf16
     assert (
         "Training has an effect, and the first saved file" in (tmp_path / "proven" / "out" / "report.html").read_text()
     )
@@ -112,7 +112,7 @@ def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stro
     """Three steps of a tiny rate are lost in bf16; that is no reason to stop."""
     sections: dict[str, Any] = {
         "model": {"base_precision": "bf16"}, "training": {"max_steps": 4, "mixed_precision": "bf16"},
-        "optimizer": {"lr": 1e-8},
+        "optimizer": {"lr": 1e-8}, "checkpoints": {"save_dtype": "fp16"},
     }  # fmt: skip
     config = config_for("flux", tiny_model, tmp_path, **sections)
     view = Heard()
@@ -120,6 +120,9 @@ def test_what_is_less_than_the_models_precision_is_found_in_an_adapter_made_stro
     first = events(config, SelfChecked)[0]
     assert first.amplified > 1
     assert f"at {first.amplified:,.0f} times its strength" in lines(view)[0]
+    (lost,) = [text for text in view.warnings if "self-check" in text]
+    assert "is lost in" in lost  # 3e-8 is below the smallest number of fp16
+    assert "lora_B.weight" in lost
 
 
 def stopped(config: RunConfig) -> str:

@@ -204,8 +204,8 @@ class SelfChecked(Event):
     file: Annotated[str, "that was read back, relative to the run's folder; empty: the model itself was checked"] = ""
     file_difference: Annotated[
         float | None,
-        "between the answers with the file's values and with the trained ones, relative to the base model's; of a full "
-        "fine-tune: the largest relative difference of the tensors compared",
+        "of the file's values from the trained ones, relative to their size; of a full fine-tune: the largest of the "
+        "tensors compared",
     ] = None
 
 

@@ -2,12 +2,11 @@
 
 An expert is checked after its first three applied steps: one sample goes through its denoiser with the adapter and
 without it, and the outputs must differ. Layers that still change nothing are named in a warning. The first file of each
-expert is read back, and its values replace the trained ones: both must be equal in the file's precision. The sample
-goes through once more.
+expert is read back into the trained layers: every tensor must be the trained one in the file's precision.
 
 These passes have no gradients, run uncompiled and take one sample. So nothing is compiled for them, they need little
 memory, and they advance no random generator. Afterwards all parameters are restored bit for bit. The cost for each
-expert is five passes (base model twice, adapter; trained, saved) and one file to read. If the effect of three steps is
+expert is three passes (base model twice, adapter) and one file to read. If the effect of three steps is
 below the model's precision, one or two passes are added (`_FACTORS`).
 
 A full fine-tune has no base model to compare with: its weights must have changed, and some tensors of its file are
@@ -76,9 +75,6 @@ class _Expert:
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
     masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
-    base: Tensor | None = None
-    """The base model's output for the example, kept until the check is complete."""
-    noise: float = 0.0
     judged: bool = False
     effect: str = ""
     """In words, once the adapter is checked."""
@@ -157,11 +153,10 @@ class SelfProof(Callback):
         if event is None:
             return
         if event.idle:
-            shown = ", ".join(event.idle[:_SHOWN])
-            more = f" and {len(event.idle) - _SHOWN} more" if len(event.idle) > _SHOWN else ""
             self._warn(
                 f"self-check: {len(event.idle)} of {event.layers:,} layers{_of(done.expert)} have learnt nothing after "
-                f"{STEPS} steps, no gradient reaches them: {shown}{more}. --set 'adapter.exclude=[...]' omits them",
+                f"{STEPS} steps, no gradient reaches them: {_listed(event.idle)}. "
+                "--set 'adapter.exclude=[...]' omits them",
             )
         self._telemetry.emit(event)
         self._show()
@@ -173,7 +168,7 @@ class SelfProof(Callback):
         if len(idle) == len(largest):
             self._stop(_nothing_learnt(self._model, done, f"all {len(idle):,} layers are unchanged"))
             return None
-        measured = self._with_room(lambda: self._measure(done.expert, expert))
+        measured = self._with_room(lambda: self._measure(done.expert))
         if measured is None:
             return None
         change, factor = measured
@@ -194,23 +189,18 @@ class SelfProof(Callback):
             step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
         )
 
-    def _measure(self, name: ExpertName, expert: _Expert) -> tuple[float, float]:
+    def _measure(self, name: ExpertName) -> tuple[float, float]:
         """The change of the answer, and the factor at which it shows; 0 where it shows at none."""
         with _asking(self._model, self._example, name) as answer:
-            base = self._base_answer(name, expert, answer)
+            with self._model.trainee.attached[name].disabled():
+                base = answer()
+                noise = _difference(self._model, answer(), base, base)
             for factor in _FACTORS:
                 with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
                     change = _difference(self._model, answer(), base, base)
-                if not change <= _NOISE * expert.noise:  # NaN: fp16 overflows on this sample, which proves nothing
+                if not change <= _NOISE * noise:  # NaN: fp16 overflows on this sample, which proves nothing
                     return change, factor
         return 0.0, 0.0
-
-    def _base_answer(self, name: ExpertName, expert: _Expert, answer: Callable[[], Tensor]) -> Tensor:
-        if expert.base is None:
-            with self._model.trainee.attached[name].disabled():
-                expert.base = answer()
-                expert.noise = _difference(self._model, answer(), expert.base, expert.base)
-        return expert.base
 
     def _judge_weights(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
         now = _bit_sums(self._model.trainee.attached[done.expert])
@@ -250,7 +240,7 @@ class SelfProof(Callback):
             expert.file = f"{difference:.1e}"
         else:
             values = self._read_back(name, path)
-            difference = self._with_room(lambda: self._compare(name, expert, path, values))
+            difference = self._with_room(lambda: self._compare(name, path, values))
             if difference is None:
                 return
             expert.file = f"{difference:.1e}"
@@ -289,41 +279,39 @@ class SelfProof(Callback):
             raise _wrong(path, f"it does not fit the model it was trained on\n{reason}")
         return values
 
-    def _compare(self, name: ExpertName, expert: _Expert, path: Path, values: LayerTensors) -> float:
-        """Of the answers with the trained values and the saved ones, relative to the base model's."""
-        attached = self._model.trainee.attached[name]
-        with _asking(self._model, self._example, name) as answer:
-            base = self._base_answer(name, expert, answer)
-            trained = answer()
-            with attached.holding(values) as own:
-                others = self._other_values(attached, own)
-                if others:
-                    shown = ", ".join(others[:_SHOWN])
-                    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-                    raise _wrong(path, f"other values than the trained ones in {shown}{more}")
-                saved = answer()
-            change = _difference(self._model, trained, base, base)
-            difference = _difference(self._model, saved, trained, base)
-        if difference > max(change / 2, _rounding(self._model), _NOISE * expert.noise):
-            self._warn(
-                f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
-                f"much of what is learnt so far is lost (difference {difference:.1e} of a change by {change:.1e}): "
-                "--set checkpoints.save_dtype=fp32",
-            )
-        return difference
+    def _compare(self, name: ExpertName, path: Path, values: LayerTensors) -> float:
+        """The relative difference of the saved values from the trained ones.
 
-    def _other_values(self, attached: Attached, own: Mapping[str, Tensor]) -> list[str]:
-        """Tensors that are not what they were, rounded to the file's precision."""
-        dtype = DTYPES[self._config.checkpoints.save_dtype]
-        squares = []
-        for name, parameter in attached.parameters().items():
-            kept = own[name] if _is_magnitude(name) else own[name].to(dtype).to(own[name].dtype)
-            squares += [(local(parameter.detach()) - kept).square().sum(), kept.square().sum()]
-        read = _read(self._model, squares)
+        The saved values take the place of the trained ones in the same layers. Where every tensor is the trained one,
+        rounded to the file's precision, the file changes the output as the trained adapter does: no pass is needed.
+        """
+        attached, dtype = self._model.trainee.attached[name], DTYPES[self._config.checkpoints.save_dtype]
+        with attached.holding(values) as own:
+            saved = [local(parameter.detach()) for parameter in attached.parameters().values()]
+            trained = [own[one] for one in attached.parameters()]
+            rounded = [
+                tensor if _is_magnitude(one) else tensor.to(dtype).to(tensor.dtype) for one, tensor in own.items()
+            ]
+            norms = (_norms(saved, rounded), _norms(rounded), _norms(saved, trained), _norms(trained))
+        read = _read(self._model, [norm.double().square() for some in norms for norm in some])
+        columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(len(norms)))
+        squares = dict(zip(own, zip(*columns, strict=True), strict=True))
         # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
         close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
-        found = zip(attached.parameters(), read[0::2], read[1::2], strict=True)
-        return [name for name, wrong, size in found if not wrong <= close[_is_magnitude(name)] ** 2 * size]
+        wrong = [one for one, (off, size, *_) in squares.items() if not off <= close[_is_magnitude(one)] ** 2 * size]
+        if wrong:
+            raise _wrong(path, f"other values than the trained ones in {_listed(wrong)}")
+        self._warn_of_lost(path, [one for one, (*_, off, size) in squares.items() if off > size / 4])
+        changed, learnt = (sum(one[column] for one in squares.values()) for column in (2, 3))
+        return math.sqrt(changed / learnt) if learnt > 0 else 0.0
+
+    def _warn_of_lost(self, path: Path, lost: Sequence[str]) -> None:
+        """Small values underflow in fp16."""
+        if lost:
+            self._warn(
+                f"self-check: {path.name} holds the trained values as {self._config.checkpoints.save_dtype}, in which "
+                f"much of what is learnt so far is lost in {_listed(lost)}: --set checkpoints.save_dtype=fp32",
+            )
 
     def _compare_tensors(self, name: ExpertName, path: Path) -> float:
         """The largest relative difference of some of a full fine-tune's tensors, evenly chosen."""
@@ -365,8 +353,6 @@ class SelfProof(Callback):
         """Release what was kept for the check."""
         self._is_over = True
         self._example.release()
-        for expert in self._experts.values():
-            expert.base = None
 
     def _effect_in_words(self) -> str:
         subject = "the weights have changed" if self._is_full else "the adapter changes the output"
@@ -454,6 +440,17 @@ def _largest(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(parts).max() if parts else torch.zeros((), device=local(tensors[0]).device)
 
 
+def _norms(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
+    """Of each tensor, or of its difference from the other; a few kernels for all of them."""
+    some = [*tensors] if others is None else torch._foreach_sub([*tensors], [*others])
+    return torch._foreach_norm([tensor.float() for tensor in some])
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
 def _is_magnitude(name: str) -> bool:
     """DoRA's: in float32 in every file."""
     return name.endswith(f".{MAGNITUDE}")
@@ -463,13 +460,6 @@ def _bit_sums(attached: Attached) -> dict[str, Tensor]:
     """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
     parts = {name: local(parameter.detach()).contiguous() for name, parameter in attached.parameters().items()}
     return {name: part.view(torch.int32).sum(dtype=torch.int64) for name, part in parts.items()}
-
-
-def _rounding(model: EvaluatedModel) -> float:
-    """Relative differences of answers that come from the precision the denoiser computes in."""
-    computed = torch.float32 if model.runtime.precision == "fp32" else DTYPES[model.runtime.precision]
-    coarsest = max(torch.finfo(dtype).eps for dtype in (computed, model.trainee.dtype))
-    return 4 * (max(coarsest, 2.0**-10) if model.device.type == "cuda" else coarsest)  # TF32 may stand for float32
 
 
 def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:

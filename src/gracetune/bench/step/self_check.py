@@ -25,8 +25,8 @@ from gracetune.train.view import Heard
 T = TypeVar("T")
 
 
-def time_self_check(trainer: Trainer, config: RunConfig) -> float:
-    """Seconds of both parts: the adapter after its third step, and its first file. Writing the file is not counted,
+def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
+    """Seconds of its two parts: the adapter after its third step, and its first file. Writing the file is not counted,
     since every run does that anyway."""
     job, folder, view = trainer.job, RunFolder.of(config), Heard()
     while isinstance(batch := job.next_batch(1), EpochEnd):
@@ -34,29 +34,29 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> float:
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
     check = SelfProof(
-        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view, steps=job.length.steps
+        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view,
+        steps=job.length.steps,
     )  # fmt: skip
     check.start(RunStarts(replace(job.position), job.length.steps))
-    seconds = 0.0
 
-    def timed(part: Callable[[], T]) -> T:
-        nonlocal seconds
+    def timed(part: Callable[[], T]) -> tuple[T, float]:
         synchronize(job.device)
         began = time.perf_counter()
         result = part()
         synchronize(job.device)
-        seconds += time.perf_counter() - began
-        return result
+        return result, time.perf_counter() - began
+
+    of_adapter = 0.0
 
     for _ in range(STEPS):
         done = run_window(job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
-        timed(lambda done=done: check.window(done))
+        of_adapter += timed(lambda done=done: check.window(done))[1]
     folder.make_private()
     files = save_weights(job.trainee, config, folder, job.position.step, final=False, write=True)
-    wrong = timed(lambda: check.check_saved(files))
+    wrong, of_file = timed(lambda: check.check_saved(files))
     failed = job.control.stop.reason if job.control.stop is not None else wrong
     if failed:
         raise GracetuneError(f"the self-check of the measured model failed: {failed}")
-    return seconds
+    return of_adapter, of_file

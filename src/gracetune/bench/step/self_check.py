@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from gracetune.bench.step.clock import synchronize
@@ -52,10 +53,10 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
         done = run_window(job)
         if isinstance(done, Stop):
             raise GracetuneError(f"the run ended in the middle of the measurement: {done.reason}")
-        of_adapter += timed(lambda done=done: check.window(done))[1]
+        of_adapter += timed(partial(check.window, done))[1]
     folder.make_private()
     files = save_weights(job.trainee, config, folder, job.position.step, final=False, write=True)
-    wrong, of_file = timed(lambda: check.check_saved(files))
+    wrong, of_file = timed(partial(check.check_saved, files))
     failed = job.control.stop.reason if job.control.stop is not None else wrong
     if failed:
         raise GracetuneError(f"the self-check of the measured model failed: {failed}")

@@ -98,9 +98,10 @@ def _adapter(config: RunConfig) -> Iterator[Broken]:
 
 
 def _precision(config: RunConfig) -> Iterator[Broken]:
-    if config.model.base_precision == "fp8" and config.adapter.kind == "full_finetune":
-        yield Broken(("model", "base_precision"), "fp8 with full_finetune", "bf16, fp16 or fp32: fp8 is for weights "
-                     "that stay as they are", "--set model.base_precision=bf16, or train an adapter",
+    held = config.model.base_precision
+    if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
+        yield Broken(("model", "base_precision"), f"{held} with full_finetune", f"bf16, fp16 or fp32: {held} is for "
+                     "weights that stay as they are", "--set model.base_precision=bf16, or train an adapter",
                      (("adapter", "kind"),))  # fmt: skip
 
 

@@ -50,8 +50,8 @@ class Model(Section):
     variant: Name | None = None
     vae_path: Name | None = None
     text_encoder_path: Name | None = None
-    base_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
-    """How the frozen weights are held."""
+    base_precision: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "bf16"
+    """How the frozen weights are held. `auto` takes 16 bits where the memory plan has room for them, else int8."""
     experts: Literal["both", "high", "low"] = "both"
     """Which noise experts of a dual-expert model are trained."""
     switch_experts_every: PositiveInt = 1

@@ -55,7 +55,7 @@ from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
-from gracetune.train.precision import refuse_fp8
+from gracetune.train.precision import refuse_eight_bits
 from gracetune.train.refusals import Checks, Outcome
 from gracetune.train.resume import (
     find_start,
@@ -231,7 +231,7 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_o
     """What needs neither the model nor the run's folder."""
     checks.run(lambda: refuse_two_halves(config))
     if not is_one_of_several:
-        checks.run(lambda: refuse_fp8(config, runtime))
+        checks.run(lambda: refuse_eight_bits(config, runtime))
         checks.run(lambda: checked_ramp(config, runtime.world_size))
     for sink in sinks_of(config) if runtime.is_main else ():
         checks.run(partial(sink.check, config))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
@@ -23,22 +23,18 @@ from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.activation_parking import ActivationParking
+from gracetune.models.eight_bits import eight_bit_line
 from gracetune.models.experts import ExpertHost, trained_experts
-from gracetune.models.fp8_loading import fp8_line
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ExpertName, Fp8, Fp8Layouts, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import EightBits, Expert, ExpertName, Fp8Layouts, ModelFacts, ModelSpec, Placement
 from gracetune.optim.build import parameter_names
 from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
 from gracetune.train.runtime import Runtime
 from gracetune.units import format_duration
 
-_BASES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.bfloat16,  # but for the layers of `Placement.fp8`
-}
+_BASES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BasePrecision = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +48,8 @@ class Choices:
     attention: str | None = None
     adapter_path: PathChoice = "auto"
     """`library` computes adapters as peft and LyCORIS do: the reference the quick forms are held against."""
+    base_precision: BasePrecision | None = None
+    """How the frozen weights are held; None: as the config says."""
     fp8_layouts: Fp8Layouts = "both"
     """Of base weights in fp8, where the config asks for those."""
     park_inputs: bool = False
@@ -177,8 +175,7 @@ def load_trainee(
     host: ExpertHost,
 ) -> Trainee:
     """One expert after the other: loaded, adapter attached, sharded, parked."""
-    fp8 = Fp8(spec.default_targets, choices.fp8_layouts) if config.model.base_precision == "fp8" else None
-    placement = Placement(runtime.device, _BASES[config.model.base_precision], choices.attention, fp8)
+    placement = _placement(config, spec, runtime, choices)
     starts = _starts(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
     attached: dict[ExpertName, Attached] = {}
@@ -187,8 +184,8 @@ def load_trainee(
     held: list[str] = []
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
-        if fp8 is not None:
-            held.append(fp8_line(denoiser, fp8.layers))
+        if placement.eight_bits is not None:
+            held.append(eight_bit_line(denoiser, placement.eight_bits.layers))
         attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices.adapter_path)
         if name in starts:
             attached[name].load(starts[name])
@@ -207,6 +204,18 @@ def load_trainee(
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
     return Trainee(spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking)
+
+
+def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: Choices) -> Placement:
+    """Beside the layers in 8 bits everything is in 16; next to int8 in those that the run computes in."""
+    precision = choices.base_precision or config.model.base_precision
+    if precision == "fp8":
+        held = EightBits(spec.default_targets, choices.fp8_layouts)
+        return Placement(runtime.device, torch.bfloat16, choices.attention, held)
+    if precision == "int8":
+        dtype = torch.float16 if config.training.mixed_precision == "fp16" else torch.bfloat16
+        return Placement(runtime.device, dtype, choices.attention, EightBits(spec.default_targets, kind="int8"))
+    return Placement(runtime.device, _BASES[precision], choices.attention)
 
 
 def _made_trainable(

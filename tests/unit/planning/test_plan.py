@@ -208,16 +208,27 @@ class TestLadder:
         assert plan(smaller, small_gpu(48)).verdict == "fits"
         assert plan(larger, small_gpu(48)).verdict == "fits with these changes"
 
-    def test_then_fp8_where_the_gpu_has_it(self) -> None:
+    def test_then_8_bits_fp8_where_the_gpu_has_it(self) -> None:
         tight = demand(training={"gradient_checkpointing": "full"})
         found = plan(tight, small_gpu(26))
         entry = change(found, "model.base_precision")
         assert (entry.before, entry.after) == ("bf16", "fp8")
         old = small_gpu(26)
         ampere = old.gpus[0].model_copy(update={"compute_capability": "8.0"})
-        assert plan(tight, old.model_copy(update={"gpus": (ampere,)})).verdict == "does not fit"
         unknown = old.gpus[0].model_copy(update={"compute_capability": None})
-        assert plan(tight, old.model_copy(update={"gpus": (unknown,)})).verdict == "does not fit"
+        for gpu in (ampere, unknown):
+            found = plan(tight, old.model_copy(update={"gpus": (gpu,)}))
+            assert change(found, "model.base_precision").after == "int8"
+
+    def test_auto_saves_bits_only_where_16_do_not_fit(self) -> None:
+        config: dict[str, Any] = {"training": {"gradient_checkpointing": "full"}, "model": {"base_precision": "auto"}}
+        roomy, tight = plan(demand(**config), small_gpu(48)), plan(demand(**config), small_gpu(26))
+        assert (roomy.verdict, tight.verdict) == ("fits", "fits")
+        assert not any(one.key == "model.base_precision" for one in roomy.changes)
+        entry = change(tight, "model.base_precision")
+        assert (entry.before, entry.after, entry.automatic) == ("auto: bf16", "auto: int8", True)
+        assert any(line.role == "frozen weights" and "int8" in line.why for line in tight.lines)
+        assert plan(demand(**config), small_gpu(12)).verdict == "does not fit"
 
     def test_overflow_only_over_a_coherent_link(self) -> None:
         tight = demand(training={"gradient_checkpointing": "full"})

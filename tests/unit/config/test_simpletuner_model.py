@@ -118,6 +118,10 @@ def test_one_expert_is_trained_at_simpletuners_shift(tmp_path: Path) -> None:
         ({"base_model_precision": "no_change"}, "bf16", "bf16"),
         ({"base_model_precision": "fp8-torchao"}, "fp8", "bf16"),
         ({"base_model_precision": "fp32", "mixed_precision": "bf16"}, "fp32", "bf16"),
+        ({"base_model_precision": "fp8-sdnq"}, "fp8", "bf16"),
+        ({"base_model_precision": "int16-sdnq"}, "bf16", "bf16"),
+        ({"base_model_precision": "uint16-sdnq", "mixed_precision": "fp16"}, "fp16", "fp16"),
+        ({"base_model_precision": "int8-quanto", "mixed_precision": "fp16"}, "auto", "fp16"),
     ],
 )
 def test_precision(tmp_path: Path, changes: dict[str, Any], base: str, mixed: str) -> None:
@@ -125,17 +129,26 @@ def test_precision(tmp_path: Path, changes: dict[str, Any], base: str, mixed: st
     assert (found.model.base_precision, found.training.mixed_precision) == (base, mixed)
 
 
-@pytest.mark.parametrize(
-    "value", ["int8-quanto", "int4-torchao", "nf4-bnb", "fp8-int4-torchao", "fp8-sdnq", "int8-sdnq", 8]
-)
-def test_quantised_weights_are_refused(tmp_path: Path, value: Any) -> None:
-    assert list(problems(tmp_path, {"base_model_precision": value})) == ["base_model_precision"]
+@pytest.mark.parametrize("value", ["int8-quanto", "int2-quanto", "int4-torchao", "nf4-bnb", "fp8-int4-torchao"])
+def test_the_plan_decides_what_few_bits_become(tmp_path: Path, value: str) -> None:
+    resolved = resolve(tmp_path, {"base_model_precision": value})
+    assert resolved.config.model.base_precision == "auto"
+    (note,) = [note for note in resolved.notes if note.startswith("base_model_precision")]
+    assert f"{value} is asked for; decided by the memory plan when the run starts" in note
+
+
+@pytest.mark.parametrize(("value", "hint"), [(8, "no_change"), ("int8-quantoo", "int8-quanto")])
+def test_a_precision_nobody_knows(tmp_path: Path, value: Any, hint: str) -> None:
+    (problem,) = problems(tmp_path, {"base_model_precision": value}).values()
+    assert problem.key == "base_model_precision"
+    assert hint in problem.hint
 
 
 def test_a_full_fine_tune_keeps_its_weights_whole(tmp_path: Path) -> None:
     assert config(tmp_path, {"model_type": "full"}).adapter.kind == "full_finetune"
-    found = problems(tmp_path, {"model_type": "full", "base_model_precision": "fp8-torchao"})
-    assert list(found) == ["base_model_precision"]
+    for value in ("fp8-torchao", "int8-quanto"):
+        found = problems(tmp_path, {"model_type": "full", "base_model_precision": value})
+        assert list(found) == ["base_model_precision"]
 
 
 def test_the_vae_of_sdxl(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
 from gracetune.models import eight_bits
+from gracetune.models.eight_bits import eight_bit_line, eight_bit_weights, groups
 from gracetune.models.footprint import Footprint
 from gracetune.models.fp8 import Fp8Linear, check_fp8
-from gracetune.models.eight_bits import eight_bit_line, eight_bit_weights, groups
 from gracetune.models.loading import load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
 from gracetune.models import eight_bits
+from gracetune.models.eight_bit_linear import EightBitLinear
 from gracetune.models.eight_bits import eight_bit_line, eight_bit_weights, groups
 from gracetune.models.footprint import Footprint
 from gracetune.models.fp8 import Fp8Linear, check_fp8
+from gracetune.models.int8 import Int8Linear
 from gracetune.models.loading import load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
@@ -43,8 +45,8 @@ def loaded(folder: Path, family: str, fp8: bool = True, **options: Any) -> nn.Mo
     )
 
 
-def rounded(model: nn.Module) -> dict[str, Fp8Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+def rounded(model: nn.Module, cls: type[EightBitLinear] = Fp8Linear) -> dict[str, EightBitLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, cls)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,6 +68,21 @@ def test_a_family_s_large_matrices_are_rounded_and_nothing_else(tiny_model: Tiny
     assert not any(tensor.is_meta for tensor in (*ours.parameters(), *ours.buffers()))
     found, wanted = answer(ours, torch.bfloat16).double(), answer(theirs, torch.bfloat16).double()
     assert (found - wanted).norm() / wanted.norm() < 0.1
+
+
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
+def test_in_int8_they_are_closer(tiny_model: TinyModel, family: str) -> None:
+    folder = tiny_model(family, flavour_of(family))
+    ours, theirs = loaded(folder, family, kind="int8"), loaded(folder, family, fp8=False)
+    layers, parameters = rounded(ours, Int8Linear), dict(theirs.named_parameters())
+    assert layers.keys() >= rounded(loaded(folder, family)).keys()
+    for path, layer in layers.items():
+        step = layer.get_buffer("int8_scales")
+        assert ((layer.weight.float() - parameters[f"{path}.weight"].float()).abs() <= step).all()
+    found, wanted = answer(ours, torch.bfloat16).double(), answer(theirs, torch.bfloat16).double()
+    assert (found - wanted).norm() / wanted.norm() < 0.03
+    line = eight_bit_line(ours, spec_of(family).default_targets)
+    assert line.startswith(f"base weights: int8 for {len(layers)} layers")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -33,9 +33,7 @@ def small_gpu(gigabytes: float, name: str = "x86-h200", **host: Any) -> Machine:
     return whole.model_copy(update={"gpus": (gpu,), "host": whole.host.model_copy(update=host)})
 
 
-def demand(
-    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
-) -> Demand:  # fmt: skip
+def config_of(family: str = "wan", **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "name": "run",
         "output_dir": "out",
@@ -49,7 +47,13 @@ def demand(
     for key, value in sections.items():
         tree[key] = {**tree[key], **value} if isinstance(tree.get(key), dict) else value
     tree["training"] = {"max_steps": 10, **tree["training"]}
-    config = RunConfig.model_validate(tree)
+    return RunConfig.model_validate(tree)
+
+
+def demand(
+    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
+) -> Demand:  # fmt: skip
+    config = config_of(family, **sections)
     footprint, _ = footprint_of(config.model)
     return estimate(config, footprint, survey(config, 260), compiled=compiled, processes=processes)
 

@@ -85,13 +85,15 @@ def estimate(
     compiled: bool,
     adapter_path: AdapterPath = "plain",
     processes: Processes = ONE_PROCESS,
+    assistant_elements: int | None = None,
 ) -> Demand:
     """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
-    libraries'. A run has ours."""
+    libraries'. A run has ours. `assistant_elements`: numbers in the file of the assistant adapter, where known."""
     job = _job(config, footprint, compiled, adapter_path, processes)
     workloads, shapes, assumed = _workloads(job)
     needs = [
         *_trained_needs(job),
+        *_assistant_needs(job, assistant_elements),
         *_gathered_needs(job),
         *encoder_needs(config, footprint, shapes, sampling=job.sampling),
         *data_needs(config, footprint, facts, shapes),
@@ -107,7 +109,12 @@ def estimate(
         codec=_codec(job, shapes),
         settings=_settings(job),
         phases=_phases(job),
-        assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
+        assumptions=(
+            *_remarks(job),
+            *_assistant_remarks(job, assistant_elements),
+            *assumed,
+            *(fact.assumed for fact in facts if fact.assumed),
+        ),
         processes=processes,
     )
 
@@ -212,6 +219,20 @@ def _trained_needs(job: _Job) -> list[Need]:
     if config.training.ema.enabled:
         needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of what is trained{part}"))
     return needs
+
+
+def _assistant_needs(job: _Job, elements: int | None) -> list[Need]:
+    if elements is None:
+        return []
+    size = elements * (4 if job.config.model.base_precision == "fp32" else 2)
+    why = "frozen, beside the layers it is for"
+    return [Need("assistant adapter", "frozen weights", size, job.loaded, why)]
+
+
+def _assistant_remarks(job: _Job, elements: int | None) -> list[str]:
+    if job.config.model.assistant_adapter is None or elements is not None:
+        return []
+    return ["model.assistant_adapter: its size is not known before it is downloaded; it is not counted"]
 
 
 def _gathered_needs(job: _Job) -> list[Need]:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from gracetune.adapters.assistant import AssistantFile
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
-from gracetune.models.source import ModelSource
+from gracetune.models.source import ModelSource, elements_of
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
@@ -77,11 +78,14 @@ class Planned:
 
 def make_plan(
     config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
-    *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
+    assistant: AssistantFile | None = None, *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
 ) -> Planned:  # fmt: skip
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
-    demand = estimate(config, footprint, survey(config), compiled=compiled, processes=processes)
+    elements = None if assistant is None else elements_of(assistant.path)
+    demand = estimate(
+        config, footprint, survey(config), compiled=compiled, processes=processes, assistant_elements=elements
+    )
     parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
     not_ours = None
     if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:

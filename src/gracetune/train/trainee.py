@@ -8,7 +8,7 @@ trainee.host.activate("high_noise")      # the denoiser whose turn it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -16,6 +16,7 @@ from typing import Literal, cast
 import torch
 from torch import nn
 
+from gracetune.adapters.assistant import Assistant, AssistantFile, assist
 from gracetune.adapters.attach import Attached, PathChoice, attach
 from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.state import AdapterState, Stage
@@ -77,6 +78,7 @@ class Trainee:
     prepared: Mapping[ExpertName, Preparation] = field(default_factory=dict)
     parking: ActivationParking | None = None
     """Of blocks' inputs, one for all experts: they take turns."""
+    assistant: Assistant | None = None
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:
@@ -97,7 +99,9 @@ class Trainee:
     @property
     def decisions(self) -> tuple[str, ...]:
         """How weights are held and adapters computed, a line for each way; experts mostly say the same."""
-        return tuple(dict.fromkeys((*self.held, *(line for one in self.attached.values() for line in one.decisions))))
+        lines = (line for one in self.attached.values() for line in one.decisions)
+        assistant = () if self.assistant is None else (self.assistant.line,)
+        return tuple(dict.fromkeys((*self.held, *assistant, *lines)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -132,6 +136,10 @@ class Trainee:
             return None
         return self.attached[expert].disabled()
 
+    def unassisted(self) -> AbstractContextManager[None]:
+        """In here the model is what the trained adapter will be used with."""
+        return nullcontext() if self.assistant is None else self.assistant.absent()
+
     @contextmanager
     def evaluating(self, strength: float = 1.0) -> Iterator[None]:
         """No gradients, no dropout, the adapters at this strength; afterwards as before."""
@@ -150,7 +158,7 @@ class Trainee:
 
 
 def check_adapter(
-    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts, assistant: AssistantFile | None = None
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
     loaded: all that will be attached is, to layers without weights. Returns the shape of every trained parameter."""
@@ -158,7 +166,10 @@ def check_adapter(
     groups = []
     for expert in facts.experts:
         if expert.name in trained_experts(config.model.experts, facts):
-            attached = _made_trainable(config, spec, facts, spec.build_denoiser(source, expert), expert)
+            denoiser = spec.build_denoiser(source, expert)
+            if assistant is not None:
+                assist(denoiser, assistant, torch.device("meta"), torch.bfloat16)
+            attached = _made_trainable(config, spec, facts, denoiser, expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
             groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
@@ -173,8 +184,9 @@ def load_trainee(
     runtime: Runtime,
     choices: Choices,
     host: ExpertHost,
+    assistant: AssistantFile | None = None,
 ) -> Trainee:
-    """One expert after the other: loaded, adapter attached, sharded, parked."""
+    """One expert after the other: loaded, adapter attached, sharded, parked. An assistant is for a single one."""
     placement = _placement(config, spec, runtime, choices)
     starts = _starts(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
@@ -182,10 +194,13 @@ def load_trainee(
     prepared: dict[ExpertName, Preparation] = {}
     parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
     held: list[str] = []
+    assisting: Assistant | None = None
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
         if placement.eight_bits is not None:
             held.append(eight_bit_line(denoiser, placement.eight_bits.layers))
+        if assistant is not None:
+            assisting = assist(denoiser, assistant, runtime.device, placement.dtype)
         attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices.adapter_path)
         if name in starts:
             attached[name].load(starts[name])
@@ -203,7 +218,9 @@ def load_trainee(
     whole = config.adapter.kind == "full_finetune"
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
-    return Trainee(spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking)
+    return Trainee(
+        spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking, assisting
+    )  # fmt: skip
 
 
 def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: Choices) -> Placement:

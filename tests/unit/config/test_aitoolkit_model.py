@@ -224,6 +224,15 @@ def test_what_quantising_cannot_be_combined_with(tmp_path: Path) -> None:
     assert only_problem(tmp_path, model=exclude).key.endswith("quantize_kwargs")
 
 
+def test_an_assistant_is_for_flux(tmp_path: Path) -> None:
+    assert model(tmp_path, {**FLUX, "assistant_lora_path": "owner/lora"}).assistant_adapter == "owner/lora"
+    problem = only_problem(tmp_path, model={"assistant_lora_path": "owner/lora"})
+    assert problem.key == "config.process[0].model.assistant_lora_path"
+    assert "FLUX.1 alone" in problem.expected
+    alone = only_problem(tmp_path, network=None, model={**FLUX, "assistant_lora_path": "owner/lora"})
+    assert "add a `network`" in alone.hint
+
+
 def test_an_edit_model_without_references_is_asked_for_them(tmp_path: Path) -> None:
     problem = only_problem(tmp_path, model=QWEN_EDIT)
     assert problem.key == "config.process[0].datasets[0].control_path"
@@ -245,7 +254,6 @@ def test_a_reference_that_is_no_path_is_named_where_it_stands(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "keys",
     [
-        {"assistant_lora_path": "owner/lora"},
         {"lora_path": "x.safetensors"},
         {"refiner_name_or_path": "owner/refiner"},
         {"unet_path": "x"},

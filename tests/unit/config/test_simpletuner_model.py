@@ -76,10 +76,31 @@ def test_flavours_we_lack(tmp_path: Path, family: str, flavour: Any) -> None:
     assert list(found) == ["model_flavour"]
 
 
-def test_schnell_is_refused_for_its_assistant(tmp_path: Path) -> None:
-    schnell = {"model_family": "flux", "model_flavour": "schnell"}
-    assert list(problems(tmp_path, schnell, datasets=IMAGES)) == ["model_flavour"]
-    assert config(tmp_path, {**schnell, "disable_assistant_lora": True}).model.flavour == "schnell"
+SCHNELL = {"model_family": "flux", "model_flavour": "schnell"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "assistant"),
+    [
+        (SCHNELL, "ostris/FLUX.1-schnell-training-adapter"),
+        ({**SCHNELL, "assistant_lora_path": "owner/lora", "assistant_lora_strength": "1.0"}, "owner/lora"),
+        ({**SCHNELL, "disable_assistant_lora": True, "assistant_lora_path": "owner/lora"}, None),
+        ({**SCHNELL, "model_type": "full"}, None),
+        ({"model_family": "flux", "model_flavour": "dev", "assistant_lora_path": "owner/lora"}, None),
+    ],
+)
+def test_schnell_is_trained_under_its_assistant(
+    tmp_path: Path, changes: dict[str, Any], assistant: str | None
+) -> None:  # fmt: skip
+    resolved = resolve(tmp_path, changes, datasets=IMAGES)
+    assert resolved.config.model.assistant_adapter == assistant
+    unused = [note for note in resolved.notes if "without effect" in note and "assistant_lora_path" in note]
+    assert bool(unused) == (assistant is None and "assistant_lora_path" in changes)
+
+
+def test_the_strength_of_an_assistant_is_fixed(tmp_path: Path) -> None:
+    keys = {"assistant_lora_strength": 0.5, "assistant_lora_inference_strength": 1}
+    assert set(problems(tmp_path, {**SCHNELL, **keys}, datasets=IMAGES)) == set(keys)
 
 
 @pytest.mark.parametrize(("family", "flavour"), [("wan", "t2v-1.3b-2.1"), ("flux", "krea"), ("sdxl", "base-1.0")])

@@ -189,6 +189,19 @@ def _text_encoder(block: PeerBlock, job: AiToolkitJob) -> None:
     read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
 
 
+def _assistant(block: PeerBlock, job: AiToolkitJob) -> None:
+    if block.get("assistant_lora_path") is None:
+        return
+    if not job.target.arch.assistant:
+        expected = "nothing: ai-toolkit takes an assistant LoRA for FLUX.1 alone"
+        block.problem("assistant_lora_path", expected, "remove `assistant_lora_path`")
+    elif not job.target.adapter:
+        block.problem("assistant_lora_path", "nothing: an assistant is for an adapter that is trained",
+                      "remove `assistant_lora_path`, or add a `network`")  # fmt: skip
+    else:
+        block.assign(("model", "assistant_adapter"), block.get("assistant_lora_path"), "assistant_lora_path")
+
+
 def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
     """VAE and text encoders from another repository than the transformer's."""
     extras = block.get("extras_name_or_path")
@@ -268,7 +281,7 @@ MODEL = section(
     KeyRule(_kwargs, "model_kwargs"),
     *noted("text encoders are used in the training dtype, which is more exact", "text_encoder_bits", OneOf((16,))),
     refused("lora_path", OneOf((None,)), _OTHER_LORA),
-    refused("assistant_lora_path", OneOf((None,)), _OTHER_LORA),
+    KeyRule(_assistant, "assistant_lora_path"),
     refused("inference_lora_path", OneOf((None,)), _OTHER_LORA),
     refused("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
     refused("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),

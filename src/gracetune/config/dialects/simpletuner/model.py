@@ -7,9 +7,9 @@ from typing import Any
 from gracetune.config.dialects.few_bits import hold_in_few_bits
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
-from gracetune.config.dialects.simpletuner.keys import family_of
+from gracetune.config.dialects.simpletuner.keys import WITHOUT_EFFECT, family_of
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable
-from gracetune.config.dialects.values import as_flag, choice, names
+from gracetune.config.dialects.values import as_flag, as_number, choice, is_off, names
 from gracetune.config.draft import describe
 from gracetune.config.families import FAMILIES, find_flavour, flavours, names_of, readable_names
 from gracetune.config.family_names import DefaultVae, Flavour
@@ -163,6 +163,27 @@ def _parts(options: PeerBlock, family: str) -> None:
         options.put(encoder, ("model", "text_encoder_path"))
 
 
+_ASSISTANT = "assistant_lora_path assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"
+
+
+def _assistant(options: PeerBlock, family: str) -> None:
+    """SimpleTuner takes one for an adapter on a flavour that it knows to be distilled. Elsewhere these do nothing."""
+    given = [name for name in _ASSISTANT.split() if options.take(name) is not None]
+    flavour = options.draft.get(("model", "flavour"))
+    default = names_of(family).simpletuner.assistants.get(str(flavour)) if family else None
+    if default is None or options.get("model_type") == "full" or options.is_on("disable_assistant_lora"):
+        options.list_unused(WITHOUT_EFFECT, *(name for name in given if not is_off(options.get(name), None)))
+        return
+    for name, plain in (("assistant_lora_strength", 1), ("assistant_lora_inference_strength", 0)):
+        if as_number(options.get(name)) not in (None, plain):
+            why = "an assistant adapter has its full strength in training, and none in samples"
+            options.refuse(name, why, f"write {plain}, or remove it")
+    if is_off(options.get("assistant_lora_path"), None):
+        options.default(("model", "assistant_adapter"), default, "assistant_lora_path")
+    else:
+        options.put("assistant_lora_path", ("model", "assistant_adapter"))
+
+
 def _of_another_family(vae: Any, family: str) -> DefaultVae | None:
     others = (names.simpletuner.vae for names in readable_names() if names.family != family)
     return next((one for one in others if one is not None and isinstance(vae, str) and one.mark in vae), None)
@@ -219,4 +240,5 @@ MODEL: KeyTable[str] = KeyTable(
     KeyRule(_flavour, "model_family model_flavour"),
     KeyRule(_parts, "pretrained_vae_model_name_or_path qwen_text_encoder_model_name_or_path"),
     KeyRule(_precision, "mixed_precision base_model_precision"),
+    KeyRule(_assistant, _ASSISTANT),
 )

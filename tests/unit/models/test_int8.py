@@ -111,3 +111,11 @@ def test_adapters_learn_on_it_what_they_learn_on_the_same_numbers(kind: str) -> 
     assert grads[0].abs().sum() > 0
     assert F.cosine_similarity(grads[0], grads[1], dim=0) > 0.9999
     assert distance(grads[0], grads[1]) < 0.01
+
+
+def test_a_compiled_graph_computes_the_same() -> None:
+    layer, x, gradient = held(plain()), rows(5, 96), rows(5, 160, seed=2)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    ours, theirs = both_ways(compiled, x, gradient), both_ways(layer, x, gradient)  # type: ignore[arg-type]
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])

@@ -179,6 +179,8 @@ def choose_base(config: RunConfig, planned: Planned) -> tuple[BasePrecision, str
         return asked, None
     plain: BasePrecision = "fp16" if config.training.mixed_precision == "fp16" else "bf16"
     summary = f"model.base_precision auto; {planned.plan.summary}"
+    if not planned.demand.settings.eight_bits_possible:
+        return plain, f"sharded weights (FSDP) cannot be held in 8 bits; {summary}"
     if planned.not_ours is not None:
         return _base_without_plan(plain, planned)
     if planned.plan.verdict == "unknown":

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.cli.estimate import demand_of
 from gracetune.cli.main import main
 from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
+from gracetune.config.run_config import RunConfig
+from gracetune.planning.plan import plan
 from unit.config import simpletuner_files
 from unit.fidelity.published import Example, Outcome, Row, examples, read
+from unit.planning.test_plan import small_gpu
 
 EXAMPLES = examples()
 REFUSED = {
@@ -82,6 +86,28 @@ def _differs(example: Example, row: Row, outcome: Outcome, passed: Outcome, fold
     without = read(example.without(row), folder, allow_unsupported=True)
     same = without.config == passed.config and without.problems == passed.problems
     return "" if same is (row.kind == "off") else f"without it the config is {'the same' if same else 'another'}"
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "verdict", "held"),
+    [
+        ("flux.peft-lora", 24, "fits", "int8"),
+        ("flux.peft-lora", 32, "fits", "bf16"),
+        ("train_lora_wan22_14b_24gb", 32, "fits", "int8"),
+        ("train_lora_wan22_14b_24gb", 48, "fits", "bf16"),
+        ("train_lora_qwen_image_24gb", 24, "does not fit", "int8"),
+        ("train_lora_qwen_image_24gb", 48, "fits", "bf16"),
+    ],
+)
+def test_few_bits_are_needed_on_small_gpus_alone(
+    name: str, gigabytes: int, verdict: str, held: str, tmp_path: Path
+) -> None:  # fmt: skip
+    config = RunConfig.model_validate(read(EXAMPLES[name], tmp_path).config)
+    machine = small_gpu(gigabytes)
+    found = plan(demand_of(config, machine, 50)[0], machine)
+    changed = [change for change in found.changes if change.key == "model.base_precision"]
+    assert found.verdict == verdict
+    assert [change.after for change in changed] == (["auto: int8"] if held == "int8" else [])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,6 +10,7 @@ from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
 from gracetune.planning.plan import plan
+from gracetune.planning.processes import Processes
 from gracetune.train.planning import Planned, choose_base
 from runs.made import FLAVOURS, TinyModel
 from unit.models.model_inputs import answer
@@ -85,6 +86,14 @@ class TestAuto:
         assert found.verdict == "unknown"
         assert choose_base(config_of(**AUTO), Planned(needed, found))[0] == "int8"
         assert choose_base(config_of(**AUTO), Planned(needed, found, not_ours="others"))[0] == "int8"
+
+    def test_sharded_weights_stay_in_16_bits(self) -> None:
+        needed = demand(**AUTO, processes=Processes(2, 2, sharded=True))
+        for others in (None, "others"):
+            planned = Planned(needed, plan(needed, small_gpu(12)), not_ours=others, parameters=10**12)
+            found, why = choose_base(config_of(**AUTO), planned)
+            assert found == "bf16"
+            assert "FSDP" in str(why)
 
     def test_what_a_config_says_needs_no_reason(self) -> None:
         needed = demand(model={"base_precision": "int8"})

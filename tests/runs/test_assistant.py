@@ -200,6 +200,7 @@ def test_models_with_two_denoisers_take_none(tiny_model: TinyModel, tmp_path: Pa
     assert broken.expected == "an adapter to train beside it"
 
 
+@pytest.mark.full
 def test_from_a_hub(tiny_model: TinyModel, tmp_path: Path, assistant: Path, hub: HubServer) -> None:
     hub.model("owner/adapter", {ASSISTANT_FILE: (assistant / ASSISTANT_FILE).read_bytes(), "README.md": b"# It"})
     hub.model("owner/other", {"lora.safetensors": (assistant / ASSISTANT_FILE).read_bytes()})

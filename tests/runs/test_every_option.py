@@ -52,6 +52,8 @@ REVIEWED: dict[str, str] = {
     "logging.project": "needs wandb: covered by tests/unit/telemetry/test_sinks.py::TestWandb",
     "optimizer.rates_from": "needs ai-toolkit's optimizer.pt and a whole run: covered by tests/runs/test_dialects.py::"
     "test_learning_rates_of_an_ai_toolkit_run_are_taken_over",
+    "model.assistant_adapter": "needs a LoRA of the model and whole runs: covered by tests/runs/test_assistant.py::"
+    "test_training_is_that_of_a_base_with_the_assistant_merged",
     "memory.uvm_access_pattern": "GPU only: covered by tests/gpu/test_managed_gpu.py::"
     "test_overflow_serves_backward_and_small_requests",
 }

@@ -74,16 +74,37 @@ def _parking(*args: Any, **named: Any) -> tuple[Choices, tuple[str, ...]]:
 
 
 @pytest.mark.full
-def test_a_run_on_fp8_weights_learns_samples_and_resumes(tiny_model: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["fp8", "int8"])
+def test_a_run_on_8_bit_weights_learns_samples_and_resumes(tiny_model: TinyModel, tmp_path: Path, held: str) -> None:
     sections: dict[str, Any] = {
-        "model": {"base_precision": "fp8"},
+        "model": {"base_precision": held},
         "training": {"max_steps": 2, "mixed_precision": "bf16"},
         "validation": {"every_steps": 2, "prompts": [{"prompt": "a cat", "width": 64, "height": 64, "num_frames": 1}]},
     }
     heard = Heard()
     config = config_for("wan", tiny_model, tmp_path, **sections)
     assert run(config, heard).step == 2
-    assert any(line.startswith("base weights: fp8 for 20 layers") for line in heard.said)
+    assert any(line.startswith(f"base weights: {held} for 20 layers") for line in heard.said)
     assert [*Path(config.output_dir).glob("**/*.png")], "samples"
     further = config.model_copy(update={"training": config.training.model_copy(update={"max_steps": 3})})
     assert run(further).step == 3
+
+
+def test_a_run_on_int8_weights_learns_what_bf16_learns_nearly(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """`auto` is bf16 where that fits: the run is the same to the last bit."""
+    found: dict[str, list[float]] = {}
+    said: dict[str, list[str]] = {}
+    for held in ("bf16", "auto", "int8"):
+        heard = Heard()
+        training = {"max_steps": 2, "mixed_precision": "bf16"}
+        config = config_for(
+            "flux", tiny_model, tmp_path / held, model={"base_precision": held}, training=training
+        )  # fmt: skip
+        run(config, heard)
+        found[held] = [loss for _, _, loss, _ in losses(config)]
+        said[held] = [line for line in heard.said if line.startswith("base weights")]
+    assert found["auto"] == found["bf16"] != found["int8"]
+    assert found["int8"] == pytest.approx(found["bf16"], rel=0.02)
+    assert not said["bf16"]
+    assert said["auto"][0].startswith("base weights bf16: model.base_precision auto, without a plan for these weights")
+    assert said["int8"][0].startswith("base weights: int8 for ")

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gracetune.adapters import full
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.assistant import Assisted
 from gracetune.adapters.computation import LIBRARY, Computation
 from gracetune.adapters.fast.layer import FastLayer, choice, reference
 from gracetune.adapters.fast.modules import AdaptedLinear, HoldsWeightOtherwise
@@ -186,7 +187,7 @@ def _owners(path: str, classes: Mapping[str, str]) -> tuple[str, ...]:
 
 def _class_name(module: nn.Module) -> str:
     """What a pattern means by it: a linear layer is one in whatever form its weight is held."""
-    if isinstance(module, nn.Linear) and isinstance(module, HoldsWeightOtherwise):
+    if isinstance(module, Assisted) or (isinstance(module, nn.Linear) and isinstance(module, HoldsWeightOtherwise)):
         return nn.Linear.__name__
     return type(module).__name__
 

@@ -24,6 +24,7 @@ from gracetune.hardware import Machine, probe
 from gracetune.hardware.doctor import REPORT_FORMAT
 from gracetune.hub.access import HubAccess
 from gracetune.models.registry import footprint_of
+from gracetune.models.source import assistant_elements
 from gracetune.planning.demand import Demand, Role
 from gracetune.planning.estimate import estimate as estimate_demand
 from gracetune.planning.plan import plan
@@ -135,7 +136,11 @@ def demand_of(
     footprint, assumption = footprint_of(config.model)
     compiled = config.training.compile != "off" and machine.profile.value != "cpu"
     facts = survey(config, samples, known, option="--samples")
-    return estimate_demand(config, footprint, facts, compiled=compiled, processes=processes), assumption
+    elements = assistant_elements(config.model)
+    demand = estimate_demand(
+        config, footprint, facts, compiled=compiled, processes=processes, assistant_elements=elements
+    )
+    return demand, assumption
 
 
 def _hints(config: RunConfig, machine: Machine, demand: Demand) -> list[str]:

@@ -103,6 +103,9 @@ class SimpleTunerNames:
     """The `model_flavour` it takes when a file names none; None: the weights decide."""
     untrained_flavours: tuple[str, ...] = ()
     """Flavours of the family that it trains and we do not."""
+    assistants: Mapping[str, str] = field(default_factory=dict)
+    """Our flavours that it trains adapters for under an assistant adapter -> the one it takes where a file names
+    none."""
     refused_flavours: Mapping[str, RefusedFlavour] = field(default_factory=dict)
     """By our names."""
     expert_shifts: Mapping[str, float] = field(default_factory=dict)
@@ -152,6 +155,8 @@ class Arch:
     the weights decide."""
     shift_terminal: float = 0.0
     """The lowest noise level of `timestep_type: shift`."""
+    assistant: bool = False
+    """Whether it takes an assistant adapter (`assistant_lora_path`)."""
     boundary_note: str = ""
     """What to say about the noise level at which ai-toolkit switches experts, where it is not the weights' own."""
     bucket_step: int | None = None

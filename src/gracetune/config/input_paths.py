@@ -39,7 +39,7 @@ def is_relative(name: str) -> bool:
 
 
 def _input_paths(draft: Draft) -> Iterator[Path]:
-    yield from (("model", name) for name in ("path", "vae_path", "text_encoder_path"))
+    yield from (("model", name) for name in ("path", "vae_path", "text_encoder_path", "assistant_adapter"))
     yield from (("adapter", "init_from"), ("optimizer", "rates_from"))
     for at in _positions(draft, ("datasets",)):
         yield from (("datasets", at, *rest) for rest in (("path",), ("mask", "path"), ("captions", "table", "path")))

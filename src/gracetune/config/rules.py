@@ -85,6 +85,9 @@ def _model(config: RunConfig) -> Iterator[Broken]:
         names = [known.name for known in flavours(model.family)]
         hint = misspelt(model.flavour, names, "choose one of them, or give model.path instead")
         yield Broken(("model", "flavour"), describe(model.flavour), f"one of {', '.join(names)}", hint, _MODEL)
+    if model.assistant_adapter is not None and flavour is not None and flavour.dual_expert:
+        yield Broken(("model", "assistant_adapter"), f"one for {flavour.name}, which has two denoisers",
+                     "a model with one denoiser", "remove model.assistant_adapter", _MODEL)  # fmt: skip
     if model.experts != "both" and flavour is not None and not flavour.dual_expert:
         yield Broken(("model", "experts"), model.experts, f"both: {flavour.name} has a single expert",
                      "remove model.experts", _MODEL)  # fmt: skip
@@ -92,15 +95,19 @@ def _model(config: RunConfig) -> Iterator[Broken]:
 
 def _adapter(config: RunConfig) -> Iterator[Broken]:
     adapter = config.adapter
+    if adapter.kind == "full_finetune" and config.model.assistant_adapter is not None:
+        yield Broken(("model", "assistant_adapter"), "one for full_finetune", "an adapter to train beside it",
+                     "remove model.assistant_adapter, or choose lora", (("adapter", "kind"),))  # fmt: skip
     if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
         yield Broken(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
                      "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
 
 
 def _precision(config: RunConfig) -> Iterator[Broken]:
-    if config.model.base_precision == "fp8" and config.adapter.kind == "full_finetune":
-        yield Broken(("model", "base_precision"), "fp8 with full_finetune", "bf16, fp16 or fp32: fp8 is for weights "
-                     "that stay as they are", "--set model.base_precision=bf16, or train an adapter",
+    held = config.model.base_precision
+    if held in ("auto", "fp8", "int8") and config.adapter.kind == "full_finetune":
+        yield Broken(("model", "base_precision"), f"{held} with full_finetune", f"bf16, fp16 or fp32: {held} is for "
+                     "weights that stay as they are", "--set model.base_precision=bf16, or train an adapter",
                      (("adapter", "kind"),))  # fmt: skip
 
 

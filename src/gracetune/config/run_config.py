@@ -50,8 +50,11 @@ class Model(Section):
     variant: Name | None = None
     vae_path: Name | None = None
     text_encoder_path: Name | None = None
-    base_precision: Literal["bf16", "fp16", "fp32", "fp8"] = "bf16"
-    """How the frozen weights are held."""
+    base_precision: Literal["auto", "bf16", "fp16", "fp32", "fp8", "int8"] = "bf16"
+    """How the frozen weights are held. `auto` takes 16 bits where the memory plan has room for them, else int8."""
+    assistant_adapter: Name | None = None
+    """A LoRA that the base model has while an adapter is trained, and not when samples are generated: a file, a folder
+    with `pytorch_lora_weights.safetensors`, or a hub id. For models distilled to few steps, such as FLUX.1-schnell."""
     experts: Literal["both", "high", "low"] = "both"
     """Which noise experts of a dual-expert model are trained."""
     switch_experts_every: PositiveInt = 1

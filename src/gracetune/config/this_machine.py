@@ -62,6 +62,7 @@ def _wrong_paths(resolved: Resolved) -> Iterator[Wrong]:
         ("model", "path"): config.model.path,
         ("model", "vae_path"): config.model.vae_path,
         ("model", "text_encoder_path"): config.model.text_encoder_path,
+        ("model", "assistant_adapter"): config.model.assistant_adapter,
         ("adapter", "init_from"): config.adapter.init_from,
     }
     for path, name in weights.items():

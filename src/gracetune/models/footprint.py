@@ -214,13 +214,23 @@ class Footprint:
 
     @property
     def linear_weights(self) -> int:
-        """Weights in the blocks' big matrices: what fp8 applies to."""
+        """Weights in the blocks' big matrices: what fp8 and int8 apply to."""
         return sum(count * linear.weights for count, linear in self._matrices())
 
     @property
     def linear_rows(self) -> int:
         """Rows and columns of the same matrices: one scale each in fp8."""
         return sum(count * (linear.inputs + linear.outputs) for count, linear in self._matrices())
+
+    @property
+    def linear_outputs(self) -> int:
+        """Rows of the same matrices: one scale each in int8."""
+        return sum(count * linear.outputs for count, linear in self._matrices())
+
+    @property
+    def largest_matrix(self) -> int:
+        """Weights of the largest of them."""
+        return max((linear.weights for _, linear in self._matrices()), default=0)
 
     def _matrices(self) -> Iterator[tuple[int, Linear]]:
         """How often each is there; what stands beside convolutions is small and stays as it is."""

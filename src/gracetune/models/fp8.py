@@ -9,14 +9,10 @@ become part of the kernels around them.
 
 So both passes multiply with the same rounded weight, in one layout or in two: GPUs want the second operand by columns,
 and the backward pass has it by rows. With both layouts in memory nothing is transposed in a step.
-
-`weight` is not a parameter here but made when it is asked for: whoever reads it (DoRA, a merge, a file) gets the
-numbers this layer multiplies with, never the 8-bit ones without their scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -25,6 +21,7 @@ from torch import Tensor, nn
 from gracetune import kernels
 from gracetune.errors import ConfigError, Problem
 from gracetune.kernels.e4m3 import E4M3, MOST, SMALLEST
+from gracetune.models.eight_bit_linear import EightBitLinear, compute_dtype
 from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
@@ -34,7 +31,7 @@ _PROBED: Final = 256
 """A side as real layers have it: that a library refuses the smallest there could be says nothing."""
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(EightBitLinear):
     fp8_values: Tensor
     """[out, in]"""
     fp8_scales: Tensor
@@ -45,22 +42,14 @@ class Fp8Linear(nn.Linear):
     """[1, in]: the scales of the backward pass, whose own are in the gradient."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, layouts: Fp8Layouts = "both") -> None:
-        """Of a weight [out, in] in any precision, which is not kept."""
-        nn.Module.__init__(self)
-        self.out_features, self.in_features = weight.shape
+        super().__init__(weight, bias)
         values, scales = by_rows(weight.detach())
         self.register_buffer("fp8_values", values)
         self.register_buffer("fp8_scales", scales.t().contiguous())
         self.register_buffer("fp8_turned", values.t().contiguous() if layouts == "both" else None)
         self.register_buffer("fp8_ones", torch.ones(1, self.in_features, device=weight.device))
-        self.register_parameter("bias", bias)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.plain_weight()
 
     def plain_weight(self) -> Tensor:
-        """A copy of what this layer multiplies with, in bf16; [out, in]."""
         return (self.fp8_values.float() * self.fp8_scales.t()).to(torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,18 +58,7 @@ class Fp8Linear(nn.Linear):
         result: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
             rows, self.fp8_values, self.fp8_turned, self.fp8_scales, self.fp8_ones, self.bias
         )  # fmt: skip
-        return result.reshape(*x.shape[:-1], self.out_features).to(_compute_dtype(x))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Fp8Linear:
-        """A model that is cast keeps these: without their precision they would be other numbers."""
-        own = {id(buffer) for buffer in self._buffers.values()}
-
-        def exact(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in own and moved.dtype != tensor.dtype else moved
-
-        super()._apply(exact, recurse)  # type: ignore[no-untyped-call]
-        return self
+        return result.reshape(*x.shape[:-1], self.out_features).to(compute_dtype(x))
 
     def extra_repr(self) -> str:
         layouts = "one layout" if self.fp8_turned is None else "both layouts"
@@ -149,13 +127,6 @@ class _Frozen(torch.autograd.Function):
         by_columns = held.t() if ctx.has_both else held.t().contiguous().t()
         rounded, own = _rounded(gradient, scales)
         return product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 # -- whether this device can ------------------------------------------------------------------------------------------

@@ -23,14 +23,14 @@ from transformers.utils import logging
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.loading import Progress, load_into
-from gracetune.models import fp8_loading, single_file
+from gracetune.models import eight_bits, single_file
 from gracetune.models.attention import apply_attention
 from gracetune.models.bars import without_bars
+from gracetune.models.eight_bits import Put, eight_bit_weights, putting
 from gracetune.models.fp8 import check_fp8
-from gracetune.models.fp8_loading import Put, fp8_weights, putting
 from gracetune.models.layout import CONFIG, part_config, read_config, weight_file
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Placement
+from gracetune.models.spec import EightBits, Placement
 from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_headers import Weights, open_weights
 
@@ -109,8 +109,8 @@ def load_component(
 
     With `draw` no weight is read: the model is the same in all else, and its values are what `draw` makes them.
 
-    Layers the class wants in float32 are. With `placement.fp8` the weights of the layers it names are held in 8 bits,
-    rounded while they are read: they are never in memory as a whole in another precision.
+    Layers the class wants in float32 are. With `placement.eight_bits` the weights of the layers it names are held in 8
+    bits, rounded while they are read: they are never in memory as a whole in another precision.
 
     On the meta device nothing is read: for whoever only asks an encoder for its id.
     """
@@ -120,11 +120,12 @@ def load_component(
     with _parameters_on_meta(placement.dtype), _refusing(source, component, cls):
         model: Any = cls.from_config(config)
     rounded: frozenset[str] = frozenset()
-    if placement.fp8 is not None:
-        check_fp8(placement.device)
-        rounded = fp8_weights(model, placement.fp8, _in_fp32(cls))
+    if placement.eight_bits is not None:
+        if placement.eight_bits.kind == "fp8":
+            check_fp8(placement.device)
+        rounded = eight_bit_weights(model, placement.eight_bits, _in_fp32(cls))
     destinations = _allocate(model, cls, placement.dtype, placement.device, rounded)
-    put = putting(model, "both" if placement.fp8 is None else placement.fp8.layouts, placement.device)
+    put = putting(model, placement.eight_bits or EightBits(()), placement.device)
     file = source.single_file if single_file.supplies(source, component) else None
     if draw is not None:
         _draw(model, destinations, draw, placement.device, put)
@@ -201,7 +202,7 @@ def _fill(
     wanted = _one_name_each(destinations, weights)
     left_out = admitted | (destinations.keys() - wanted.keys())
     entries = {name: entry for name, entry in weights.entries.items() if name not in left_out}
-    rounded = {name: one for name, one in wanted.items() if one.is_meta and fp8_loading.readable(weights, name, one)}
+    rounded = {name: one for name, one in wanted.items() if one.is_meta and eight_bits.readable(weights, name, one)}
     # A weight that cannot be read is found with everything else that is wrong, before anything is.
     at_once = {
         name: torch.empty(one.shape, dtype=one.dtype) if one.is_meta else one
@@ -211,7 +212,7 @@ def _fill(
     rest = replace(weights, entries={name: entry for name, entry in entries.items() if name not in rounded})
     counting = _in_all(progress, sum(entry.size for entry in entries.values()))
     load_into(rest, at_once, progress=counting)
-    fp8_loading.read(weights, rounded, device, put, counting)
+    eight_bits.read(weights, rounded, device, put, counting)
 
 
 def _in_all(progress: Progress | None, total: int) -> Progress:

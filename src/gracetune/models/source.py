@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ from gracetune.storage.regular_files import read_small_file
 from gracetune.storage.safetensors_headers import open_weights
 
 INDEX = "model_index.json"
+ASSISTANT_KEY = "model.assistant_adapter"
+ASSISTANT_FILE = "pytorch_lora_weights.safetensors"
+"""As diffusers names the file of a LoRA."""
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _ADAPTER_KEY = re.compile(r"(^|\.|_)(lora|lokr|hada|oft|lora_magnitude_vector|dora)_|\.lora\.")
@@ -112,9 +116,44 @@ def _open_address(
     return file, _configuration_of(model, file, vae, fetch)
 
 
+def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
+    """The file of `model.assistant_adapter`; None where the config names none. Downloads what a hub id lacks."""
+    name = model.assistant_adapter
+    if name is None:
+        return None
+    address = hub.HubName.parse(name)
+    place = None if address is not None else _find(ASSISTANT_KEY, name)
+    if place is None:
+        address = address or hub.HubName(name)
+        wanted = address.file or ASSISTANT_FILE
+        file = fetch(ASSISTANT_KEY, address.name, address.revision, None, wanted)
+        if not file.is_file():
+            hint = f"name the file that is there: --set {ASSISTANT_KEY}=hf://{address.name}/FILE.safetensors"
+            raise ConfigError([Problem(ASSISTANT_KEY, f"{address.name}, which has no {wanted}", "a LoRA", hint)])
+        return file
+    file = place.path if place.kind == "file" else place.path / ASSISTANT_FILE
+    if not file.is_file():
+        hint = "give the .safetensors file of the LoRA"
+        raise ConfigError([Problem(ASSISTANT_KEY, f"{place.path}: {_held(place.path)}", ASSISTANT_FILE, hint)])
+    return file
+
+
+def elements_of(file: Path) -> int:
+    """Numbers in a file of weights, by its header."""
+    return sum(math.prod(entry.shape) for entry in open_weights(file).entries.values())
+
+
+def assistant_elements(model: Model) -> int | None:
+    """Of an assistant adapter that lies on this machine; None for one whose size is not known without a download."""
+    if model.assistant_adapter is None or look(model.assistant_adapter).kind not in ("file", "folder"):
+        return None
+    file = find_assistant(model)
+    return None if file is None else elements_of(file)
+
+
 def is_on_disk(model: Model) -> bool:
     """Whether everything a config names lies on this machine's disks, so that opening it downloads no weights."""
-    names = (model.path or _published(model), model.vae_path, model.text_encoder_path)
+    names = (model.path or _published(model), model.vae_path, model.text_encoder_path, model.assistant_adapter)
     return all(look(name).kind in ("file", "folder") for name in names if name is not None)
 
 

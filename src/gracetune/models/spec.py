@@ -52,17 +52,20 @@ class ModelFacts:
     out of the default targets together with `ModelSpec.untrained`."""
 
 
+EightBitKind = Literal["fp8", "int8"]
 Fp8Layouts = Literal["both", "one"]
 """By rows and by columns, or by rows alone and turned in every backward pass."""
 
 
 @dataclass(frozen=True)
-class Fp8:
-    """The layers whose frozen weights are held in 8 bits (`models.fp8`)."""
+class EightBits:
+    """The layers whose frozen weights are held in 8 bits (`models.fp8`, `models.int8`)."""
 
     layers: tuple[str, ...]
     """Patterns; a `*` stays within one part of a path. `ModelSpec.default_targets` are a family's large matrices."""
     layouts: Fp8Layouts = "both"
+    """Of fp8; int8 has one."""
+    kind: EightBitKind = "fp8"
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Placement:
     dtype: torch.dtype
     attention: str | None = None
     """diffusers' name of an attention backend, chosen by `models.attention`; None leaves diffusers' own choice."""
-    fp8: Fp8 | None = None
+    eight_bits: EightBits | None = None
     """For denoisers: layers held in fewer bits than `dtype`, which everything else is held and computed in."""
 
 

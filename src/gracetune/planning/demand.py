@@ -101,12 +101,14 @@ class Settings:
     policies: tuple[Policy, ...]
     """Possible here, from the fastest to the smallest."""
     precision: str
-    fp8_possible: bool
-    """Whether frozen weights remain that could be held in fp8."""
+    eight_bits_possible: bool
+    """Whether frozen weights remain that could be held in fp8 or int8."""
     use_uvm: bool
     oversubscription_ratio: float
     managed: bool
     """Whether the run opens the unified-memory layer; without it experts are parked in pinned copies."""
+    few_bits: bool = False
+    """`model.base_precision` is auto: where 16 bits do not fit, frozen weights are held in int8."""
     refuses_managed: bool = False
     """`memory.enable_uvm_hints` is false: besides the overflow arena nothing is managed memory."""
 

@@ -31,12 +31,14 @@ from gracetune.planning.processes import (
     ONE_PROCESS,
     REDUCED_BLOCKS,
     Processes,
-    sharded_fp8_problem,
+    sharded_bits_problem,
 )
 from gracetune.planning.samples import DatasetFacts, largest_sample
 
 AdapterPath = Literal["plain", "library"]
-_WEIGHT_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_WEIGHT_BYTES = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
+_INT8_WORKING = 6
+"""Bytes per weight of the one int8 matrix that multiplies: in fp32, and in the precision it multiplies in."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,15 @@ def estimate(
     compiled: bool,
     adapter_path: AdapterPath = "plain",
     processes: Processes = ONE_PROCESS,
+    assistant_elements: int | None = None,
 ) -> Demand:
     """`compiled`: whether blocks go through torch.compile; `adapter_path`: whose adapter layers run, ours or the
-    libraries'. A run has ours."""
+    libraries'. A run has ours. `assistant_elements`: numbers in the file of the assistant adapter, where known."""
     job = _job(config, footprint, compiled, adapter_path, processes)
     workloads, shapes, assumed = _workloads(job)
     needs = [
         *_trained_needs(job),
+        *_assistant_needs(job, assistant_elements),
         *_gathered_needs(job),
         *encoder_needs(config, footprint, shapes, sampling=job.sampling),
         *data_needs(config, footprint, facts, shapes),
@@ -105,7 +109,12 @@ def estimate(
         codec=_codec(job, shapes),
         settings=_settings(job),
         phases=_phases(job),
-        assumptions=(*_remarks(job), *assumed, *(fact.assumed for fact in facts if fact.assumed)),
+        assumptions=(
+            *_remarks(job),
+            *_assistant_remarks(job, assistant_elements),
+            *assumed,
+            *(fact.assumed for fact in facts if fact.assumed),
+        ),
         processes=processes,
     )
 
@@ -118,8 +127,8 @@ def _phases(job: _Job) -> tuple[Phase, ...]:
 def _job(
     config: RunConfig, footprint: Footprint, compiled: bool, adapter_path: AdapterPath, processes: Processes
 ) -> _Job:
-    if processes.sharded and config.model.base_precision == "fp8":
-        raise ConfigError([sharded_fp8_problem()])
+    if processes.sharded and config.model.base_precision in ("fp8", "int8"):
+        raise ConfigError([sharded_bits_problem(config.model.base_precision)])
     full = config.adapter.kind == "full_finetune"
     method = Method(
         compiled=compiled,
@@ -147,13 +156,21 @@ def _settings(job: _Job) -> Settings:
     return Settings(
         checkpointing=config.training.gradient_checkpointing,
         policies=job.method.policies,
-        precision="trained" if job.method.full_finetune else config.model.base_precision,
-        fp8_possible=not job.method.full_finetune and not job.processes.sharded,
+        precision="trained" if job.method.full_finetune else _first_precision(config),
+        eight_bits_possible=not job.method.full_finetune and not job.processes.sharded,
+        few_bits=config.model.base_precision == "auto",
         use_uvm=config.memory.use_uvm,
         oversubscription_ratio=config.memory.uvm_oversubscription_ratio,
         managed=config.memory.use_uvm or hints_of(config).on,
         refuses_managed=config.memory.enable_uvm_hints is False,
     )
+
+
+def _first_precision(config: RunConfig) -> str:
+    """What `auto` begins with is what the run computes in, in 16 bits."""
+    if config.model.base_precision != "auto":
+        return config.model.base_precision
+    return "fp16" if config.training.mixed_precision == "fp16" else "bf16"
 
 
 def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
@@ -172,13 +189,14 @@ def _denoisers(job: _Job) -> tuple[Denoiser, ...]:
 
 
 def _sizes(job: _Job) -> tuple[tuple[str, int], ...]:
-    footprint, precision = job.footprint, job.config.model.base_precision
+    footprint, precision = job.footprint, _first_precision(job.config)
     if job.method.full_finetune:
         return (("trained", 2 * footprint.parameters + 2 * job.elements),)  # what is trained is held in fp32
     matrices = footprint.linear_weights
     rest = 2 * (footprint.parameters - matrices)
     scales = 4 * footprint.linear_rows
-    sizes = [("fp8", 2 * matrices + scales + rest), ("fp8 one layout", matrices + scales + rest)]
+    int8 = matrices + 4 * footprint.linear_outputs + _INT8_WORKING * footprint.largest_matrix + rest
+    sizes = [("fp8", 2 * matrices + scales + rest), ("fp8 one layout", matrices + scales + rest), ("int8", int8)]
     if precision in _WEIGHT_BYTES:
         sizes.append((precision, _WEIGHT_BYTES[precision] * footprint.parameters))
     return tuple(sizes)
@@ -201,6 +219,20 @@ def _trained_needs(job: _Job) -> list[Need]:
     if config.training.ema.enabled:
         needs.append(Need("EMA", "EMA", 4 * every, job.loaded, f"a second fp32 copy of what is trained{part}"))
     return needs
+
+
+def _assistant_needs(job: _Job, elements: int | None) -> list[Need]:
+    if elements is None:
+        return []
+    size = elements * (4 if job.config.model.base_precision == "fp32" else 2)
+    why = "frozen, beside the layers it is for"
+    return [Need("assistant adapter", "frozen weights", size, job.loaded, why)]
+
+
+def _assistant_remarks(job: _Job, elements: int | None) -> list[str]:
+    if job.config.model.assistant_adapter is None or elements is not None:
+        return []
+    return ["model.assistant_adapter: its size is not known before it is downloaded; it is not counted"]
 
 
 def _gathered_needs(job: _Job) -> list[Need]:

@@ -63,6 +63,10 @@ class Ladder:
             for policy in settings.policies[1:]:
                 choice = replace(choice, policy=policy)
                 yield choice
+        if settings.few_bits and settings.eight_bits_possible:
+            for policy in settings.policies if settings.checkpointing == "auto" else (choice.policy,):
+                choice = replace(choice, policy=policy, precision="int8")
+                yield choice
         if choice.policy == "full" and self.tiers.parking == "host":
             choice = replace(choice, park_inputs=True)
             yield choice
@@ -70,7 +74,7 @@ class Ladder:
             yield from self._spilling(choice)
 
     def with_edits(self) -> Iterator[Choice]:
-        """Everything above, then changes to the config: VAE passes, recompute, smaller batches, fp8, overflow."""
+        """Everything above, then changes to the config: VAE passes, recompute, smaller batches, 8 bits, overflow."""
         *_, choice = self.without_edits()
         choice, settings = replace(choice, spill=0), self.demand.settings
         for batch in smaller_batches(choice.encode_batch):
@@ -89,9 +93,10 @@ class Ladder:
         for batch in smaller_batches(largest):
             choice = replace(choice, batch_cap=batch)
             yield choice
-        if settings.fp8_possible and not choice.precision.startswith("fp8") and _has_fp8(self.machine):
+        if settings.eight_bits_possible and choice.precision not in ("fp8 one layout", "int8"):
+            held = "fp8 one layout" if _has_fp8(self.machine) else "int8"
             for batch in (largest, *smaller_batches(largest)):
-                choice = replace(choice, precision="fp8 one layout", batch_cap=batch)
+                choice = replace(choice, precision=held, batch_cap=batch)
                 yield choice
         yield from self._spilling(choice)
         # Last, so that a plan that does not fit is described at its smallest.

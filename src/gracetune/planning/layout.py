@@ -159,6 +159,7 @@ def _precision_words(precision: str) -> str:
     return {
         "fp8": "fp8 in both layouts: the backward pass reads the transposed one",
         "fp8 one layout": "fp8 in one layout, transposed on the fly in the backward pass",
+        "int8": "frozen, int8 with a scale for each row, and the largest matrix once more while it multiplies",
         "trained": "fp32 master weights",
     }.get(precision, f"frozen, {precision}")
 

@@ -24,6 +24,7 @@ CONFIG_VALUE: dict[Policy, CheckpointingValue] = {
     "off": "off", "half": "auto", "quarter": "auto", "tenth": "auto", "full": "full"
 }  # fmt: skip
 COSTS: dict[Policy, str] = {"half": "about 7 % slower", "full": "forward passes run twice: 1.4x slower"}
+BASE = "model.base_precision"
 INPUTS = "placement: block inputs"
 """Of the change that parks inputs of repeated blocks."""
 
@@ -197,9 +198,14 @@ def _described(
         if settings.precision == "fp8":
             why = "the second layout is made on the fly"
             yield Change("placement: fp8 layouts", "both", "one", saved, why, automatic=True)
+        elif settings.few_bits:
+            why = f"{settings.precision} does not fit"
+            yield Change(BASE, f"auto: {settings.precision}", "auto: int8", saved, why, automatic=True)
         else:
-            why = "frozen weights in one fp8 layout; compare a short run's loss before trusting it"
-            yield Change("model.base_precision", settings.precision, "fp8", saved, why, automatic=False)
+            held = "int8" if after.precision == "int8" else "fp8"
+            form = "int8" if held == "int8" else "one fp8 layout"
+            why = f"frozen weights in {form}; compare a short run's loss before trusting it"
+            yield Change(BASE, settings.precision, held, saved, why, automatic=False)
     if before.spill != after.spill:
         link = "the coherent link" if machine.profile.value == "superchip" else "PCIe"
         why = f"what exceeds GPU memory is used over {link}, several times slower for those bytes"

@@ -69,7 +69,10 @@ class Processes:
 ONE_PROCESS = Processes()
 
 
-def sharded_fp8_problem() -> Problem:
-    found, expected = "fp8, with weights sharded over processes (FSDP)", "replicas: fp8 weights cannot be sharded"
+def sharded_bits_problem(held: str) -> Problem:
+    found, expected = (
+        f"{held}, with weights sharded over processes (FSDP)",
+        f"replicas: {held} weights cannot be sharded",
+    )
     hint = "launch with config/accelerate_config_gh200.yaml, or --set model.base_precision=bf16"
     return Problem("model.base_precision", found, expected, hint)

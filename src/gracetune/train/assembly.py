@@ -312,8 +312,8 @@ def whole_model_note(dataset: str) -> str:
 
 def refuse_two_halves(config: RunConfig) -> None:
     """torch's autocast computes in one 16-bit type and does not mix it with tensors of the other."""
-    held = {"fp8": "bf16"}.get(config.model.base_precision, config.model.base_precision)
     mixed = config.training.mixed_precision
+    held = {"fp8": "bf16", "int8": mixed, "auto": mixed}.get(config.model.base_precision, config.model.base_precision)
     if {held, mixed} == {"bf16", "fp16"}:
         found = f"{mixed}, with base weights that compute in {held}"
         hint = f"--set training.mixed_precision={held}"

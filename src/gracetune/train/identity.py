@@ -1,16 +1,19 @@
 """What makes a run this run: a checkpoint made with another model or another adapter is not taken for its own.
 
 `model` has the fingerprint of the trained denoisers' weights, `part <name>` that of each other part of the model: VAE,
-text encoders, tokenizers, scheduler. Checkpoints of earlier releases have no parts: theirs are unknown.
+text encoders, tokenizers, scheduler, assistant adapter. Checkpoints of earlier releases have no parts: theirs are
+unknown.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import xxhash
 
+from gracetune.adapters.assistant import AssistantFile
 from gracetune.checkpoint.manifest import PART, Metadata
 from gracetune.config.native import shareable
 from gracetune.config.run_config import RunConfig
@@ -20,15 +23,18 @@ from gracetune.models.experts import trained_experts
 from gracetune.models.fingerprint import fingerprint
 from gracetune.models.layout import part_tensors
 from gracetune.models.part_fingerprints import part_fingerprints
-from gracetune.models.source import ModelSource
+from gracetune.models.source import ASSISTANT_KEY, ModelSource
 from gracetune.models.spec import ModelFacts
 from gracetune.redaction import redact_values
+from gracetune.storage.safetensors_headers import open_weights
 
 _NOT_THE_ADAPTER = {"strength", "init_from", "dropout"}
 """Settings that may change between two parts of a run: the saved tensors mean the same."""
 
 
-def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> dict[str, str]:
+def identity_of(
+    config: RunConfig, source: ModelSource, facts: ModelFacts, assistant: AssistantFile | None = None
+) -> dict[str, str]:  # fmt: skip
     trained = trained_experts(config.model.experts, facts)
     parts = {expert.component for expert in facts.experts if expert.name in trained}
     adapter = redact_values(config.adapter.model_dump(mode="json", exclude=_NOT_THE_ADAPTER, exclude_defaults=True))
@@ -37,7 +43,14 @@ def identity_of(config: RunConfig, source: ModelSource, facts: ModelFacts) -> di
         "model": f"{facts.family} {facts.flavour}, weights {_weights(source, sorted(parts))}",
         "adapter": json.dumps({"kind": config.adapter.kind, **adapter}, sort_keys=True),
         **{f"{PART}{name}": found for name, found in part_fingerprints(source, facts).items()},
+        **(
+            {} if assistant is None else {f"{PART}{ASSISTANT_KEY.rpartition('.')[2]}": _content(source, assistant.path)}
+        ),
     }
+
+
+def _content(source: ModelSource, file: Path) -> str:
+    return fingerprint(open_weights(file).entries.values(), source.fingerprints)
 
 
 def _weights(source: ModelSource, components: Iterable[str]) -> str:

@@ -73,7 +73,7 @@ def load(
     )  # fmt: skip
     host = open_host(config, planned, machine, runtime, memory, model.facts)
     with view.phase("loading the model"):
-        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host)
+        trainee = load_trainee(config, model.spec, model.source, model.facts, runtime, choices, host, model.assistant)
     about_files = check_format(trainee, config)
     if runtime.is_main:  # once more: the caches have taken their part of the disk
         ready.store.check_room(checkpoint_bytes(one.shape for one in trainee.parameters().values()))

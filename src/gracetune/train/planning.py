@@ -6,24 +6,27 @@ from dataclasses import dataclass
 
 import torch
 
+from gracetune.adapters.assistant import AssistantFile
 from gracetune.config.run_config import RunConfig
 from gracetune.data.index import DataIndex
 from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine
 from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
-from gracetune.models.source import ModelSource
+from gracetune.models.source import ModelSource, elements_of
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
-from gracetune.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
+from gracetune.planning.plan import BASE, CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
 from gracetune.planning.samples import survey
 from gracetune.planning.tiers import free_on_disk
 from gracetune.train.runtime import Runtime
-from gracetune.train.trainee import Choices
+from gracetune.train.trainee import BasePrecision, Choices
 from gracetune.units import format_bytes
 
+_MOST_OF_MEMORY = 0.5
+"""Base weights without a plan stay in 16 bits below this part of the memory: the rest is for the step."""
 _SAME_MODEL = 0.05
 """Weights whose number of parameters is further off than this are not those the footprint describes."""
 
@@ -34,6 +37,8 @@ class Planned:
     plan: Plan
     not_ours: str | None = None
     """Why the plan says nothing about this run: its weights are not of the size the flavour's are."""
+    parameters: int = 0
+    """Of the run's own denoisers together."""
 
     @property
     def parks_experts(self) -> bool:
@@ -73,11 +78,14 @@ class Planned:
 
 def make_plan(
     config: RunConfig, machine: Machine, spec: ModelSpec, source: ModelSource, facts: ModelFacts,
-    *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
+    assistant: AssistantFile | None = None, *, processes: Processes = ONE_PROCESS, force_oversubscription: bool = False,
 ) -> Planned:  # fmt: skip
     footprint, _ = footprint_of(config.model.model_copy(update={"flavour": facts.flavour}))
     compiled = compiles(config, "cpu" if machine.profile.value == "cpu" else "cuda")
-    demand = estimate(config, footprint, survey(config), compiled=compiled, processes=processes)
+    elements = None if assistant is None else elements_of(assistant.path)
+    demand = estimate(
+        config, footprint, survey(config), compiled=compiled, processes=processes, assistant_elements=elements
+    )
     parameters = sum(one.numel() for one in spec.build_denoiser(source, facts.experts[0]).parameters())
     not_ours = None
     if abs(parameters - footprint.parameters) > _SAME_MODEL * footprint.parameters:
@@ -88,7 +96,7 @@ def make_plan(
     found = plan(
         demand, machine, disk_free=free_on_disk(config.output_dir), force_oversubscription=force_oversubscription
     )
-    return Planned(demand, found, not_ours)
+    return Planned(demand, found, not_ours, parameters * len(facts.experts))
 
 
 def processes_of(runtime: Runtime) -> Processes:
@@ -151,15 +159,45 @@ def choose(
     parks = recompute and device.type == "cuda" and planned.parks_inputs
     if parks:
         why += "; the blocks' inputs wait in host memory until their backward pass: they do not fit beside the rest"
+    base, why_base = choose_base(config, planned)
     lines = (
         f"attention: {attention.reason}",
         f"gradient checkpointing {_repeating(recompute, budget)}: {why}",
         f"torch.compile {_compiling(shapes) if compiled else 'off'}",
+        *(() if why_base is None else (f"base weights {base}: {why_base}",)),
     )
     return Choices(
-        recompute, budget, compiled, attention.backend, fp8_layouts=planned.fp8_layouts,
+        recompute, budget, compiled, attention.backend, base_precision=base, fp8_layouts=planned.fp8_layouts,
         park_inputs=parks, shapes="one" if shapes == 1 else "several",
     ), lines  # fmt: skip
+
+
+def choose_base(config: RunConfig, planned: Planned) -> tuple[BasePrecision, str | None]:
+    """How the base weights are held, and why where that was for the plan to decide."""
+    asked = config.model.base_precision
+    if asked != "auto":
+        return asked, None
+    plain: BasePrecision = "fp16" if config.training.mixed_precision == "fp16" else "bf16"
+    summary = f"model.base_precision auto; {planned.plan.summary}"
+    if not planned.demand.settings.eight_bits_possible:
+        return plain, f"sharded weights (FSDP) cannot be held in 8 bits; {summary}"
+    if planned.not_ours is not None:
+        return _base_without_plan(plain, planned)
+    if planned.plan.verdict == "unknown":
+        return "int8", f"model.base_precision auto, and how much memory there is is not known: {planned.plan.summary}"
+    if any(change.key == BASE for change in planned.plan.changes):
+        return "int8", f"{plain} does not fit, as the plan shows; {summary}"
+    return plain, f"they fit, and no bits have to be saved; {summary}"
+
+
+def _base_without_plan(plain: BasePrecision, planned: Planned) -> tuple[BasePrecision, str]:
+    """Weights that the plan is not for: what they take beside what there is."""
+    size, budget = 2 * planned.parameters, planned.plan.tiers[0].tier.budget
+    there = "an unknown amount" if budget is None else format_bytes(budget)
+    found = (
+        f"model.base_precision auto, without a plan for these weights: {format_bytes(size)} in {plain}, {there} usable"
+    )
+    return (plain if budget is not None and size <= _MOST_OF_MEMORY * budget else "int8"), found
 
 
 def _repeating(recompute: bool, budget: float | None) -> str:

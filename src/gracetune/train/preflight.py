@@ -27,6 +27,7 @@ from typing import TypeVar
 
 import torch
 
+from gracetune.adapters.assistant import AssistantFile, read_assistant
 from gracetune.cache.places import places_of
 from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
@@ -34,14 +35,14 @@ from gracetune.config.environment import Environment
 from gracetune.config.places import look
 from gracetune.config.run_config import RunConfig
 from gracetune.data.copies.local import Copies
-from gracetune.errors import Problem
+from gracetune.errors import ConfigError, Problem
 from gracetune.hardware import Machine, probe
 from gracetune.hub.access import HubAccess
 from gracetune.models.encoders import FamilyEncoders, encoders_of
 from gracetune.models.experts import trained_experts
 from gracetune.models.facts import facts_of
 from gracetune.models.hub import Fetch, HubFetcher
-from gracetune.models.source import ModelSource, is_on_disk
+from gracetune.models.source import ASSISTANT_KEY, ModelSource, find_assistant, is_on_disk
 from gracetune.models.spec import Expert, ExpertName, ModelFacts, ModelSpec
 from gracetune.optim.aitoolkit_rates import ImportedRates
 from gracetune.train.asked import check_requests
@@ -55,7 +56,7 @@ from gracetune.train.options import RunOptions
 from gracetune.train.output import RunFolder, checkpoint_bytes
 from gracetune.train.output_paths import check_output_paths
 from gracetune.train.planning import Planned, choose, make_plan, processes_of, refuse_misfit
-from gracetune.train.precision import refuse_fp8
+from gracetune.train.precision import refuse_eight_bits
 from gracetune.train.refusals import Checks, Outcome
 from gracetune.train.resume import (
     find_start,
@@ -79,6 +80,7 @@ class OpenedModel:
     encoders: FamilyEncoders
     facts: ModelFacts
     trained: tuple[ExpertName, ...]
+    assistant: AssistantFile | None = None
 
     @property
     def experts(self) -> list[Expert]:
@@ -231,16 +233,22 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_o
     """What needs neither the model nor the run's folder."""
     checks.run(lambda: refuse_two_halves(config))
     if not is_one_of_several:
-        checks.run(lambda: refuse_fp8(config, runtime))
+        checks.run(lambda: refuse_eight_bits(config, runtime))
         checks.run(lambda: checked_ramp(config, runtime.world_size))
     for sink in sinks_of(config) if runtime.is_main else ():
         checks.run(partial(sink.check, config))
 
 
 def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> OpenedModel:
+    """The assistant adapter first: it is small, and what is wrong with it is known before the weights are there."""
+    file = find_assistant(config.model, fetch)
+    assistant = None if file is None else read_assistant(file, config.model.family)
     encoders = encoders_of(config, device, fetch=fetch)
     facts = facts_of(config, encoders.spec, encoders.source)
-    return OpenedModel(encoders, facts, trained_experts(config.model.experts, facts))
+    if assistant is not None and len(facts.experts) > 1:
+        found, expected = f"one for {facts.flavour}, which has two denoisers", "a model with one denoiser"
+        raise ConfigError([Problem(ASSISTANT_KEY, found, expected, f"remove {ASSISTANT_KEY}")])
+    return OpenedModel(encoders, facts, trained_experts(config.model.experts, facts), assistant)
 
 
 def _plan_copies(config: RunConfig, environment: Environment, machine: Machine, view: View) -> None:
@@ -259,7 +267,7 @@ def _made_here(make: Callable[[], T]) -> T:
 
 def _plan(config: RunConfig, machine: Machine, model: OpenedModel, runtime: Runtime, options: RunOptions) -> Planned:
     return make_plan(
-        config, machine, model.spec, model.source, model.facts, processes=processes_of(runtime),
+        config, machine, model.spec, model.source, model.facts, model.assistant, processes=processes_of(runtime),
         force_oversubscription=options.force_oversubscription,
     )  # fmt: skip
 
@@ -272,7 +280,7 @@ def _find_beginning(
     already this is done only where there is a checkpoint to compare it with."""
     asked = options.resume or config.checkpoints.resume
     needless = refused and resolve(asked, store)[0] is None and store.latest() is None
-    identity = {} if needless else identity_of(config, model.source, model.facts)
+    identity = {} if needless else identity_of(config, model.source, model.facts, model.assistant)
     finals = folder.final_files(model.experts, config.adapter.kind)
     finishing = bool(store.unfinished("finishing"))
     start = find_start(
@@ -310,4 +318,4 @@ def _check_adapter(config: RunConfig, model: OpenedModel, *, init_from: bool) ->
     """Without a file to begin with that is not there: its layers are checked all the same."""
     if not init_from:
         config = config.model_copy(update={"adapter": config.adapter.model_copy(update={"init_from": None})})
-    return check_adapter(config, model.spec, model.source, model.facts)
+    return check_adapter(config, model.spec, model.source, model.facts, model.assistant)

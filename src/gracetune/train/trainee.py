@@ -8,14 +8,15 @@ trainee.host.activate("high_noise")      # the denoiser whose turn it is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import nn
 
+from gracetune.adapters.assistant import Assistant, AssistantFile, assist
 from gracetune.adapters.attach import Attached, PathChoice, attach
 from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.state import AdapterState, Stage
@@ -23,22 +24,18 @@ from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.activation_parking import ActivationParking
+from gracetune.models.eight_bits import eight_bit_line
 from gracetune.models.experts import ExpertHost, trained_experts
-from gracetune.models.fp8_loading import fp8_line
 from gracetune.models.source import ModelSource
-from gracetune.models.spec import Expert, ExpertName, Fp8, Fp8Layouts, ModelFacts, ModelSpec, Placement
+from gracetune.models.spec import EightBits, Expert, ExpertName, Fp8Layouts, ModelFacts, ModelSpec, Placement
 from gracetune.optim.build import parameter_names
 from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
 from gracetune.train.runtime import Runtime
 from gracetune.units import format_duration
 
-_BASES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.bfloat16,  # but for the layers of `Placement.fp8`
-}
+_BASES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+BasePrecision = Literal["bf16", "fp16", "fp32", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,8 @@ class Choices:
     attention: str | None = None
     adapter_path: PathChoice = "auto"
     """`library` computes adapters as peft and LyCORIS do: the reference the quick forms are held against."""
+    base_precision: BasePrecision | None = None
+    """How the frozen weights are held; None: as the config says."""
     fp8_layouts: Fp8Layouts = "both"
     """Of base weights in fp8, where the config asks for those."""
     park_inputs: bool = False
@@ -79,6 +78,7 @@ class Trainee:
     prepared: Mapping[ExpertName, Preparation] = field(default_factory=dict)
     parking: ActivationParking | None = None
     """Of blocks' inputs, one for all experts: they take turns."""
+    assistant: Assistant | None = None
 
     @property
     def trained(self) -> tuple[ExpertName, ...]:
@@ -99,7 +99,9 @@ class Trainee:
     @property
     def decisions(self) -> tuple[str, ...]:
         """How weights are held and adapters computed, a line for each way; experts mostly say the same."""
-        return tuple(dict.fromkeys((*self.held, *(line for one in self.attached.values() for line in one.decisions))))
+        lines = (line for one in self.attached.values() for line in one.decisions)
+        assistant = () if self.assistant is None else (self.assistant.line,)
+        return tuple(dict.fromkeys((*self.held, *assistant, *lines)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -134,6 +136,10 @@ class Trainee:
             return None
         return self.attached[expert].disabled()
 
+    def unassisted(self) -> AbstractContextManager[None]:
+        """In here the model is what the trained adapter will be used with."""
+        return nullcontext() if self.assistant is None else self.assistant.absent()
+
     @contextmanager
     def evaluating(self, strength: float = 1.0) -> Iterator[None]:
         """No gradients, no dropout, the adapters at this strength; afterwards as before."""
@@ -152,7 +158,7 @@ class Trainee:
 
 
 def check_adapter(
-    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts
+    config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts, assistant: AssistantFile | None = None
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
     """Targets that name nothing, and a file to begin with that does not fit, are errors before anything is encoded or
     loaded: all that will be attached is, to layers without weights. Returns the shape of every trained parameter."""
@@ -160,7 +166,10 @@ def check_adapter(
     groups = []
     for expert in facts.experts:
         if expert.name in trained_experts(config.model.experts, facts):
-            attached = _made_trainable(config, spec, facts, spec.build_denoiser(source, expert), expert)
+            denoiser = spec.build_denoiser(source, expert)
+            if assistant is not None:
+                assist(denoiser, assistant, torch.device("meta"), torch.bfloat16)
+            attached = _made_trainable(config, spec, facts, denoiser, expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
             groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
@@ -175,20 +184,23 @@ def load_trainee(
     runtime: Runtime,
     choices: Choices,
     host: ExpertHost,
+    assistant: AssistantFile | None = None,
 ) -> Trainee:
-    """One expert after the other: loaded, adapter attached, sharded, parked."""
-    fp8 = Fp8(spec.default_targets, choices.fp8_layouts) if config.model.base_precision == "fp8" else None
-    placement = Placement(runtime.device, _BASES[config.model.base_precision], choices.attention, fp8)
+    """One expert after the other: loaded, adapter attached, sharded, parked. An assistant is for a single one."""
+    placement = _placement(config, spec, runtime, choices)
     starts = _starts(config, facts)
     experts = {expert.name: expert for expert in facts.experts}
     attached: dict[ExpertName, Attached] = {}
     prepared: dict[ExpertName, Preparation] = {}
     parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
     held: list[str] = []
+    assisting: Assistant | None = None
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
-        if fp8 is not None:
-            held.append(fp8_line(denoiser, fp8.layers))
+        if placement.eight_bits is not None:
+            held.append(eight_bit_line(denoiser, placement.eight_bits.layers))
+        if assistant is not None:
+            assisting = assist(denoiser, assistant, runtime.device, placement.dtype)
         attached[name] = _made_trainable(config, spec, facts, denoiser, experts[name], choices.adapter_path)
         if name in starts:
             attached[name].load(starts[name])
@@ -206,7 +218,21 @@ def load_trainee(
     whole = config.adapter.kind == "full_finetune"
     dtype = torch.float32 if whole else placement.dtype
     regularised = frozenset(one.id for one in config.datasets if one.regularisation and not whole)
-    return Trainee(spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking)
+    return Trainee(
+        spec, source, facts, host, attached, dtype, strengths, regularised, tuple(held), prepared, parking, assisting
+    )  # fmt: skip
+
+
+def _placement(config: RunConfig, spec: ModelSpec, runtime: Runtime, choices: Choices) -> Placement:
+    """Beside the layers in 8 bits everything is in 16; next to int8 in those that the run computes in."""
+    precision = choices.base_precision or config.model.base_precision
+    if precision == "fp8":
+        held = EightBits(spec.default_targets, choices.fp8_layouts)
+        return Placement(runtime.device, torch.bfloat16, choices.attention, held)
+    if precision == "int8":
+        dtype = torch.float16 if config.training.mixed_precision == "fp16" else torch.bfloat16
+        return Placement(runtime.device, dtype, choices.attention, EightBits(spec.default_targets, kind="int8"))
+    return Placement(runtime.device, _BASES[precision], choices.attention)
 
 
 def _made_trainable(

@@ -184,8 +184,13 @@ class Sampling(Callback):
         model, request = self._model, asked.with_pictures()
         if isinstance(self._prompts, Prompts):
             request = self._prompts.given(request, model.trainee.dtype)
-        with model.trainee.evaluating(asked.strength), model.state.as_delivered(), model.runtime.autocast():
-            return model.trainee.spec.sample(pipeline, request)
+        trainee = model.trainee
+        with ExitStack() as stack:
+            stack.enter_context(trainee.evaluating(asked.strength))
+            stack.enter_context(trainee.unassisted())
+            stack.enter_context(model.state.as_delivered())
+            stack.enter_context(model.runtime.autocast())
+            return trainee.spec.sample(pipeline, request)
 
     @contextmanager
     def _pipeline(self) -> Iterator[Any]:

@@ -189,23 +189,23 @@ def test_other_things_to_train_are_refused_by_name(tmp_path: Path, name: str) ->
 def test_every_problem_arrives_together(tmp_path: Path) -> None:
     found = problems(
         tmp_path,
-        model={"quantize": True, "qtype": "uint4"},
+        model={"split_model_over_gpus": True},
         train={"steps": "many", "optimizer": "automagic3", "weight_jitter": 0.1},
         datasets=dataset(num_repeats="often", augments=["blur"]),
         network={"linear": -1},
     )
     assert set(found) == {
-        "model.quantize", "train.steps", "train.optimizer", "train.weight_jitter", "datasets[0].augments",
+        "model.split_model_over_gpus", "train.steps", "train.optimizer", "train.weight_jitter", "datasets[0].augments",
         "datasets[0].num_repeats", "network.linear",
     }  # fmt: skip
 
 
 def test_refusals_can_be_passed(tmp_path: Path) -> None:
-    keys = {"quantize": True, "qtype": "int8"}
+    keys = {"split_model_over_gpus": True}
     path = write(tmp_path, job(model=keys, train={"diff_output_preservation": True}))
     resolved = load(path, environment=Environment({}), allow_unsupported=True)
     assert resolved.config.model.base_precision == "bf16"
-    assert "left out" in note(resolved, "model.quantize")
+    assert "left out" in note(resolved, "model.split_model_over_gpus")
 
 
 def test_nothing_below_the_sections_has_to_be_there(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from gracetune.config import Environment, load
 from gracetune.config.dialects.aitoolkit.model import OTHER_ARCHS, archs
 from gracetune.config.families import find_flavour
 from unit.config.aitoolkit_jobs import (
@@ -19,7 +18,6 @@ from unit.config.aitoolkit_jobs import (
     only_problem,
     problems,
     read,
-    write,
 )
 
 
@@ -173,18 +171,42 @@ def test_a_float8_base_is_held_in_fp8(tmp_path: Path, qtype: str | None, dtype: 
     assert "more exact than asked" in note(resolved, "model.quantize_te:")
 
 
-@pytest.mark.parametrize("qtype", ["uint4", "int8", "qint8", "nf4", "uint3|owner/adapter.safetensors", "qfloat", 8])
-def test_other_quantised_bases_are_refused_by_name(tmp_path: Path, qtype: Any) -> None:
+@pytest.mark.parametrize("qtype", ["uint4", "int8", "qint8", "orbit3", "uint3|owner/adapter.safetensors"])
+def test_the_plan_decides_what_few_bits_become(tmp_path: Path, qtype: str) -> None:
+    resolved = read(tmp_path, model={**FLUX, "quantize": True, "quantize_te": False, "qtype": qtype})
+    assert (resolved.config.model.base_precision, resolved.config.training.mixed_precision) == ("auto", "bf16")
+    (said,) = [text for text in resolved.notes if "model.quantize" in text]
+    kind, _, recovery = qtype.partition("|")
+    assert f"{kind} is asked for; decided by the memory plan" in said
+    assert ("owner/adapter.safetensors" in said and "is not loaded" in said) == bool(recovery)
+
+
+def test_an_accuracy_recovery_adapter_may_have_a_key_of_its_own(tmp_path: Path) -> None:
+    keys = {"qtype": "uint4", "accuracy_recovery_adapter": "owner/a.safetensors"}
+    assert "owner/a.safetensors" in note(read(tmp_path, model={**FLUX, "quantize": True, **keys}), "model.quantize: u")
+    keys["qtype"] = "qfloat8"
+    assert "owner/a.safetensors" in note(
+        read(tmp_path, model={**FLUX, "quantize": True, **keys}), "model.quantize: base"
+    )
+    assert "accuracy_recovery_adapter" in note(read(tmp_path, model={**FLUX, **keys}), "harmless")
+
+
+@pytest.mark.parametrize(
+    ("qtype", "hint"), [("nf4", "nvfp4"), ("qfloat", "qfloat8"), (8, "qfloat8"), ("unt4", "uint4")]
+)
+def test_a_type_nobody_knows_is_a_problem(tmp_path: Path, qtype: Any, hint: str) -> None:
     problem = only_problem(tmp_path, model={**FLUX, "quantize": True, "qtype": qtype})
-    assert problem.key == "config.process[0].model.quantize"
+    assert problem.key == "config.process[0].model.qtype"
     assert str(qtype) in problem.found
-    assert "qtype: qfloat8" in problem.hint
+    assert f"qtype: {hint}" in problem.hint
 
 
 def test_a_text_encoder_has_a_type_of_its_own_except_in_wan(tmp_path: Path) -> None:
     te = {"quantize_te": True, "qtype_te": "uint4"}
-    assert only_problem(tmp_path, model={**FLUX, **te}).key == "config.process[0].model.quantize_te"
-    assert "more exact" in note(read(tmp_path, model=te), "model.quantize_te:")  # qtype counts, which is not set
+    assert "asked, 'uint4'" in note(read(tmp_path, model={**FLUX, **te}), "model.quantize_te:").replace('"', "'")
+    wan = note(read(tmp_path, model=te), "model.quantize_te:")
+    assert "more exact" in wan  # qtype counts, which is not set
+    assert "uint4" not in wan
     assert "more exact" in note(read(tmp_path, model={**FLUX, **te, "qtype_te": "float8"}), "model.quantize_te:")
 
 
@@ -200,6 +222,15 @@ def test_what_quantising_cannot_be_combined_with(tmp_path: Path) -> None:
     assert "full fine-tune" in full.expected
     exclude = {"quantize": True, "quantize_kwargs": {"exclude": ["proj_out"]}}
     assert only_problem(tmp_path, model=exclude).key.endswith("quantize_kwargs")
+
+
+def test_an_assistant_is_for_flux(tmp_path: Path) -> None:
+    assert model(tmp_path, {**FLUX, "assistant_lora_path": "owner/lora"}).assistant_adapter == "owner/lora"
+    problem = only_problem(tmp_path, model={"assistant_lora_path": "owner/lora"})
+    assert problem.key == "config.process[0].model.assistant_lora_path"
+    assert "FLUX.1 alone" in problem.expected
+    alone = only_problem(tmp_path, network=None, model={**FLUX, "assistant_lora_path": "owner/lora"})
+    assert "add a `network`" in alone.hint
 
 
 def test_an_edit_model_without_references_is_asked_for_them(tmp_path: Path) -> None:
@@ -220,19 +251,9 @@ def test_a_reference_that_is_no_path_is_named_where_it_stands(tmp_path: Path) ->
     assert list(problems(tmp_path, document)) == ["sample.samples[0].ctrl_img_2"]
 
 
-def test_quantising_is_refused_and_passing_it_keeps_the_training_dtype(tmp_path: Path) -> None:
-    keys = {"quantize": True, "quantize_te": True, "qtype": "uint4|owner/adapter.safetensors"}
-    found = problems(tmp_path, model=keys)
-    assert set(found) == {"model.quantize", "model.quantize_te"}
-    assert found["model.quantize"].hint.startswith("write `quantize: false`")
-    resolved = load(write(tmp_path, job(model=keys)), environment=Environment({}), allow_unsupported=True)
-    assert resolved.config.model.base_precision == "bf16"
-
-
 @pytest.mark.parametrize(
     "keys",
     [
-        {"assistant_lora_path": "owner/lora"},
         {"lora_path": "x.safetensors"},
         {"refiner_name_or_path": "owner/refiner"},
         {"unet_path": "x"},
@@ -240,7 +261,6 @@ def test_quantising_is_refused_and_passing_it_keeps_the_training_dtype(tmp_path:
         {"attn_masking": True},
         {"use_flux_cfg": True},
         {"split_model_over_gpus": True},
-        {"text_encoder_bits": 8},
         {"vae_dtype": "fp32"},
         {"model_paths": {"vae": "x"}},
     ],

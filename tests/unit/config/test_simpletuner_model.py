@@ -76,10 +76,31 @@ def test_flavours_we_lack(tmp_path: Path, family: str, flavour: Any) -> None:
     assert list(found) == ["model_flavour"]
 
 
-def test_schnell_is_refused_for_its_assistant(tmp_path: Path) -> None:
-    schnell = {"model_family": "flux", "model_flavour": "schnell"}
-    assert list(problems(tmp_path, schnell, datasets=IMAGES)) == ["model_flavour"]
-    assert config(tmp_path, {**schnell, "disable_assistant_lora": True}).model.flavour == "schnell"
+SCHNELL = {"model_family": "flux", "model_flavour": "schnell"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "assistant"),
+    [
+        (SCHNELL, "ostris/FLUX.1-schnell-training-adapter"),
+        ({**SCHNELL, "assistant_lora_path": "owner/lora", "assistant_lora_strength": "1.0"}, "owner/lora"),
+        ({**SCHNELL, "disable_assistant_lora": True, "assistant_lora_path": "owner/lora"}, None),
+        ({**SCHNELL, "model_type": "full"}, None),
+        ({"model_family": "flux", "model_flavour": "dev", "assistant_lora_path": "owner/lora"}, None),
+    ],
+)
+def test_schnell_is_trained_under_its_assistant(
+    tmp_path: Path, changes: dict[str, Any], assistant: str | None
+) -> None:  # fmt: skip
+    resolved = resolve(tmp_path, changes, datasets=IMAGES)
+    assert resolved.config.model.assistant_adapter == assistant
+    unused = [note for note in resolved.notes if "without effect" in note and "assistant_lora_path" in note]
+    assert bool(unused) == (assistant is None and "assistant_lora_path" in changes)
+
+
+def test_the_strength_of_an_assistant_is_fixed(tmp_path: Path) -> None:
+    keys = {"assistant_lora_strength": 0.5, "assistant_lora_inference_strength": 1}
+    assert set(problems(tmp_path, {**SCHNELL, **keys}, datasets=IMAGES)) == set(keys)
 
 
 @pytest.mark.parametrize(("family", "flavour"), [("wan", "t2v-1.3b-2.1"), ("flux", "krea"), ("sdxl", "base-1.0")])
@@ -118,6 +139,10 @@ def test_one_expert_is_trained_at_simpletuners_shift(tmp_path: Path) -> None:
         ({"base_model_precision": "no_change"}, "bf16", "bf16"),
         ({"base_model_precision": "fp8-torchao"}, "fp8", "bf16"),
         ({"base_model_precision": "fp32", "mixed_precision": "bf16"}, "fp32", "bf16"),
+        ({"base_model_precision": "fp8-sdnq"}, "fp8", "bf16"),
+        ({"base_model_precision": "int16-sdnq"}, "bf16", "bf16"),
+        ({"base_model_precision": "uint16-sdnq", "mixed_precision": "fp16"}, "fp16", "fp16"),
+        ({"base_model_precision": "int8-quanto", "mixed_precision": "fp16"}, "auto", "fp16"),
     ],
 )
 def test_precision(tmp_path: Path, changes: dict[str, Any], base: str, mixed: str) -> None:
@@ -125,17 +150,26 @@ def test_precision(tmp_path: Path, changes: dict[str, Any], base: str, mixed: st
     assert (found.model.base_precision, found.training.mixed_precision) == (base, mixed)
 
 
-@pytest.mark.parametrize(
-    "value", ["int8-quanto", "int4-torchao", "nf4-bnb", "fp8-int4-torchao", "fp8-sdnq", "int8-sdnq", 8]
-)
-def test_quantised_weights_are_refused(tmp_path: Path, value: Any) -> None:
-    assert list(problems(tmp_path, {"base_model_precision": value})) == ["base_model_precision"]
+@pytest.mark.parametrize("value", ["int8-quanto", "int2-quanto", "int4-torchao", "nf4-bnb", "fp8-int4-torchao"])
+def test_the_plan_decides_what_few_bits_become(tmp_path: Path, value: str) -> None:
+    resolved = resolve(tmp_path, {"base_model_precision": value})
+    assert resolved.config.model.base_precision == "auto"
+    (note,) = [note for note in resolved.notes if note.startswith("base_model_precision")]
+    assert f"{value} is asked for; decided by the memory plan when the run starts" in note
+
+
+@pytest.mark.parametrize(("value", "hint"), [(8, "no_change"), ("int8-quantoo", "int8-quanto")])
+def test_a_precision_nobody_knows(tmp_path: Path, value: Any, hint: str) -> None:
+    (problem,) = problems(tmp_path, {"base_model_precision": value}).values()
+    assert problem.key == "base_model_precision"
+    assert hint in problem.hint
 
 
 def test_a_full_fine_tune_keeps_its_weights_whole(tmp_path: Path) -> None:
     assert config(tmp_path, {"model_type": "full"}).adapter.kind == "full_finetune"
-    found = problems(tmp_path, {"model_type": "full", "base_model_precision": "fp8-torchao"})
-    assert list(found) == ["base_model_precision"]
+    for value in ("fp8-torchao", "int8-quanto"):
+        found = problems(tmp_path, {"model_type": "full", "base_model_precision": value})
+        assert list(found) == ["base_model_precision"]
 
 
 def test_the_vae_of_sdxl(tmp_path: Path) -> None:

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from gracetune.cli.estimate import demand_of
 from gracetune.cli.main import main
 from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
+from gracetune.config.run_config import RunConfig
+from gracetune.planning.plan import plan
 from unit.config import simpletuner_files
 from unit.fidelity.published import Example, Outcome, Row, examples, read
+from unit.planning.test_plan import small_gpu
 
 EXAMPLES = examples()
 REFUSED = {
@@ -22,24 +26,13 @@ REFUSED = {
     "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
 }
 """Examples of what is not implemented, and the key that says so."""
-LOW_BITS = "low-bit bases: branch l-bases"
-TREAD = "TREAD: branch l-tread; low-bit bases: branch l-bases"
-ASSISTANT = "assistant_lora_path: branch l-bases"
+TREAD = "TREAD: branch l-tread"
 PENDING = {
-    "flux.peft-controlnet-lora": LOW_BITS,
-    "flux.peft-lora": LOW_BITS,
     "flux.peft-lora+TREAD": TREAD,
-    "kontext.peft-lora": LOW_BITS + "; generated references",
-    "qwen_image.peft-lora": LOW_BITS,
+    "kontext.peft-lora": "generated references: Canny edges of the images (`conditioning` of type canny)",
     "wan-1.3b.peft-lora+TREAD": TREAD,
     "wan-2.2-i2v-a14b-high.peft-lora+TREAD": TREAD,
     "wan-2.2-i2v-a14b-low.peft-lora+TREAD": TREAD,
-    "modal_train_lora_flux_schnell_24gb": ASSISTANT,
-    "train_lora_flux_schnell_24gb": ASSISTANT,
-    "train_lora_qwen_image_24gb": LOW_BITS,
-    "train_lora_qwen_image_edit_2509_32gb": LOW_BITS,
-    "train_lora_qwen_image_edit_32gb": LOW_BITS,
-    "train_lora_wan22_14b_24gb": LOW_BITS,
 }
 """Examples that wait for a part that is made on another branch. Remove an entry when its part is merged."""
 
@@ -93,6 +86,28 @@ def _differs(example: Example, row: Row, outcome: Outcome, passed: Outcome, fold
     without = read(example.without(row), folder, allow_unsupported=True)
     same = without.config == passed.config and without.problems == passed.problems
     return "" if same is (row.kind == "off") else f"without it the config is {'the same' if same else 'another'}"
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "verdict", "held"),
+    [
+        ("flux.peft-lora", 24, "fits", "int8"),
+        ("flux.peft-lora", 32, "fits", "bf16"),
+        ("train_lora_wan22_14b_24gb", 32, "fits", "int8"),
+        ("train_lora_wan22_14b_24gb", 48, "fits", "bf16"),
+        ("train_lora_qwen_image_24gb", 24, "does not fit", "int8"),
+        ("train_lora_qwen_image_24gb", 48, "fits", "bf16"),
+    ],
+)
+def test_few_bits_are_needed_on_small_gpus_alone(
+    name: str, gigabytes: int, verdict: str, held: str, tmp_path: Path
+) -> None:  # fmt: skip
+    config = RunConfig.model_validate(read(EXAMPLES[name], tmp_path).config)
+    machine = small_gpu(gigabytes)
+    found = plan(demand_of(config, machine, 50)[0], machine)
+    changed = [change for change in found.changes if change.key == "model.base_precision"]
+    assert found.verdict == verdict
+    assert [change.after for change in changed] == (["auto: int8"] if held == "int8" else [])
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -114,7 +114,7 @@ class TestTrained:
         assert demand.denoisers[0].size("trained") == 4 * parameters
         assert need(demand, "gradients").bytes == 4 * parameters
         assert need(demand, "compute copy").bytes == 2 * parameters
-        assert not demand.settings.fp8_possible
+        assert not demand.settings.eight_bits_possible
 
     def test_lycoris_has_no_compute_copy_but_rebuilt_weights(self) -> None:
         config = run_config(adapter={"kind": "lokr", "factor": 16, "full_rank": True})

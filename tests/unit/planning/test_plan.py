@@ -33,9 +33,7 @@ def small_gpu(gigabytes: float, name: str = "x86-h200", **host: Any) -> Machine:
     return whole.model_copy(update={"gpus": (gpu,), "host": whole.host.model_copy(update=host)})
 
 
-def demand(
-    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
-) -> Demand:  # fmt: skip
+def config_of(family: str = "wan", **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
         "name": "run",
         "output_dir": "out",
@@ -49,7 +47,13 @@ def demand(
     for key, value in sections.items():
         tree[key] = {**tree[key], **value} if isinstance(tree.get(key), dict) else value
     tree["training"] = {"max_steps": 10, **tree["training"]}
-    config = RunConfig.model_validate(tree)
+    return RunConfig.model_validate(tree)
+
+
+def demand(
+    family: str = "wan", *, compiled: bool = True, processes: Processes = ONE_PROCESS, **sections: Any
+) -> Demand:  # fmt: skip
+    config = config_of(family, **sections)
     footprint, _ = footprint_of(config.model)
     return estimate(config, footprint, survey(config, 260), compiled=compiled, processes=processes)
 
@@ -208,16 +212,27 @@ class TestLadder:
         assert plan(smaller, small_gpu(48)).verdict == "fits"
         assert plan(larger, small_gpu(48)).verdict == "fits with these changes"
 
-    def test_then_fp8_where_the_gpu_has_it(self) -> None:
+    def test_then_8_bits_fp8_where_the_gpu_has_it(self) -> None:
         tight = demand(training={"gradient_checkpointing": "full"})
         found = plan(tight, small_gpu(26))
         entry = change(found, "model.base_precision")
         assert (entry.before, entry.after) == ("bf16", "fp8")
         old = small_gpu(26)
         ampere = old.gpus[0].model_copy(update={"compute_capability": "8.0"})
-        assert plan(tight, old.model_copy(update={"gpus": (ampere,)})).verdict == "does not fit"
         unknown = old.gpus[0].model_copy(update={"compute_capability": None})
-        assert plan(tight, old.model_copy(update={"gpus": (unknown,)})).verdict == "does not fit"
+        for gpu in (ampere, unknown):
+            found = plan(tight, old.model_copy(update={"gpus": (gpu,)}))
+            assert change(found, "model.base_precision").after == "int8"
+
+    def test_auto_saves_bits_only_where_16_do_not_fit(self) -> None:
+        config: dict[str, Any] = {"training": {"gradient_checkpointing": "full"}, "model": {"base_precision": "auto"}}
+        roomy, tight = plan(demand(**config), small_gpu(48)), plan(demand(**config), small_gpu(26))
+        assert (roomy.verdict, tight.verdict) == ("fits", "fits")
+        assert not any(one.key == "model.base_precision" for one in roomy.changes)
+        entry = change(tight, "model.base_precision")
+        assert (entry.before, entry.after, entry.automatic) == ("auto: bf16", "auto: int8", True)
+        assert any(line.role == "frozen weights" and "int8" in line.why for line in tight.lines)
+        assert plan(demand(**config), small_gpu(12)).verdict == "does not fit"
 
     def test_overflow_only_over_a_coherent_link(self) -> None:
         tight = demand(training={"gradient_checkpointing": "full"})

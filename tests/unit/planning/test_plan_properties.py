@@ -67,7 +67,7 @@ def demands(draw: st.DrawFn) -> Demand:
     policies = draw(st.sampled_from([ORDER, ("off", "full")]))
     precision = draw(st.sampled_from(["bf16", "fp8"]))
     whole = draw(st.integers(2, 60 * GIB))
-    sizes = (("bf16", whole), ("fp8", whole), ("fp8 one layout", whole // 2))
+    sizes = (("bf16", whole), ("fp8", whole), ("fp8 one layout", whole // 2), ("int8", whole // 2))
     experts = draw(st.integers(1, 2))
     encode = draw(st.integers(0, 20 * GIB))
     return Demand(
@@ -80,7 +80,8 @@ def demands(draw: st.DrawFn) -> Demand:
             checkpointing=draw(st.sampled_from(["off", "auto", "full"])),
             policies=policies,
             precision=precision,
-            fp8_possible=draw(st.booleans()),
+            eight_bits_possible=draw(st.booleans()),
+            few_bits=precision == "bf16" and draw(st.booleans()),
             use_uvm=draw(st.booleans()),
             oversubscription_ratio=draw(st.floats(1.1, 8.0)),
             managed=draw(st.booleans()),

@@ -9,8 +9,12 @@ from gracetune.models.attention import AttentionFacts, _calls_torch_itself, choo
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
+from gracetune.planning.plan import plan
+from gracetune.planning.processes import Processes
+from gracetune.train.planning import Planned, choose_base
 from runs.made import FLAVOURS, TinyModel
 from unit.models.model_inputs import answer
+from unit.planning.test_plan import config_of, demand, small_gpu
 
 
 @pytest.fixture
@@ -42,3 +46,56 @@ def test_what_a_family_says_about_its_attention_is_what_its_denoiser_does(
         "cuda", torch.bfloat16, (9, 0), masked=spec.attention.masked, dispatched=spec.attention.dispatched
     )
     assert choose_attention("auto", hopper).backend == (None if family == "qwen_image" else "_native_cudnn")
+
+
+AUTO: dict[str, Any] = {"training": {"gradient_checkpointing": "full"}, "model": {"base_precision": "auto"}}
+
+
+class TestAuto:
+    """`model.base_precision: auto`."""
+
+    @pytest.mark.parametrize(("gigabytes", "held"), [(48, "bf16"), (26, "int8")])
+    def test_the_plan_decides(self, gigabytes: int, held: str) -> None:
+        needed = demand(**AUTO)
+        found, why = choose_base(config_of(**AUTO), Planned(needed, plan(needed, small_gpu(gigabytes))))
+        assert found == held
+        assert why is not None
+        assert "usable in GPU memory" in why
+        assert ("bf16 does not fit" in why) == (held == "int8")
+
+    def test_in_a_run_that_computes_in_fp16(self) -> None:
+        training = {**AUTO["training"], "mixed_precision": "fp16"}
+        needed = demand(model=AUTO["model"], training=training)
+        config = config_of(model=AUTO["model"], training=training)
+        assert choose_base(config, Planned(needed, plan(needed, small_gpu(48))))[0] == "fp16"
+
+    @pytest.mark.parametrize(("parameters", "held"), [(10 * 10**9, "bf16"), (20 * 10**9, "int8")])
+    def test_weights_the_plan_is_not_for_are_weighed_themselves(self, parameters: int, held: str) -> None:
+        needed = demand(**AUTO)
+        planned = Planned(needed, plan(needed, small_gpu(48)), not_ours="others", parameters=parameters)
+        found, why = choose_base(config_of(**AUTO), planned)
+        assert found == held
+        assert why is not None
+        assert "without a plan for these weights" in why
+
+    def test_of_an_unknown_amount_of_memory_little_is_taken(self) -> None:
+        needed = demand(**AUTO)
+        machine = small_gpu(48)
+        unknown = machine.gpus[0].model_copy(update={"memory_total": None, "memory_free": None})
+        found = plan(needed, machine.model_copy(update={"gpus": (unknown,)}))
+        assert found.verdict == "unknown"
+        assert choose_base(config_of(**AUTO), Planned(needed, found))[0] == "int8"
+        assert choose_base(config_of(**AUTO), Planned(needed, found, not_ours="others"))[0] == "int8"
+
+    def test_sharded_weights_stay_in_16_bits(self) -> None:
+        needed = demand(**AUTO, processes=Processes(2, 2, sharded=True))
+        for others in (None, "others"):
+            planned = Planned(needed, plan(needed, small_gpu(12)), not_ours=others, parameters=10**12)
+            found, why = choose_base(config_of(**AUTO), planned)
+            assert found == "bf16"
+            assert "FSDP" in str(why)
+
+    def test_what_a_config_says_needs_no_reason(self) -> None:
+        needed = demand(model={"base_precision": "int8"})
+        config = config_of(model={"base_precision": "int8"})
+        assert choose_base(config, Planned(needed, plan(needed, small_gpu(48)))) == ("int8", None)

@@ -17,7 +17,7 @@ from gracetune.config.rules import broken_rules
 from gracetune.errors import ConfigError
 from gracetune.hardware import probe
 from gracetune.models.fp8 import Fp8Linear
-from gracetune.train.precision import refuse_fp8
+from gracetune.train.precision import refuse_eight_bits
 from gracetune.train.runtime import Launch, Runtime, open_runtime
 
 CPU = torch.device("cpu")
@@ -38,10 +38,10 @@ def runtime(*, sharded: bool) -> Runtime:
 
 def test_weights_spread_over_processes_are_refused(wan: RandomModel, tmp_path: Path) -> None:
     config = config_of(JOB, wan.source.folder, tmp_path)
-    refuse_fp8(config, runtime(sharded=False))
-    refuse_fp8(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
+    refuse_eight_bits(config, runtime(sharded=False))
+    refuse_eight_bits(config_of(replace(JOB, precision="bf16"), wan.source.folder, tmp_path), runtime(sharded=True))
     with pytest.raises(ConfigError, match=r"replicas[\s\S]*base_precision=bf16"):
-        refuse_fp8(config, runtime(sharded=True))
+        refuse_eight_bits(config, runtime(sharded=True))
 
 
 def test_a_full_fine_tune_is_refused_with_the_rest_of_the_config(wan: RandomModel, tmp_path: Path) -> None:

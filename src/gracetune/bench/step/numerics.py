@@ -20,7 +20,7 @@ from gracetune.bench.step.random_data import random_batch
 from gracetune.bench.step.random_model import RandomModel
 from gracetune.diffusion.schedule import noisy, target
 from gracetune.models.attention import attention_facts, choose_attention
-from gracetune.models.spec import Fp8, Placement
+from gracetune.models.spec import EightBits, Placement
 from gracetune.train.blocks import prepare_blocks
 
 SIDE = 256
@@ -70,7 +70,7 @@ def _gradients(
 ) -> Tensor:
     """One vector in float64, on the CPU."""
     config = config_of(job, model.source.folder, model.source.folder)
-    fp8 = Fp8(model.spec.default_targets) if job.precision == "fp8" and how == "run" else None
+    fp8 = EightBits(model.spec.default_targets) if job.precision == "fp8" and how == "run" else None
     # A run's own kernel: it has a backward pass of its own.
     facts = attention_facts(device, torch.bfloat16, model.spec.attention)
     attention = choose_attention("auto", facts).backend if how == "run" else None

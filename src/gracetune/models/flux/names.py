@@ -8,7 +8,6 @@ from gracetune.config.family_names import (
     FamilyNames,
     Flavour,
     LoraTargets,
-    RefusedFlavour,
     ShiftPoints,
     SimpleTunerNames,
 )
@@ -21,13 +20,7 @@ _FEED_FORWARD = ("ff.net.0.proj", "ff.net.2", *_CONTEXT_FEED_FORWARD, "proj_mlp"
 _SIMPLETUNER = SimpleTunerNames(
     default_flavour="krea",
     untrained_flavours=("fluxbooru", "libreflux"),
-    refused_flavours={
-        "schnell": RefusedFlavour(
-            unless="disable_assistant_lora",
-            why="SimpleTuner trains schnell under an assistant adapter, on few steps; that is not implemented",
-            hint='choose "dev" or "krea"',
-        )
-    },
+    assistants={"schnell": "ostris/FLUX.1-schnell-training-adapter"},
     targets=LoraTargets(
         (*_ATTENTION, *_CONTEXT),
         option="flux_lora_target",
@@ -61,6 +54,7 @@ _AI_TOOLKIT = AiToolkitNames(
         "flux": Arch(
             ("dev", "krea", "schnell"),
             switch="is_flux",
+            assistant=True,
             latent_space="flux1",
             bucket_step=32,
             other_models={"flex.": "FLUX.1 weights: Flex is another model"},

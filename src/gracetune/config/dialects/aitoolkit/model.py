@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gracetune.config.dialects.aitoolkit.quantised import holds_fp8, read_base, read_text_encoder
+from gracetune.config.dialects.aitoolkit.quantised import holds_few_bits, read_base, read_text_encoder
 from gracetune.config.dialects.aitoolkit.sections import HARMLESS, section
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply, check, noted, refused
@@ -53,7 +53,7 @@ class Target:
     match_target_res: bool
     """References take the size of the image they belong to, not a size of their own."""
     quantised: bool
-    """The base weights are held in fp8, whatever the training dtype is."""
+    """`quantize` decides how the base weights are held, whatever the training dtype is."""
 
     @property
     def edits(self) -> bool:
@@ -100,7 +100,7 @@ def find_target(block: PeerBlock, *, dtype: Any, adapter: bool) -> Target:
         dtype=dtype,
         adapter=adapter,
         match_target_res=isinstance(kwargs, Mapping) and kwargs.get("match_target_res") is True,
-        quantised=holds_fp8(block, adapter=adapter),
+        quantised=holds_few_bits(block, adapter=adapter),
     )
 
 
@@ -189,6 +189,19 @@ def _text_encoder(block: PeerBlock, job: AiToolkitJob) -> None:
     read_text_encoder(block, job.target.names.aitoolkit.text_encoder_qtype)
 
 
+def _assistant(block: PeerBlock, job: AiToolkitJob) -> None:
+    if block.get("assistant_lora_path") is None:
+        return
+    if not job.target.arch.assistant:
+        expected = "nothing: ai-toolkit takes an assistant LoRA for FLUX.1 alone"
+        block.problem("assistant_lora_path", expected, "remove `assistant_lora_path`")
+    elif not job.target.adapter:
+        block.problem("assistant_lora_path", "nothing: an assistant is for an adapter that is trained",
+                      "remove `assistant_lora_path`, or add a `network`")  # fmt: skip
+    else:
+        block.assign(("model", "assistant_adapter"), block.get("assistant_lora_path"), "assistant_lora_path")
+
+
 def _extras(block: PeerBlock, job: AiToolkitJob) -> None:
     """VAE and text encoders from another repository than the transformer's."""
     extras = block.get("extras_name_or_path")
@@ -259,17 +272,16 @@ MODEL = section(
     KeyRule(_arch, "arch", *SWITCHES),
     KeyRule(_weights, "name_or_path arch"),
     KeyRule(_precisions, "vae_dtype te_dtype"),
-    KeyRule(_base, "quantize qtype quantize_kwargs"),
+    KeyRule(_base, "quantize qtype quantize_kwargs accuracy_recovery_adapter"),
     KeyRule(_text_encoder, "quantize_te qtype_te"),
     KeyRule(_extras, "extras_name_or_path"),
     KeyRule(_compile, "compile block_compile"),
     KeyRule(_layers, "ignore_if_contains only_if_contains"),
     KeyRule(_v_prediction, "is_v_pred"),
     KeyRule(_kwargs, "model_kwargs"),
-    refused("accuracy_recovery_adapter", OneOf((None,)), "nothing: it mends quantised weights, and none are here"),
-    refused("text_encoder_bits", OneOf((16,)), "16: text encoders are not quantised here"),
+    *noted("text encoders are used in the training dtype, which is more exact", "text_encoder_bits", OneOf((16,))),
     refused("lora_path", OneOf((None,)), _OTHER_LORA),
-    refused("assistant_lora_path", OneOf((None,)), _OTHER_LORA),
+    KeyRule(_assistant, "assistant_lora_path"),
     refused("inference_lora_path", OneOf((None,)), _OTHER_LORA),
     refused("unconditional_lora_path", OneOf((None,)), _OTHER_LORA),
     refused("refiner_name_or_path", OneOf((None,)), "nothing: SDXL's refiner is not trained here"),

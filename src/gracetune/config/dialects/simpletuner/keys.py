@@ -113,6 +113,10 @@ _SPEED_AND_STORAGE = """
 
     vae_dtype text_encoder_1_precision text_encoder_2_precision text_encoder_3_precision text_encoder_4_precision
     base_model_default_dtype gradient_precision disable_tf32 quantize_via
+    sdnq_weights_dtype sdnq_quantized_matmul_dtype sdnq_group_size sdnq_use_quantized_matmul sdnq_compile_mode
+    sdnq_use_static_quantization sdnq_use_stochastic_rounding sdnq_dequantize_fp32 sdnq_use_svd sdnq_svd_rank
+    sdnq_svd_steps sdnq_use_hadamard sdnq_hadamard_group_size sdnq_modules_to_not_convert
+    sdnq_modules_to_not_use_matmul sdnq_modules_dtype_dict sdnq_modules_quant_config
 
     max_workers aws_max_pool_connections dataloader_prefetch dataloader_prefetch_qlen
     dataloader_prefetch_device_threshold_mb aspect_bucket_worker_count image_processing_batch_size write_batch_size
@@ -229,12 +233,6 @@ NOT_DONE = (
     _not_done("mixflow_enabled", False, "MixFlow sampling is not implemented"),
     _not_done("diff2flow_enabled", False, "the diffusion-to-flow bridge is not implemented", of_families=True),
     _not_done("scheduled_sampling_max_step_offset", 0, "scheduled sampling is not implemented"),
-    _not_done(
-        "assistant_lora_path",
-        None,
-        "training under an assistant adapter is not implemented",
-        off_by="disable_assistant_lora",
-    ),
     _not_done("train_text_encoder", False, "text encoders stay frozen"),
     _not_done("layer_freeze_strategy", None, "freezing layers is not implemented"),
     _not_done("slider_lora_target", False, "name modules in peft_lora_target_modules instead", lora_type="standard"),
@@ -244,7 +242,7 @@ NOT_DONE = (
     _not_done("init_lora_ema", None, "an averaged adapter cannot be taken up"),
     _not_done("init_lokr_norm", None, "a perturbed LoKr start is not implemented", lora_type="lycoris"),
     _not_done(
-        "quantization_config", None, "base weights are bf16, fp16, fp32 or fp8; pipeline quantisation is not done"
+        "quantization_config", None, "base weights are bf16, fp16, fp32, fp8 or int8; pipeline quantisation is not done"
     ),
     _not_done("quantize_activations", False, "activations are not quantised"),
     _not_done("deepspeed_config", None, "DeepSpeed brings its own optimizer; memory is managed by gracetune's plan"),
@@ -321,7 +319,6 @@ GATED = (
         """,
     ),
     *_behind("distillation_method", "distillation_config"),
-    *_behind("assistant_lora_path", "assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"),
     *_behind("peft_lora_mode", "singlora_ramp_up_steps"),
     *_behind("flow_custom_timesteps", "flow_timesteps_mode"),
     *_behind("flux_guidance_mode", "flux_guidance_min flux_guidance_max"),
@@ -334,15 +331,6 @@ GATED = (
         """
         nsfw_check_models nsfw_check_min_votes nsfw_check_backend_types nsfw_check_sample_types
         nsfw_check_video_frame_count nsfw_check_video_frame_selection nsfw_check_video_min_flagged_frames
-        """,
-    ),
-    *_behind(
-        "base_model_precision",
-        """
-        sdnq_weights_dtype sdnq_quantized_matmul_dtype sdnq_group_size sdnq_use_quantized_matmul sdnq_compile_mode
-        sdnq_use_static_quantization sdnq_use_stochastic_rounding sdnq_dequantize_fp32 sdnq_use_svd sdnq_svd_rank
-        sdnq_svd_steps sdnq_use_hadamard sdnq_hadamard_group_size sdnq_modules_to_not_convert
-        sdnq_modules_to_not_use_matmul sdnq_modules_dtype_dict sdnq_modules_quant_config
         """,
     ),
 )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gracetune.config.dialects.few_bits import hold_in_few_bits
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
-from gracetune.config.dialects.simpletuner.keys import family_of
+from gracetune.config.dialects.simpletuner.keys import WITHOUT_EFFECT, family_of
 from gracetune.config.dialects.table import Key, KeyRule, KeyTable
-from gracetune.config.dialects.values import as_flag, choice, names
+from gracetune.config.dialects.values import as_flag, as_number, choice, is_off, names
+from gracetune.config.draft import describe
 from gracetune.config.families import FAMILIES, find_flavour, flavours, names_of, readable_names
 from gracetune.config.family_names import DefaultVae, Flavour
 from gracetune.config.spelling import misspelt
@@ -161,13 +163,39 @@ def _parts(options: PeerBlock, family: str) -> None:
         options.put(encoder, ("model", "text_encoder_path"))
 
 
+_ASSISTANT = "assistant_lora_path assistant_lora_strength assistant_lora_inference_strength disable_assistant_lora"
+
+
+def _assistant(options: PeerBlock, family: str) -> None:
+    """SimpleTuner takes one for an adapter on a flavour that it knows to be distilled. Elsewhere these do nothing."""
+    given = [name for name in _ASSISTANT.split() if options.take(name) is not None]
+    flavour = options.draft.get(("model", "flavour"))
+    default = names_of(family).simpletuner.assistants.get(str(flavour)) if family else None
+    if default is None or options.get("model_type") == "full" or options.is_on("disable_assistant_lora"):
+        options.list_unused(WITHOUT_EFFECT, *(name for name in given if not is_off(options.get(name), None)))
+        return
+    for name, plain in (("assistant_lora_strength", 1), ("assistant_lora_inference_strength", 0)):
+        if as_number(options.get(name)) not in (None, plain):
+            why = "an assistant adapter has its full strength in training, and none in samples"
+            options.refuse(name, why, f"write {plain}, or remove it")
+    if is_off(options.get("assistant_lora_path"), None):
+        options.default(("model", "assistant_adapter"), default, "assistant_lora_path")
+    else:
+        options.put("assistant_lora_path", ("model", "assistant_adapter"))
+
+
 def _of_another_family(vae: Any, family: str) -> DefaultVae | None:
     others = (names.simpletuner.vae for names in readable_names() if names.family != family)
     return next((one for one in others if one is not None and isinstance(vae, str) and one.mark in vae), None)
 
 
 _MIXED = {"no": "fp32"}
-_FP8 = ("fp8-torchao", "fp8wo-torchao", "fp8-quanto", "fp8uz-quanto", "fp8-native", "fp8-transformerengine", "fp8")
+_FP8 = names("fp8-torchao fp8wo-torchao fp8-quanto fp8uz-quanto fp8-native fp8-transformerengine fp8-sdnq fp8")
+_FEW_BITS = names("""
+    int8-quanto int4-quanto int2-quanto int8-torchao int8dq-torchao int8dq-int4-torchao int8-sdnq uint8-sdnq int6-sdnq
+    int5-sdnq uint5-sdnq uint4-sdnq uint3-sdnq uint2-sdnq nf4-bnb int4-torchao fp8-int4-torchao
+""")
+_SIXTEEN_BITS = names("int16-sdnq uint16-sdnq fp16-sdnq")
 _PLAIN = ("bf16", "fp16", "fp32")
 
 
@@ -177,7 +205,8 @@ def _precision(options: PeerBlock, family: str) -> None:
         options.refuse("mixed_precision", "training arithmetic is bf16, fp16 or fp32", 'write "bf16"')
     else:
         options.put("mixed_precision", ("training", "mixed_precision"), choice(_MIXED))
-    base = options.take("base_model_precision")
+    given = options.take("base_model_precision")
+    base = given if given is None or isinstance(given, str) else describe(given)
     if base is None or base == "no_change":
         if mixed in ("fp16", "fp32"):  # frozen weights are held in the training precision
             options.assign(("model", "base_precision"), mixed, "mixed_precision")
@@ -187,11 +216,17 @@ def _precision(options: PeerBlock, family: str) -> None:
         options.assign(("model", "base_precision"), "fp8", "base_model_precision")
         options.note(f"{options.key('base_model_precision')}: base weights are held in fp8 by gracetune itself, "
                    f"not by {str(base).partition('-')[2] or 'a library'}; they round a little differently")  # fmt: skip
+    elif base in _FEW_BITS:
+        hold_in_few_bits(options, "base_model_precision", str(base))
+    elif base in _SIXTEEN_BITS:
+        held = mixed if mixed in ("fp16", "fp32") else "bf16"
+        options.assign(("model", "base_precision"), held, "base_model_precision")
+        options.note(f"{options.key('base_model_precision')}: base weights are held in {held}, not in {base}")
     else:
-        options.refuse("base_model_precision", "base weights are held in bf16, fp16, fp32 or fp8",
-                       'write "no_change" (bf16), or "fp8-torchao" to halve them')  # fmt: skip
+        hint = misspelt(given, [*_FP8, *_FEW_BITS, *_SIXTEEN_BITS, *_PLAIN, "no_change"], 'write "no_change"')
+        options.problem("base_model_precision", "no_change, or one of SimpleTuner's precisions", hint)
     full = options.get("model_type") == "full"
-    if full and options.draft.get(("model", "base_precision")) == "fp8":
+    if full and options.draft.get(("model", "base_precision")) in ("fp8", "auto"):
         options.problem("base_model_precision", "no_change: a full fine-tune trains the weights themselves",
                         f'write "no_change", or train an adapter: {line(options, "model_type", "lora")}')  # fmt: skip
 
@@ -205,4 +240,5 @@ MODEL: KeyTable[str] = KeyTable(
     KeyRule(_flavour, "model_family model_flavour"),
     KeyRule(_parts, "pretrained_vae_model_name_or_path qwen_text_encoder_model_name_or_path"),
     KeyRule(_precision, "mixed_precision base_model_precision"),
+    KeyRule(_assistant, _ASSISTANT),
 )

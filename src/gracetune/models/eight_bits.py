@@ -1,4 +1,4 @@
-"""Which layers of a model are held in fp8, and how their weights come there without a copy of all of them in between.
+"""Which layers of a model are held in 8 bits, and how their weights get there without a copy of all of them.
 
 A few weights at a time are read (or drawn) into memory of their own precision, rounded, and let go of.
 """
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.weights.loading import Progress, load_into
+from gracetune.models.eight_bit_linear import EightBitLinear
 from gracetune.models.fp8 import SIDE, Fp8Linear
-from gracetune.models.spec import Fp8, Fp8Layouts
+from gracetune.models.int8 import Int8Linear
+from gracetune.models.spec import EightBits
 from gracetune.storage.safetensors_files import TORCH_DTYPES
 from gracetune.storage.safetensors_headers import Weights
 from gracetune.units import MIB
@@ -26,25 +28,30 @@ AT_ONCE = 512 * MIB
 _WEIGHT = ".weight"
 
 Put = Callable[[str, Tensor], None]
-"""Takes the weight of that name, as it was read; the layer is held in fp8 from then on."""
+"""Takes the weight of that name, as it was read; the layer is held in 8 bits from then on."""
 
 
-def fp8_weights(model: nn.Module, fp8: Fp8, exact: Collection[str] = ()) -> frozenset[str]:
-    """Names of the weights to hold in fp8: of linear layers the patterns name, whose sides the matrix units take.
+def eight_bit_weights(model: nn.Module, held: EightBits, exact: Collection[str] = ()) -> frozenset[str]:
+    """Names of the weights to hold in 8 bits: of linear layers the patterns name; in fp8, of those whose sides the
+    matrix units take.
 
     Not of layers below a module called as one of `exact`, nor such as two layers share.
     """
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
-    found = frozenset(
+    names = frozenset(
         path + _WEIGHT
-        for path, layer in listed(model, fp8.layers)
-        if fits(layer) and owners[id(layer.weight)] == 1 and set(exact).isdisjoint(path.split("."))
+        for path, layer in listed(model, held.layers)
+        if (held.kind == "int8" or fits(layer))
+        and owners[id(layer.weight)] == 1
+        and set(exact).isdisjoint(path.split("."))
     )
-    if not found:
-        expected = f"linear layers named {', '.join(fp8.layers[:3])} with sides that are multiples of {SIDE}"
+    if not names:
+        sides = "" if held.kind == "int8" else f" with sides that are multiples of {SIDE}"
+        expected = f"linear layers named {', '.join(held.layers[:3])}{sides}"
         hint = "--set model.base_precision=bf16"
-        raise ConfigError([Problem("model.base_precision", "fp8, and no layer it could be used for", expected, hint)])
-    return found
+        found = f"{held.kind}, and no layer it could be used for"
+        raise ConfigError([Problem("model.base_precision", found, expected, hint)])
+    return names
 
 
 def listed(model: nn.Module, patterns: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
@@ -66,14 +73,18 @@ def fits(layer: nn.Linear) -> bool:
     return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
 
 
-def putting(model: nn.Module, layouts: Fp8Layouts, device: torch.device) -> Put:
+def putting(model: nn.Module, held: EightBits, device: torch.device) -> Put:
     def put(name: str, weight: Tensor) -> None:
         path = name.removesuffix(_WEIGHT)
         linear = model.get_submodule(path)
         assert isinstance(linear, nn.Linear)
-        model.set_submodule(path, Fp8Linear(weight.to(device), linear.bias, layouts), strict=True)
+        model.set_submodule(path, _in_eight_bits(weight.to(device), linear.bias, held), strict=True)
 
     return put
+
+
+def _in_eight_bits(weight: Tensor, bias: nn.Parameter | None, held: EightBits) -> EightBitLinear:
+    return Int8Linear(weight, bias) if held.kind == "int8" else Fp8Linear(weight, bias, held.layouts)
 
 
 def read(weights: Weights, wanted: Mapping[str, Tensor], device: torch.device, put: Put, progress: Progress) -> None:
@@ -115,9 +126,13 @@ def groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
         yield group
 
 
-def fp8_line(model: nn.Module, patterns: Collection[str]) -> str:
+def eight_bit_line(model: nn.Module, patterns: Collection[str]) -> str:
     """What became of the layers: for a run's list of decisions."""
     layers = [layer for _, layer in listed(model, patterns)]
+    int8 = sum(isinstance(layer, Int8Linear) for layer in layers)
+    if int8:
+        rest = f"; {len(layers) - int8} stay as they are: two layers share them" if len(layers) > int8 else ""
+        return f"base weights: int8 for {int8:,} layers (a scale for each row), multiplied in 16 bits{rest}"
     held = [layer for layer in layers if isinstance(layer, Fp8Linear)]
     both = sum(layer.fp8_turned is not None for layer in held)
     layouts = "in both layouts: nothing is turned in a step" if both else "in one layout, turned in the backward pass"

@@ -13,15 +13,17 @@ from torch import Tensor, nn
 
 from gracetune.config.run_config import Model
 from gracetune.errors import ConfigError
-from gracetune.models import fp8_loading
+from gracetune.models import eight_bits
+from gracetune.models.eight_bit_linear import EightBitLinear
+from gracetune.models.eight_bits import eight_bit_line, eight_bit_weights, groups
 from gracetune.models.footprint import Footprint
 from gracetune.models.fp8 import Fp8Linear, check_fp8
-from gracetune.models.fp8_loading import fp8_line, fp8_weights, groups
+from gracetune.models.int8 import Int8Linear
 from gracetune.models.loading import load_component
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
 from gracetune.models.source import ModelSource, open_source
-from gracetune.models.spec import Fp8, Placement
+from gracetune.models.spec import EightBits, Placement
 from gracetune.storage.errors import WeightFileError
 from unit.models import original_names as original
 from unit.models.model_inputs import answer
@@ -37,12 +39,14 @@ def flavour_of(family: str) -> str:
 
 def loaded(folder: Path, family: str, fp8: bool = True, **options: Any) -> nn.Module:
     spec, source = spec_of(family), ModelSource("tiny", folder)
-    layers = Fp8(spec.default_targets, **options) if fp8 else None
-    return spec.load_denoiser(source, spec.inspect(source).experts[0], Placement(CPU, torch.bfloat16, fp8=layers))
+    layers = EightBits(spec.default_targets, **options) if fp8 else None
+    return spec.load_denoiser(
+        source, spec.inspect(source).experts[0], Placement(CPU, torch.bfloat16, eight_bits=layers)
+    )
 
 
-def rounded(model: nn.Module) -> dict[str, Fp8Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
+def rounded(model: nn.Module, cls: type[EightBitLinear] = Fp8Linear) -> dict[str, EightBitLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, cls)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,11 +70,26 @@ def test_a_family_s_large_matrices_are_rounded_and_nothing_else(tiny_model: Tiny
     assert (found - wanted).norm() / wanted.norm() < 0.1
 
 
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
+def test_in_int8_they_are_closer(tiny_model: TinyModel, family: str) -> None:
+    folder = tiny_model(family, flavour_of(family))
+    ours, theirs = loaded(folder, family, kind="int8"), loaded(folder, family, fp8=False)
+    layers, parameters = rounded(ours, Int8Linear), dict(theirs.named_parameters())
+    assert layers.keys() >= rounded(loaded(folder, family)).keys()
+    for path, layer in layers.items():
+        step = layer.get_buffer("int8_scales")
+        assert ((layer.weight.float() - parameters[f"{path}.weight"].float()).abs() <= step).all()
+    found, wanted = answer(ours, torch.bfloat16).double(), answer(theirs, torch.bfloat16).double()
+    assert (found - wanted).norm() / wanted.norm() < 0.03
+    line = eight_bit_line(ours, spec_of(family).default_targets)
+    assert line.startswith(f"base weights: int8 for {len(layers)} layers")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_published_models_hold_in_fp8_what_the_plan_counts(family: str) -> None:
     footprint: Footprint = FOOTPRINTS[family][0]  # type: ignore[index]
     model = build_published(family, footprint.flavour)  # type: ignore[arg-type]
-    names = fp8_weights(model, Fp8(spec_of(family).default_targets))
+    names = eight_bit_weights(model, EightBits(spec_of(family).default_targets))
     held = sum(model.get_parameter(name).numel() for name in names)
     # SDXL's plan also counts the projections around its blocks; all others are the same to the last weight.
     assert held == footprint.linear_weights or (family == "sdxl" and 0.98 < held / footprint.linear_weights < 1)
@@ -80,10 +99,10 @@ class TestLayers:
     def test_sides_that_no_matrix_unit_takes_stay_as_they_are_with_a_reason(self) -> None:
         model = nn.ModuleDict({"fits": nn.Linear(32, 48), "odd": nn.Linear(32, 24), "other": nn.Linear(32, 32)})
         patterns = ("fits", "odd")
-        assert fp8_weights(model, Fp8(patterns)) == {"fits.weight"}
-        put = fp8_loading.putting(model, "one", CPU)
+        assert eight_bit_weights(model, EightBits(patterns)) == {"fits.weight"}
+        put = eight_bits.putting(model, EightBits(patterns, "one"), CPU)
         put("fits.weight", torch.ones(48, 32))
-        line = fp8_line(model, patterns)
+        line = eight_bit_line(model, patterns)
         assert "fp8 for 1 layers" in line
         assert "in one layout" in line
         assert "1 stay as they are" in line
@@ -93,14 +112,14 @@ class TestLayers:
         model["b"].weight = model["a"].weight
         model["norm"]["c"] = nn.Linear(16, 16)
         model["d"] = nn.Linear(16, 16)
-        assert fp8_weights(model, Fp8(("*",)), exact=["norm"]) == {"d.weight"}
+        assert eight_bit_weights(model, EightBits(("*",)), exact=["norm"]) == {"d.weight"}
 
     def test_no_layer_at_all_is_an_error(self) -> None:
         with pytest.raises(ConfigError, match="no layer it could be used for"):
-            fp8_weights(nn.ModuleDict({"a": nn.Linear(16, 16)}), Fp8(("blocks.*.to_q",)))
+            eight_bit_weights(nn.ModuleDict({"a": nn.Linear(16, 16)}), EightBits(("blocks.*.to_q",)))
 
     def test_groups_are_bounded_but_for_a_single_larger_weight(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fp8_loading, "AT_ONCE", 10)
+        monkeypatch.setattr(eight_bits, "AT_ONCE", 10)
         assert [*groups({"a": 4, "b": 6, "c": 1, "d": 30, "e": 2})] == [["a", "b"], ["c"], ["d"], ["e"]]
         assert [*groups({})] == []
 
@@ -113,23 +132,23 @@ class TestReading:
         self, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every weight of the blocks that is not fp8 yet, counted whenever memory is asked for."""
-        monkeypatch.setattr(fp8_loading, "AT_ONCE", 1)
+        monkeypatch.setattr(eight_bits, "AT_ONCE", 1)
         folder = tiny_model("wan", "t2v-14b-2.2")
         whole = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
         largest = max(whole[name].nbytes for name in whole if ".ffn." in name or ".attn" in name)
         alive: list[int] = []
-        put_into = fp8_loading.load_into
+        put_into = eight_bits.load_into
 
         def counted(weights: Any, destinations: dict[str, Tensor], **options: Any) -> Any:
             alive.append(sum(one.nbytes for one in destinations.values()))
             return put_into(weights, destinations, **options)
 
-        monkeypatch.setattr(fp8_loading, "load_into", counted)
+        monkeypatch.setattr(eight_bits, "load_into", counted)
         progress: list[tuple[int, int]] = []
         spec, source = spec_of("wan"), ModelSource("tiny", folder)
         cls = type(spec.build_denoiser(source, spec.inspect(source).experts[0]))
         model = load_component(
-            source, "transformer", cls, Placement(CPU, torch.bfloat16, fp8=Fp8(spec.default_targets)),
+            source, "transformer", cls, Placement(CPU, torch.bfloat16, eight_bits=EightBits(spec.default_targets)),
             progress=lambda done, total: progress.append((done, total)),
         )  # fmt: skip
         assert len(alive) == len(rounded(model)) == 20
@@ -177,7 +196,7 @@ class TestReading:
         save_file(original.renamed(tensors, original.wan), folder / "wan2.1.safetensors")
         spec = spec_of("wan")
         source = open_source(Model(family="wan", path=str(folder / "wan2.1.safetensors")))
-        placement = Placement(CPU, torch.bfloat16, fp8=Fp8(spec.default_targets))
+        placement = Placement(CPU, torch.bfloat16, eight_bits=EightBits(spec.default_targets))
         model = spec.load_denoiser(source, spec.inspect(source).experts[0], placement)
         expected = loaded(folder, "wan")
         assert rounded(model).keys() == rounded(expected).keys()

@@ -1,0 +1,169 @@
+"""A frozen LoRA that the base model has while an adapter is trained, and not when samples are generated.
+
+Models distilled to a few steps lose this when they are trained as they are. An assistant adapter takes the distillation
+back, so that the trained one need not; without it, the trained adapter works on the model as it was published.
+
+    y = x W' + s (x A') B'        the first term alone inside `absent`
+
+It is computed beside its layer instead of being merged into the weight: so `absent` is the published model to the last
+bit, and weights in 8 bits are rounded without it. Nothing of a step is kept for it. Its tensors are buffers that belong
+to no saved state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.opening import open_adapter
+from gracetune.adapters.shapes import misfit
+from gracetune.adapters.state import AdapterState, Layer
+from gracetune.errors import ConfigError, Problem
+from gracetune.models.fp8 import Fp8Linear
+from gracetune.models.int8 import Int8Linear
+from gracetune.models.source import ASSISTANT_KEY
+
+_SHOWN: Final = 8
+_DOWN, _UP = "lora_A.weight", "lora_B.weight"
+
+
+class Assisted(nn.Linear):
+    """What a linear layer becomes."""
+
+    assistant_down: Tensor
+    """[rank, in]"""
+    assistant_up: Tensor
+    """[out, rank], scaled"""
+    assisting: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        if not self.assisting:
+            return result
+        added = F.linear(F.linear(x.to(self.assistant_down.dtype), self.assistant_down), self.assistant_up)
+        return result + added.to(result.dtype)
+
+
+class AssistedLinear(Assisted):
+    pass
+
+
+class AssistedFp8Linear(Assisted, Fp8Linear):
+    pass
+
+
+class AssistedInt8Linear(Assisted, Int8Linear):
+    pass
+
+
+_KINDS: Final[Mapping[type[nn.Module], type[Assisted]]] = {
+    nn.Linear: AssistedLinear,
+    Fp8Linear: AssistedFp8Linear,
+    Int8Linear: AssistedInt8Linear,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Assistant:
+    """Of one denoiser."""
+
+    layers: Sequence[Assisted]
+    file: Path
+
+    @property
+    def line(self) -> str:
+        return (
+            f"assistant adapter: {self.file.name} on {len(self.layers):,} layers while the adapter is trained; samples "
+            "are generated without it"
+        )
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """The layers answer as if it had never been there."""
+        self._set(False)
+        try:
+            yield
+        finally:
+            self._set(True)
+
+    def _set(self, assisting: bool) -> None:
+        for layer in self.layers:
+            layer.assisting = assisting
+
+
+@dataclass(frozen=True, eq=False)
+class AssistantFile:
+    """Read, and known to be LoRA for one denoiser. Whether it fits the model is asked by `assist`."""
+
+    path: Path
+    state: AdapterState
+
+
+def read_assistant(path: Path, family: str) -> AssistantFile:
+    state = open_adapter(path, family).state()
+    problems = [_problem(f"made for {state.family}", f"one for {family}", path)] if state.family != family else []
+    if state.stage:
+        problems.append(_problem(f"of the {state.stage} expert", "one of a model with a single denoiser", path))
+    others = sorted({layer.algorithm for layer in state.layers.values() if _factors(layer) is None})
+    if others:
+        problems.append(_problem(f"layers of {', '.join(others)}", "LoRA of linear layers", path))
+    if problems:
+        raise ConfigError(problems)
+    return AssistantFile(path, state)
+
+
+def assist(denoiser: nn.Module, file: AssistantFile, device: torch.device, dtype: torch.dtype) -> Assistant:
+    """Give the layers their assistant, before an adapter is attached to them. What does not fit is listed, and nothing
+    is changed."""
+    modules = dict(denoiser.named_modules())
+    problems = [
+        _problem(f"{path}: {why}", "layers of this model", file.path)
+        for path, layer in file.state.layers.items()
+        if (why := _unfit(modules.get(path), layer)) is not None
+    ]
+    if problems:
+        more = [_problem(f"{len(problems) - _SHOWN:,} more", "layers of this model", file.path)]
+        raise ConfigError(problems[:_SHOWN] + (more if len(problems) > _SHOWN else []))
+    return Assistant(
+        [_assisted(modules[path], layer, device, dtype) for path, layer in file.state.layers.items()], file.path
+    )
+
+
+def _unfit(module: nn.Module | None, layer: Layer) -> str | None:
+    if module is None:
+        return "no such layer"
+    if not isinstance(module, nn.Linear) or type(module) not in _KINDS:
+        return f"a {type(module).__name__}, and an assistant adapter is for linear layers"
+    return misfit(layer, (module.out_features, module.in_features))
+
+
+def _assisted(module: nn.Module, layer: Layer, device: torch.device, dtype: torch.dtype) -> Assisted:
+    factors = _factors(layer)
+    assert factors is not None, "`read_assistant` has looked"
+    down, up = factors
+    module.__class__ = _KINDS[type(module)]
+    assert isinstance(module, Assisted)
+    module.assisting = True
+    for name, tensor in (("assistant_down", down.float()), ("assistant_up", up.float() * layer.scale)):
+        module.register_buffer(name, tensor.to(device, dtype).contiguous(), persistent=False)
+    return module
+
+
+def _factors(layer: Layer) -> tuple[Tensor, Tensor] | None:
+    """Down and up of a plain LoRA of a linear layer; None for anything else."""
+    tensors = layer.tensors if layer.algorithm == "lora" else algorithm("lora").renamed(layer.algorithm, layer.tensors)
+    if tensors is None or tensors.keys() != {_DOWN, _UP} or any(one.dim() != 2 for one in tensors.values()):
+        return None
+    return tensors[_DOWN], tensors[_UP]
+
+
+def _problem(found: str, expected: str, path: Path) -> Problem:
+    return Problem(ASSISTANT_KEY, found, expected, "give another file, or remove it", str(path))

@@ -1,0 +1,15 @@
+"""What becomes of base weights that a peer's file asks to quantise to a form that is not held here."""
+
+from __future__ import annotations
+
+from gracetune.config.dialects.peer_file import PeerBlock
+
+PLAN_DECIDES = (
+    "decided by the memory plan when the run starts: base weights are held in 16 bits where these fit, else in int8"
+)
+
+
+def hold_in_few_bits(block: PeerBlock, name: str, asked: str, rest: str = "") -> None:
+    """`asked`: the type the file names. The result is at least as exact, so that nothing has to make up for it."""
+    block.assign(("model", "base_precision"), "auto", name)
+    block.note(f"{block.key(name)}: {asked} is asked for; {PLAN_DECIDES}, at least as exact as asked{rest}")

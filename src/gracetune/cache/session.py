@@ -85,14 +85,20 @@ class Encoders(Protocol):
 class Caches:
     """Stores, each opened when it is first asked for."""
 
-    def __init__(self, places: Places, *, writable: bool) -> None:
+    def __init__(
+        self, places: Places, *, writable: bool, before_writing: Callable[[Path, Collection[Key]], None] | None = None
+    ) -> None:
+        """`before_writing`: see `DiskStore`."""
         self.places = places
+        self._before_writing = before_writing
         self._writable = writable
         self._open: dict[Path, DiskStore] = {}
 
     def store(self, folder: Path) -> DiskStore:
         if folder not in self._open:
             self._open[folder] = open_store(folder) if self._writable else DiskStore.open(folder, writable=False)
+            if self._before_writing is not None:
+                self._open[folder].before_writing = self._before_writing
         return self._open[folder]
 
     @property

@@ -48,7 +48,7 @@ MOST_PROCESSES: Final = 8
 WORTH_SECONDS: Final = 2.0
 """Work left that is worth starting processes: each is busy for about half a second before its first file."""
 PATIENCE: Final = 60.0
-"""Seconds that a process may take for a lot, or ten times what a lot took here: then it is ended and its lot done here."""
+"""Seconds that a process may take for a lot; or ten times what one takes here. Then its lot is done here."""
 _LAST_WAIT: Final = 5.0
 """Seconds for a killed process to end. One that waits for a dead disk may not."""
 _LOT: Final = 128

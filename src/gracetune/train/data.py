@@ -21,7 +21,7 @@ from gracetune.cache.places import places_of
 from gracetune.cache.repair import EntryRepair
 from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.session import Built, Caches, Needs, build, needs
+from gracetune.cache.session import Built, Caches, Needs, build, missing_among, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem, visits_of
@@ -158,7 +158,7 @@ def fill_caches(
             on_missing=explain,
         )  # fmt: skip
         runtime.barrier()
-    for note in built.notes:
+    for note in built.notes_of(runtime.all_of({**built.texts.cut} or None)):
         view.warn(note)
     elsewhere = found_by_others(built, runtime)
     if elsewhere:
@@ -178,6 +178,13 @@ def fill_caches(
     # Not needed any more, and an object for every entry: a run keeps its index alone.
     built = replace(built, wanted=replace(built.wanted, texts=[], latents=[]))
     return Cached(built.index, keys, latents, texts, caches, built, report, made, inherited)
+
+
+def missing_latents(config: RunConfig, index: DataIndex, encoders: FamilyEncoders, *, epoch: int) -> list[LatentItem]:
+    """What the caches lack, before they are filled."""
+    places = places_of(config)
+    with Caches(places, writable=False) as caches:
+        return missing_among(caches, needs(config, index, encoders, places, epoch=epoch).latents)
 
 
 def _record(config: RunConfig, runtime: Runtime) -> tuple[MadeEntries | None, Made]:

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from gracetune.cache.errors import CacheError
+from gracetune.cache.folder import FORMAT_FILE
 from gracetune.cache.keys import Key
-from gracetune.cache.session import is_cache
 from gracetune.cache.store import DiskStore
 from gracetune.storage.append import LineFile
 
@@ -89,9 +89,9 @@ def _lines(file: Path) -> Iterator[tuple[Path, set[Key]]]:
 
 def _present(store: Path, keys: Collection[Key]) -> set[Key]:
     try:
-        if not is_cache(store):
+        if not (store / FORMAT_FILE).exists():
             return set()
         with DiskStore.open(store, writable=False) as opened:
             return {*opened.find([*keys]).present}
-    except CacheError:
+    except (CacheError, OSError):
         return {*keys}  # it cannot be read now: whoever removes them says why

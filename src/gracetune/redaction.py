@@ -4,6 +4,7 @@ redact("https://me:secret@host/data")          # https://(hidden)@host/data
 redact_values({"hub_token": "hf_abc"})         # {"hub_token": "(hidden)"}
 
 Secrets are recognised by where they stand and how they look: what stands before the `@` of a URL, and behind its `?`;
+the login of `user:password@host:/path`;
 the address of a webhook, but for its host; values under a name such as `hub_token` or `WANDB_API_KEY`; tokens of known
 services. A `Redactor` also learns the secrets of a configuration and of the environment, and hides them wherever they
 turn up: in the message of a library, cut in half, or escaped.
@@ -35,6 +36,8 @@ def redact(text: str) -> str:
         text = _URL.sub(lambda found: f"://{_shown_rest(found[1])}", text)
     if ":/" in text and "@" in text:
         text = _URL_AS_PATH.sub(rf"\1{HIDDEN}@", text)
+    if "@" in text and ":" in text:
+        text = _without_remote_logins(text)
     if _MAY_NAME_SECRET.search(text):
         text = _PAIR.sub(_shown_pair, text)
         text = _FLAG.sub(_shown_pair, text)
@@ -105,6 +108,35 @@ def _split_address(address: str) -> tuple[str, str, str, str]:
     before, _, query = before.partition("?")
     host, slash, path = before.partition("/")
     return host, slash + path, query, sign + fragment
+
+
+_REMOTE_HOST: Final = re.compile(
+    r"""@(?!sha\d+:)(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}+)|\[[0-9A-Fa-f:.%]{2,60}+\]):(?=[^\s"'<>`\\@])"""
+)
+"""`@host:`, as scp and rsync write it. A container image's `@sha256:` is a digest."""
+_REMOTE_LOGIN: Final = re.compile(r"""(?<![^\s"'<>`\\=(,;/])([^\s"'<>`\\=(,;/:@]{1,64}):([^\s"'<>`\\]{1,256})\Z""")
+"""`user:password`. What it ends with is the text before the `@`."""
+_LONGEST_LOGIN: Final = 330
+
+
+def _remote_logins(text: str) -> Iterator[tuple[int, int, str]]:
+    """`user:password@host:/path`, as scp and rsync write it: where each login begins and ends, and its password."""
+    done = 0
+    for found in _REMOTE_HOST.finditer(text):
+        at = found.start()
+        first = max(done, at - _LONGEST_LOGIN)
+        login = _REMOTE_LOGIN.search(text[first:at])
+        if login is not None and "://" not in login[0] and not login[2].endswith(HIDDEN):
+            yield first + login.start(), at, login[2]
+        done = at + 1
+
+
+def _without_remote_logins(text: str) -> str:
+    pieces, kept = [], 0
+    for begin, end, _ in _remote_logins(text):
+        pieces += [text[kept:begin], HIDDEN]
+        kept = end
+    return "".join([*pieces, text[kept:]]) if pieces else text
 
 
 def redact_webhook(url: str) -> str:
@@ -313,6 +345,8 @@ def _of_text(text: str, name: str) -> Iterator[str]:
                 first, *chained = _CHAINED.split(rest)
                 for one in (first, *(inner.partition("://")[2] for inner in chained)):
                     yield from _of_url(one)
+    if "@" in text and ":" in text:
+        yield from (password for *_, password in _remote_logins(text))
     if _MAY_NAME_SECRET.search(text):
         for found in (*_PAIR.finditer(text), *_FLAG.finditer(text)):
             if _holds_secret(found):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_a_file_that_turns_out_to_be_damaged_is_left_out_by_both(tiny_model: Tin
     folder = pictures(tmp_path / "data", 6)
     whole = (folder / "03.png").read_bytes()
     (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
+    for number in range(6):
+        (folder / f"{number:02}.txt").write_text(f"a long caption, number {number}, " * 30)
     data = {"id": "live", "path": str(folder), "resolution": 64.0, "cache_latents": "none", "corrupt_threshold": 0.5}
     training = {"max_steps": 4, "batch_size": 2}
     alone = config_for("flux", tiny_model, tmp_path, datasets=[data], training=training)
@@ -97,6 +100,7 @@ def test_a_file_that_turns_out_to_be_damaged_is_left_out_by_both(tiny_model: Tin
     shared = half(alone, tmp_path / "shared")
     said = run_two([(shared, {}, None)], tmp_path)
     assert "left out, unreadable: 03.png of live" in said
+    assert re.search(r"captions longer than 77 tokens, .*: 6 samples: ", said), "whichever process encoded them"
     assert_close(shared, alone, 4)
 
 

@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from gracetune.checkpoint.errors import OtherRunError
 from gracetune.checkpoint.manifest import MANIFEST, PART, read_manifest
 from gracetune.config.run_config import RunConfig
+from gracetune.data.loader import OtherDataError
 from gracetune.telemetry.events import StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from gracetune.train.view import Heard
-from runs.made import TinyModel, changed, config_for, run
+from runs.made import TinyModel, changed, config_for, pictures, run
 
 STEPS = 8
 DUAL_EXPERT: dict[str, Any] = {
@@ -230,3 +231,36 @@ def test_a_checkpoint_of_the_earlier_form_is_resumed_with_one_note(tiny_model: T
     view = Heard()
     assert run(changed(config, "training", max_steps=3), view).step == 3
     assert not [line for line in view.said if "is of an earlier release" in line]
+
+
+def shards(config: RunConfig) -> set[str]:
+    return {path.name for path in (Path(config.output_dir) / "cache").glob("*/shards/*")}
+
+
+def test_other_data_is_refused_before_any_of_it_is_encoded(tiny_model: TinyModel, tmp_path: Path) -> None:
+    config = config_for("flux", tiny_model, tmp_path, training={"max_steps": 2})
+    run(config)
+    before, folder = shards(config), Path(config.datasets[0].path)
+    shutil.copy(pictures(tmp_path / "more", 9) / "08.png", folder / "new.png")
+    (folder / "new.txt").write_text("another caption")
+    longer = changed(config, "training", max_steps=4)
+    with pytest.raises(OtherDataError, match=r"\d samples then, \d now"):
+        run(longer)
+    assert shards(config) == before
+    (folder / "new.png").unlink()
+    assert run(longer).step == 4
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_a_file_that_was_left_out_when_it_was_encoded_is_no_other_data(
+    tiny_model: TinyModel, tmp_path: Path, is_cached: bool
+) -> None:
+    folder = pictures(tmp_path / "data", 6)
+    whole = (folder / "03.png").read_bytes()
+    (folder / "03.png").write_bytes(whole[:200] + bytes(100) + whole[300:])  # its header is sound
+    data = {"id": "d", "path": str(folder), "resolution": 64.0, "corrupt_threshold": 0.5}
+    config = config_for("flux", tiny_model, tmp_path, datasets=[data], training={"max_steps": 2})
+    run(config)
+    if not is_cached:
+        shutil.rmtree(Path(config.output_dir) / "cache")
+    assert run(changed(config, "training", max_steps=3)).step == 3

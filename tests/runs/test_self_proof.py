@@ -220,6 +220,7 @@ def test_a_file_that_misses_a_layer_stops_the_run_where_it_is_written(
     reason = stopped(config)
     assert "tiny_000000003.safetensors: self-check" in reason
     assert "missing: the adapter has nothing for it" in reason
+    assert "\\n" not in reason, "the other error's lines are one here"
 
 
 def test_a_file_of_another_strength_is_found_at_the_end_and_kept(

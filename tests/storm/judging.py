@@ -14,7 +14,7 @@ from faults.commands import Ended
 from gracetune.telemetry.events import RunEnded, RunStarted, StepDone
 from gracetune.telemetry.sinks.jsonl import read_log
 from storm.cases import Case, Disturbance
-from storm.scenarios import SCENARIOS, SECRET
+from storm.scenarios import SECRET
 
 _NAMED = re.compile(r"(?<=shards/)[0-9a-f]{32}(?=\.safetensors)|(?<=-)[0-9a-f]{16}(?=\.json)")
 _TRACKED = re.compile(r"(?<=\.tfevents\.).*")
@@ -67,7 +67,7 @@ def _of_start(case: Case, start: Start) -> Iterator[str]:
 
 
 def _names(case: Case, root: Path, twin: Path) -> Iterator[str]:
-    expected, found = ({name for name in listing(one) if not _kept_cache(case, name)} for one in (twin, root))
+    expected, found = (listing(one) for one in (twin, root))
     missing = expected - found
     if case.group in ("signal", "file error"):
         missing = {name for name in missing if not _OPTIONAL.match(name)}
@@ -75,11 +75,6 @@ def _names(case: Case, root: Path, twin: Path) -> Iterator[str]:
         yield f"missing: {', '.join(sorted(missing))}"
     if found - expected:
         yield f"left over: {', '.join(sorted(found - expected))}"
-
-
-def _kept_cache(case: Case, name: str) -> bool:
-    """`persistent_cache: false` removes what the last process encoded; entries of one that was killed stay."""
-    return not SCENARIOS[case.scenario].keeps_caches and name.startswith("out/run/cache/")
 
 
 def _contents(root: Path, twin: Path) -> Iterator[str]:

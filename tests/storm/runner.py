@@ -91,10 +91,10 @@ class Storm:
         self._mutex, self._numbers = threading.Lock(), iter(range(1 << 30))
 
     def submit(
-        self, case: Case, *, prepare: str = "", fresh: bool = False, at: Fault | None = None
+        self, case: Case, *, prepare: str = "", fresh: bool = False, at: Sequence[Fault] = ()
     ) -> Future[Outcome]:  # fmt: skip
         """`prepare`: what every start of the case calls first, but not the undisturbed twin. `at`: what disturbs the
-        first start, in place of what the seed chooses; its pattern is below the case's folder."""
+        first starts, one each, in place of what the seed chooses; patterns are below the case's folder."""
         return self._pool.submit(self._run, case, prepare, fresh, at)
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class Storm:
     ) -> None:
         self.close()
 
-    def _run(self, case: Case, prepare: str, fresh: bool, at: Fault | None) -> Outcome:
+    def _run(self, case: Case, prepare: str, fresh: bool, at: Sequence[Fault]) -> Outcome:
         with self._borrow() as commands:
             calls = self._twin(case.scenario, commands)
             began = time.monotonic()
@@ -119,8 +119,8 @@ class Storm:
             log = root.with_suffix(".log")
             starter: StartsCommands = FreshProcesses() if fresh else commands
             planned = [*case.disturbances(calls, f"{root}/out*")]
-            if at is not None:
-                planned = [Disturbance(replace(at, pattern=f"{root}/{at.pattern}"))]
+            if at:
+                planned = [Disturbance(replace(one, pattern=f"{root}/{one.pattern}")) for one in at]
             starts = [_start(starter, file, disturbance, log, prepare) for disturbance in (*planned, None)]
             wrong = judge(case, root, self._root / case.scenario, starts)
             if not wrong:

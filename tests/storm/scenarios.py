@@ -31,10 +31,6 @@ class Scenario:
     def dialect(self) -> str:
         return self.name.partition("-")[0]
 
-    @property
-    def keeps_caches(self) -> bool:
-        return self.name != "native-lokr"
-
 
 def _native(family: str, **sections: Any) -> Callable[[TinyModel, Path], Path]:
     def write(tiny_model: TinyModel, root: Path) -> Path:

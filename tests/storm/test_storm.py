@@ -32,13 +32,31 @@ BROKEN = {
 
 FOUND = {
     "a run folder that others can read": (
-        Case("kill", "simpletuner-lora", 0), Fault("out/run/cache/.gracetune-*.tmp", "unlink", "kill")
+        Case("kill", "simpletuner-lora", 0), [Fault("out/run/cache/.gracetune-*.tmp", "unlink", "kill")]
     ),
     "checkpoints that are not retired": (
-        Case("open", "native-lora", 0), Fault("out/run/checkpoints/checkpoint-*/manifest.json", "open", errno.ESTALE)
+        Case("open", "native-lora", 0), [Fault("out/run/checkpoints/checkpoint-*/manifest.json", "open", errno.ESTALE)]
     ),
     "a traceback of an adapter that is not mapped": (
-        Case("map", "aitoolkit-lokr", 0), Fault("out/run/run*.safetensors", "map", errno.ENODEV)
+        Case("map", "aitoolkit-lokr", 0), [Fault("out/run/run*.safetensors", "map", errno.ENODEV)]
+    ),
+    "a temporary file that could not be locked": (
+        Case("lock", "aitoolkit-lora", 0), [
+            Fault("out/run/cache/text/.gracetune-*.tmp", "lock", errno.EIO, times=1),
+            Fault("out/run/cache/text/.gracetune-*.tmp", "lock", errno.ESTALE, after=1, times=1),
+        ],
+    ),
+    "a killed process's file in a cache that a finished run does not open": (
+        Case("kill", "aitoolkit-lora", 0), [
+            Fault("out/run/cache/text/shards/.gracetune-*.tmp", "sync", "kill"),
+            Fault("out/run/cache/text/shards/.gracetune-*.tmp", "lock", errno.ESTALE, times=1),
+        ],
+    ),
+    "an index of a cache that could not be read": (
+        Case("read", "simpletuner-lokr", 0), [Fault("out/vae-cache/latents/shards/*", "read", errno.ESTALE)]
+    ),
+    "entries of a killed process that nobody wants to keep": (
+        Case("kill", "native-lokr", 0), [Fault("out/run/checkpoints/checkpoint-2", "rename", "kill")]
     ),
 }  # fmt: skip
 """Defects that storms have found, and the moments at which they showed."""
@@ -77,8 +95,8 @@ def test_in_processes_that_a_shell_starts(case: Case, judged: Judged) -> None:
 
 @pytest.mark.parametrize("defect", FOUND)
 def test_a_defect_that_a_storm_found_is_gone(defect: str, judged: Judged) -> None:
-    case, fault = FOUND[defect]
-    outcome = judged.storm.submit(case, at=fault).result()
+    case, faults = FOUND[defect]
+    outcome = judged.storm.submit(case, at=faults).result()
     assert outcome.was_met
     assert not outcome.wrong, outcome.describe()
 
@@ -87,7 +105,7 @@ def test_a_defect_that_a_storm_found_is_gone(defect: str, judged: Judged) -> Non
 def test_a_broken_gracetune_is_noticed(broken: str, judged: Judged) -> None:
     scenario, fault = BROKEN[broken]
     case = Case("kill", scenario, 0)
-    outcome = judged.storm.submit(case, prepare=f"storm.sabotage:{broken}", at=fault).result()
+    outcome = judged.storm.submit(case, prepare=f"storm.sabotage:{broken}", at=[fault]).result()
     assert outcome.was_met
     assert outcome.wrong
 

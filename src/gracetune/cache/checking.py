@@ -48,11 +48,13 @@ def forget_damaged(
 
 def recheck_suspects(store: DiskStore) -> bool:
     """Read the files anew in which an entry was found to be damaged since the last call. Entries that are not as they
-    were written count as missing from here on; one that only could not be read for a moment is there again.
+    were written count as missing from here on, also at the next opening; one that only could not be read for a moment
+    is there again.
 
     False where there were no such files.
     """
     suspects = store.take_suspects()
+    lost = 0
     for name in suspects:
         with store.mutex:
             store.catalogue.drop_shards([name] if name in store.catalogue.sizes else [])
@@ -60,8 +62,10 @@ def recheck_suspects(store: DiskStore) -> bool:
         with suppress(DamagedFileError, OSError):
             keys = [entry.key for entry in read_shard(store.shards_folder / name).entries()]
             for some_keys, _ in _pieces(store.locate(store.find(keys).present)):
-                _damaged_among(store, some_keys)
+                lost += _damaged_among(store, some_keys)
     store.take_suspects()
+    if lost or (suspects and store.has_index):  # a file that cannot be read at all tells the next opening so itself
+        store.save_index()
     return bool(suspects)
 
 

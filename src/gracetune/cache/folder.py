@@ -20,6 +20,8 @@ from gracetune.storage.atomic import is_temporary, write_file
 FORMAT = "gracetune-cache"
 VERSION = 1
 FORMAT_FILE = "gracetune-cache.json"
+INDEX_FILE = "index.safetensors"
+SHARDS = "shards"
 
 
 def prepare(folder: Path) -> None:
@@ -30,10 +32,10 @@ def prepare(folder: Path) -> None:
             _refuse_others(folder)
             text = json.dumps({"format": FORMAT, "version": VERSION}).encode() + b"\n"
             write_file(folder / FORMAT_FILE, text)
-        (folder / "shards").mkdir(exist_ok=True)
+        (folder / SHARDS).mkdir(exist_ok=True)
     except OSError as error:
         raise unwritable(error, folder, needed=0, free=None) from error
-    for place in (folder, folder / "shards"):
+    for place in (folder, folder / SHARDS):
         if not os.access(place, os.W_OK | os.X_OK):
             found, expected = "a folder we may read and not write to", "a folder we may write to"
             hint = f"look at `ls -ld {place}` and `findmnt -T {place}`, or set cache.cache_dir to a folder of yours"

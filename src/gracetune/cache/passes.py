@@ -83,6 +83,8 @@ class Outcome:
     seconds: float = 0.0
     complete: bool = True
     """False where it was stopped."""
+    cut: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Of texts: see `CutsTexts`."""
     tiled_because: str = ""
     """Why the encoder ended with another id than it began with."""
     notes: tuple[str, ...] = ()
@@ -147,15 +149,14 @@ def encode_texts(
         on_progress=how.on_progress, stop=how.stop,
     )  # fmt: skip
     complete = work.run()
-    notes = _about_cut_texts(encoder.cut, index) if isinstance(encoder, CutsTexts) else []
-    return _outcome(encoder.id, len(items), work.index, tally, complete=complete, notes=notes)
+    cut = {limit: tuple(texts) for limit, texts in encoder.cut.items()} if isinstance(encoder, CutsTexts) else {}
+    return replace(_outcome(encoder.id, len(items), work.index, tally, complete=complete), cut=cut)
 
 
-def _about_cut_texts(cut: Mapping[str, Sequence[str]], index: DataIndex) -> list[str]:
+def about_cut_texts(cut: Mapping[str, set[str]], index: DataIndex) -> list[str]:
     """One note for each limit, however many texts go beyond it."""
     notes = []
-    for limit, texts in cut.items():
-        long = {*texts}
+    for limit, long in cut.items():
         datasets = (*index.datasets, *index.held_out)
         paths = [item.path for one in datasets for item in one.items if not long.isdisjoint(item.captions)]
         prompts = long - {*index.captions()}

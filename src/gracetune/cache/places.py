@@ -44,6 +44,10 @@ class Places:
         """What holds the stores of epochs, whether it is there or not."""
         return [base / "epochs" for base in sorted({self.base, self.text_base, *self.own.values()})]
 
+    def lasting(self) -> list[Path]:
+        """Every store that is not an epoch's, whether it is there or not."""
+        return sorted({self.text(), self.base / "latents", *(base / "latents" for base in self.own.values())})
+
     def epochs(self) -> Iterator[tuple[int, Path]]:
         """Every epoch some entries were made for, with the store that holds them."""
         for folder in self.epoch_folders():

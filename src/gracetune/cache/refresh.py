@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from gracetune.cache.errors import CacheBusyError
 from gracetune.cache.keys import Key
+from gracetune.cache.made import MadeEntries
 from gracetune.cache.passes import How
 from gracetune.cache.places import Places
 from gracetune.cache.session import Built, Caches, Encoders, build, is_cache, needs, open_store
@@ -75,6 +76,7 @@ class Refresher:
         epoch: int = 0,
         device: torch.device | None = None,
         how: How | None = None,
+        made: MadeEntries | None = None,
     ) -> None:
         """`epoch` is the one whose entries are there. On a CUDA `device` encoding has a stream of its own."""
         if not is_refreshed(index):
@@ -82,6 +84,7 @@ class Refresher:
         self.current = epoch
         self._config, self._index, self._encoders, self._places = config, index, encoders, places
         self._device = device
+        self._before_writing = None if made is None else made.note
         self._stop = threading.Event()
         # An encoder that begins to tile beside the step would make entries this run does not look for.
         self._how = replace(how or How(), stop=self._stop, may_tile=False)
@@ -125,7 +128,8 @@ class Refresher:
             self._job = None
 
     def _make(self, epoch: int) -> Built:
-        with _in_the_background(self._device), Caches(self._places, writable=True) as caches:
+        open_caches = Caches(self._places, writable=True, before_writing=self._before_writing)
+        with _in_the_background(self._device), open_caches as caches:
             try:
                 return build(
                     self._config, self._index, self._encoders, caches, epoch=epoch, part="epoch", how=self._how

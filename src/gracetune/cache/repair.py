@@ -37,8 +37,7 @@ class EntryRepair:
         can be encoded; then the store counts the entries as missing, so the next start encodes them.
         """
         for store in self.caches.stores:
-            if recheck_suspects(store):
-                store.save_index()
+            recheck_suspects(store)
         self.warn(f"{error.problem.key}: {error.problem.found}; look at the disk (`dmesg`, `smartctl -a`)")
         if self._are_there(error):
             self.warn("at the second attempt they could be read; the run goes on")

@@ -11,7 +11,7 @@ at its clean end, and what it added is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,16 @@ from gracetune.cache.encoder import EncoderId, LatentEncoder, TextEncoder
 from gracetune.cache.errors import CacheError, unreadable
 from gracetune.cache.imports import ImportReport
 from gracetune.cache.keys import Key
-from gracetune.cache.passes import How, OnProgress, Outcome, encode_latents, encode_texts, nothing_to_do, with_notes
+from gracetune.cache.passes import (
+    How,
+    OnProgress,
+    Outcome,
+    about_cut_texts,
+    encode_latents,
+    encode_texts,
+    nothing_to_do,
+    with_notes,
+)
 from gracetune.cache.places import Places
 from gracetune.cache.store import DiskStore
 from gracetune.cache.takeover import take_latents, take_texts
@@ -85,14 +94,20 @@ class Encoders(Protocol):
 class Caches:
     """Stores, each opened when it is first asked for."""
 
-    def __init__(self, places: Places, *, writable: bool) -> None:
+    def __init__(
+        self, places: Places, *, writable: bool, before_writing: Callable[[Path, Collection[Key]], None] | None = None
+    ) -> None:
+        """`before_writing`: see `DiskStore`."""
         self.places = places
+        self._before_writing = before_writing
         self._writable = writable
         self._open: dict[Path, DiskStore] = {}
 
     def store(self, folder: Path) -> DiskStore:
         if folder not in self._open:
             self._open[folder] = open_store(folder) if self._writable else DiskStore.open(folder, writable=False)
+            if self._before_writing is not None:
+                self._open[folder].before_writing = self._before_writing
         return self._open[folder]
 
     @property
@@ -183,7 +198,9 @@ class Built:
     """Without the files that turned out to be damaged."""
     wanted: Needs
     """As the entries are now: of `index`, and of the ids the encoders ended with."""
-    notes: tuple[str, ...]
+    given: DataIndex
+    """What the pass began with."""
+    plain_notes: tuple[str, ...]
     imported_texts: ImportReport | None = None
     imported_latents: ImportReport | None = None
     """What was taken over from ai-toolkit, where that was asked for and something was missing."""
@@ -191,6 +208,19 @@ class Built:
     @property
     def encoded(self) -> int:
         return self.texts.encoded + self.latents.encoded
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Of this process."""
+        return self.notes_of([self.texts.cut])
+
+    def notes_of(self, cut: Iterable[Mapping[str, Sequence[str]]]) -> tuple[str, ...]:
+        """`cut`: the `texts.cut` of every process that took part."""
+        long: dict[str, set[str]] = {}
+        for one in cut:
+            for limit, texts in one.items():
+                long.setdefault(limit, set()).update(texts)
+        return (*about_cut_texts(long, self.given), *self.plain_notes)
 
 
 def needs(
@@ -235,7 +265,7 @@ def build(
     `on_missing` gets what is missing of either kind, all or nothing of it, before anything is encoded.
     The batch sizes and callbacks of `how` are replaced by the config's and by those given here.
     """
-    how = how or How()
+    how, given = how or How(), index
 
     def anew(index: DataIndex) -> Needs:
         return needs(config, index, encoders, caches.places, epoch=epoch, part=part)
@@ -280,7 +310,7 @@ def build(
     if damaged:
         again = "1 damaged entry" if damaged == 1 else f"{damaged} damaged entries"
         notes.append(f"{again} made again; look at the disk (`dmesg`, `smartctl -a`)")
-    return Built(texts, latents, latents.index, wanted, tuple(dict.fromkeys(notes)), spoken, pictured)
+    return Built(texts, latents, latents.index, wanted, given, tuple(dict.fromkeys(notes)), spoken, pictured)
 
 
 def current_epoch(config: RunConfig, index: DataIndex, encoders: Encoders, places: Places) -> int:

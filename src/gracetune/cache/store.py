@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ from gracetune.cache.errors import (
     unreadable,
     unwritable,
 )
-from gracetune.cache.folder import prepare, require
+from gracetune.cache.folder import INDEX_FILE, SHARDS, prepare, require
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Catalogue, Place
 from gracetune.cache.reading import Job, Located, OpenFiles, PageCache, Reading, read_place, stretches
@@ -99,6 +99,8 @@ class DiskStore:
         self.catalogue = catalogue
         """For this package's own modules, under `mutex`."""
         self.mutex = threading.RLock()
+        self.before_writing: Callable[[Path, Collection[Key]], None] = lambda folder, keys: None
+        """Called by writers with what they are about to add."""
         self.users = users
         """Descriptor of the lock that says the cache is in use; None where the folder cannot be locked."""
         self._damaged: dict[str, DamagedShard] = {}
@@ -154,7 +156,11 @@ class DiskStore:
 
     @property
     def shards_folder(self) -> Path:
-        return self.folder / "shards"
+        return self.folder / SHARDS
+
+    @property
+    def has_index(self) -> bool:
+        return (self.folder / INDEX_FILE).exists()
 
     @property
     def damaged(self) -> tuple[DamagedShard, ...]:
@@ -398,7 +404,7 @@ class DiskStore:
     def save_index(self) -> None:
         """So that the next opening reads one file instead of every header; where there is no room, it reads those."""
         with self.mutex, suppress(OSError):
-            self.catalogue.write_index(self.folder / "index.safetensors")
+            self.catalogue.write_index(self.folder / INDEX_FILE)
             self._unindexed = 0
 
 
@@ -417,7 +423,7 @@ def _taken(waiting: deque[Sequence[Job]]) -> Iterator[Job]:
 
 def _indexed(folder: Path) -> Catalogue:
     try:
-        return Catalogue.from_index(folder / "index.safetensors")
+        return Catalogue.from_index(folder / INDEX_FILE)
     except (OSError, DamagedFileError):  # only an accelerator: the shards say the same
         return Catalogue()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gracetune.cache.errors import CacheBusyError, ReadOnlyCacheError, unreadable, unwritable
-from gracetune.cache.folder import FORMAT_FILE
+from gracetune.cache.folder import FORMAT_FILE, INDEX_FILE, SHARDS
 from gracetune.cache.keys import Key
 from gracetune.cache.manifest import Place
 from gracetune.cache.shards import DamagedFileError, Packed, StoredEntry, read_shard
@@ -23,7 +23,7 @@ from gracetune.storage.atomic import is_temporary, sync_folder, temporary_name
 from gracetune.storage.locks import lock, open_lock_file
 from gracetune.units import MIB
 
-_SKELETON = (FORMAT_FILE, "index.safetensors", "shards", "upkeep.lock", "users.lock", "work.lock")
+_SKELETON = (FORMAT_FILE, INDEX_FILE, SHARDS, "upkeep.lock", "users.lock", "work.lock")
 """All that an empty store consists of."""
 
 
@@ -133,7 +133,7 @@ def sweep_removed(folder: Path) -> None:
 def _remove_skeleton(folder: Path) -> None:
     with suppress(OSError):  # another process does the same
         for name in _SKELETON:
-            (folder / name).rmdir() if name == "shards" else (folder / name).unlink(missing_ok=True)
+            (folder / name).rmdir() if name == SHARDS else (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 

@@ -75,6 +75,7 @@ class Writer:
     def _flush(self) -> int:
         if not self._waiting:
             return 0
+        self._store.before_writing(self._store.folder, self._waiting.keys())
         self._store.add_shard([*self._waiting.values()])
         count = len(self._waiting)
         self._store.note_created(self._waiting)

@@ -47,6 +47,10 @@ WAITING: Final = 1024
 MOST_PROCESSES: Final = 8
 WORTH_SECONDS: Final = 2.0
 """Work left that is worth starting processes: each is busy for about half a second before its first file."""
+PATIENCE: Final = 60.0
+"""Seconds that a process may take for a lot; or ten times what one takes here. Then its lot is done here."""
+_LAST_WAIT: Final = 5.0
+"""Seconds for a killed process to end. One that waits for a dead disk may not."""
 _LOT: Final = 128
 """Files that are handed to a process at a time."""
 
@@ -108,8 +112,9 @@ def examine_files(
                     with suppress(OSError, RuntimeError):
                         helpers.extend(_Helper(opening, lots, results) for opening in _openings(backend, kind, threads))
             if not lots:
+                each = (time.perf_counter() - began) / len(results)
                 for helper in helpers:
-                    helper.join()  # the lot of one that has failed is among the lots again
+                    helper.join(max(PATIENCE, 10 * each * _LOT))  # the lot of one that has failed is there again
                 on_done(len(results))
     finally:
         for helper in helpers:
@@ -136,11 +141,15 @@ def _openings(backend: Backend, kind: Kind, threads: int) -> list[str]:
 class _Helper:
     """A further process, and the thread that hands it lots and takes its answers.
 
-    One that fails (its memory is short, it was killed) gives its lot back: this process is then only slower.
+    One that fails (its memory is short, it was killed, it hangs) gives its lot back: this process is then only slower.
     """
 
     def __init__(self, opening: str, lots: deque[list[File]], results: dict[str, Examined]) -> None:
         self._lots, self._results = lots, results
+        self._since = time.monotonic()
+        """Since when it works on its lot."""
+        self._lot: list[File] = []
+        self._is_given_up = False
         self._kind: Kind = json.loads(opening)[1]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM, *sys.path],
@@ -154,24 +163,40 @@ class _Helper:
             self._process.communicate()
             raise
 
-    def join(self) -> None:
-        self._thread.join()
+    def join(self, patience: float) -> None:
+        """Wait until there are no lots left; end it where it takes that many seconds for one."""
+        while self._thread.is_alive():
+            left = self._since + patience - time.monotonic()
+            if left <= 0:
+                self._give_up()
+                return
+            self._thread.join(left)
+
+    def _give_up(self) -> None:
+        self._process.kill()
+        self._thread.join(_LAST_WAIT)
+        if self._thread.is_alive():
+            self._is_given_up = True
+            self._lots.append(self._lot)
 
     def close(self) -> None:
         self._process.kill()
-        self._thread.join()
-        self._process.communicate()  # closes the pipes, and waits
+        self._thread.join(_LAST_WAIT)
+        if not self._thread.is_alive():  # else it still reads from a pipe
+            with suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=_LAST_WAIT)  # closes the pipes, and waits
 
     def _hand_out(self, opening: str) -> None:
         with suppress(OSError, ValueError):  # it has failed
             self._send(opening)
-            while lot := _take(self._lots):
+            while not self._is_given_up and (lot := _take(self._lots)):
+                self._lot, self._since = lot, time.monotonic()
                 found = None
                 try:
                     found = self._examine(lot)
                     self._results.update(zip((path for path, _ in lot), found, strict=True))
                 finally:
-                    if found is None:
+                    if found is None and not self._is_given_up:
                         self._lots.append(lot)
 
     def _send(self, line: str) -> None:

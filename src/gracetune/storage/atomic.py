@@ -116,8 +116,13 @@ def _new(folder: Path, mode: int) -> tuple[int, Path]:
         path = folder / temporary_name()
         # Not tempfile: its files are for their owner alone, and these obey the user's umask.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
-        if lock(descriptor, exclusive=True) != "busy" and is_at(descriptor, path):
-            return descriptor, path
+        try:
+            if lock(descriptor, exclusive=True) != "busy" and is_at(descriptor, path):
+                return descriptor, path
+        except BaseException:
+            path.unlink(missing_ok=True)
+            os.close(descriptor)
+            raise
         os.close(descriptor)  # a sweep of another process came between creating and locking
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,14 @@ import torch
 from gracetune.cache.batches import BatchSource, Entries, Keys, Live
 from gracetune.cache.errors import EntriesError, MissingEntryError
 from gracetune.cache.keys import Key
+from gracetune.cache.made import Made, MadeEntries
 from gracetune.cache.missing import why_missing
 from gracetune.cache.passes import How, Share
 from gracetune.cache.places import places_of
 from gracetune.cache.repair import EntryRepair
 from gracetune.cache.residence import CacheRole, CacheType, Visits, Where
 from gracetune.cache.resident import ResidentStore, load_resident
-from gracetune.cache.session import Built, Caches, Needs, build, needs
+from gracetune.cache.session import Built, Caches, Needs, build, missing_among, needs
 from gracetune.cache.stats import StoreStats
 from gracetune.cache.store import DiskStore
 from gracetune.cache.wanted import LatentItem, TextItem, visits_of
@@ -128,6 +129,10 @@ class Cached(Ready):
     built: Built
     report: tuple[str, ...]
     """Where each cache is and why, in words."""
+    made: MadeEntries | None = None
+    """None where the entries are kept when the run ends."""
+    inherited: Made = field(default_factory=dict)
+    """Entries that earlier processes of this run made, on rank 0."""
 
 
 def fill_caches(
@@ -135,7 +140,10 @@ def fill_caches(
     stack: ExitStack, *, epoch: int = 0,
 ) -> Cached:  # fmt: skip
     """Whatever is missing is encoded, ranks sharing the work; then what the config wants in memory is loaded."""
-    caches = stack.enter_context(Caches(places_of(config), writable=True))
+    made, inherited = _record(config, runtime)
+    caches = stack.enter_context(
+        Caches(places_of(config), writable=True, before_writing=None if made is None else made.note)
+    )
     how = How(share=Share(runtime.rank, runtime.world_size))
 
     def explain(missing: Sequence[LatentItem] | Sequence[TextItem]) -> None:
@@ -150,7 +158,7 @@ def fill_caches(
             on_missing=explain,
         )  # fmt: skip
         runtime.barrier()
-    for note in built.notes:
+    for note in built.notes_of(runtime.all_of({**built.texts.cut} or None)):
         view.warn(note)
     elsewhere = found_by_others(built, runtime)
     if elsewhere:
@@ -169,7 +177,24 @@ def fill_caches(
             runtime.barrier()
     # Not needed any more, and an object for every entry: a run keeps its index alone.
     built = replace(built, wanted=replace(built.wanted, texts=[], latents=[]))
-    return Cached(built.index, keys, latents, texts, caches, built, report)
+    return Cached(built.index, keys, latents, texts, caches, built, report, made, inherited)
+
+
+def missing_latents(config: RunConfig, index: DataIndex, encoders: FamilyEncoders, *, epoch: int) -> list[LatentItem]:
+    """What the caches lack, before they are filled."""
+    places = places_of(config)
+    with Caches(places, writable=False) as caches:
+        return missing_among(caches, needs(config, index, encoders, places, epoch=epoch).latents)
+
+
+def _record(config: RunConfig, runtime: Runtime) -> tuple[MadeEntries | None, Made]:
+    """Before any rank encodes anything: `fill_caches` has a barrier behind it."""
+    made = MadeEntries(Path(config.output_dir).expanduser(), runtime.rank)
+    if not config.cache.persistent_cache:
+        return made, made.take_over() if runtime.is_main else {}
+    if runtime.is_main:
+        made.forget()
+    return None, {}
 
 
 def repair_of(

@@ -130,13 +130,18 @@ def _remove_caches(job: Job, cached: Cached, renewal: Renewal | None, view: View
     if not job.runtime.is_main:
         return
     # Past the first one an epoch's entries were made through stores of their own, which are gone with their last entry.
-    for folder in [*lasting.keys() & epochs.keys()]:
-        epochs[folder] |= lasting.pop(folder)
+    of_epochs = {folder for _, folder in cached.caches.places.epochs()}
+    for folder, keys in cached.inherited.items():
+        lasting.setdefault(folder, set()).update(keys)
+    for folder in [*lasting.keys() & (epochs.keys() | of_epochs)]:
+        epochs.setdefault(folder, set()).update(lasting.pop(folder))
     try:
         removed = remove_entries(lasting).entries + remove_epochs(epochs).entries
     except CacheBusyError as busy:
         view.warn(f"persistent_cache is false, but another process uses the cache: {busy}")
         return
+    if cached.made is not None:
+        cached.made.forget()
     view.say(f"persistent_cache is false: {removed} entries of this run removed")
 
 

@@ -7,11 +7,12 @@ and files that the journal says were never completed. Everything else is somebod
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from gracetune.cache.folder import SHARDS
 from gracetune.cache.places import places_of
 from gracetune.checkpoint.journal import Work
 from gracetune.checkpoint.store import CheckpointStore
@@ -29,7 +30,8 @@ def remove_leftovers(
     config: RunConfig, folder: RunFolder, store: CheckpointStore, experts: Sequence[Expert]
 ) -> list[str]:
     """Returns what could not be removed, in words: leftovers are no reason to stop."""
-    for place in (folder.path, folder.samples, places_of(config).base, scan_folder(config)):
+    places = places_of(config)
+    for place in (folder.path, folder.samples, places.base, scan_folder(config), *_inside(places.lasting())):
         with suppress(OSError):  # it is not there; or the run finds out itself what is wrong with it
             sweep(place)
     try:
@@ -47,6 +49,12 @@ def remove_leftovers(
     if store.unfinished("finishing") and not folder.are_there(folder.final_files(experts, config.adapter.kind)):
         notes += folder.remove_step(experts, None)
     return notes
+
+
+def _inside(stores: Iterable[Path]) -> Iterator[Path]:
+    """A finished run opens no store, which would sweep it."""
+    for store in stores:
+        yield from (store, store / SHARDS)
 
 
 def _sweep_model(folder: Path, components: Iterable[str]) -> None:

@@ -13,7 +13,16 @@ from gracetune.memory.watchdog import Watchdog
 from gracetune.models.registry import geometry
 from gracetune.train.assembly import assemble, begin, open_host, open_memory, where_of
 from gracetune.train.control import Control
-from gracetune.train.data import Cached, fetch, fill_caches, live_encoders, open_source, repair_of, stage
+from gracetune.train.data import (
+    Cached,
+    fetch,
+    fill_caches,
+    live_encoders,
+    missing_latents,
+    open_source,
+    repair_of,
+    stage,
+)
 from gracetune.train.dry import DryBatch, Example, dry_batch, hours_left
 from gracetune.train.guards import check_memory, memory_alarm, memory_left, watch
 from gracetune.train.job import Job
@@ -22,7 +31,7 @@ from gracetune.train.pieces import Checkpointed
 from gracetune.train.planning import choose, shapes_of
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal, nothing_to_renew, renew
-from gracetune.train.resume import batch_change, refuse_other_data, restore, saved_epoch
+from gracetune.train.resume import batch_change, refuse_other_data, refuse_other_data_early, restore, saved_epoch
 from gracetune.train.trainee import load_trainee
 from gracetune.train.view import View
 
@@ -64,7 +73,12 @@ def load(
     where = where_of(config, machine, runtime, environment, memory, view)
     local = fetch(Copies(config, HubAccess.of(environment)), runtime, view)
     index = stage(local, geometry(model.facts.family, model.facts.flavour), machine, runtime, view, stack)
-    cached = fill_caches(config, index, model.encoders, runtime, where, view, stack, epoch=saved_epoch(start))
+    epoch = saved_epoch(start)
+    refuse_other_data_early(
+        start, index, lambda: missing_latents(config, index, model.encoders, epoch=epoch),
+        allowed=options.allow_other_data,
+    )  # fmt: skip
+    cached = fill_caches(config, index, model.encoders, runtime, where, view, stack, epoch=epoch)
     refuse_other_data(start, cached.index, allowed=options.allow_other_data)
 
     choices, reasons = choose(

@@ -37,7 +37,7 @@ class Renewal:
         self._refresher = Refresher(
             config, cached.index, encoders, cached.caches.places, epoch=state.position.epoch,
             device=runtime.device if runtime.device.type == "cuda" else None,
-            how=How(share=Share(runtime.rank, runtime.world_size)),
+            how=How(share=Share(runtime.rank, runtime.world_size)), made=cached.made,
         )  # fmt: skip
         stack.callback(self._refresher.close)
         self._held = stack.enter_context(ExitStack())

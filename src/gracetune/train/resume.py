@@ -6,20 +6,24 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 import psutil
 from torch.optim import Optimizer
 
+from gracetune.cache.wanted import LatentItem
 from gracetune.checkpoint.random_state import RandomState
 from gracetune.checkpoint.resume import Start, begin, resolve
 from gracetune.checkpoint.store import CheckpointStore
 from gracetune.config.environment import Environment
 from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig, Training
-from gracetune.data.index import DataIndex
+from gracetune.data.errors import UnreadableMediaError
+from gracetune.data.fingerprint import Fingerprint, differences
+from gracetune.data.index import DataIndex, freshness
 from gracetune.data.loader import Loader
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.spec import ModelFacts
@@ -74,6 +78,57 @@ def refuse_other_data(start: Start, index: DataIndex, *, allowed: bool) -> None:
     if start.checkpoint is not None:
         state = start.checkpoint.saved("position").json["loader"]
         Loader(index, batch_size=1).load_state_dict(state, allow_other_data=allowed)
+
+
+def refuse_other_data_early(
+    start: Start, index: DataIndex, missing: Callable[[], Sequence[LatentItem]], *, allowed: bool
+) -> None:
+    """Before anything is encoded for nothing. A file that turned out to be damaged when it was encoded is still in the
+    index here: more samples than then are refused only where these cannot all be damaged.
+
+    `missing`: of which the caches have no latents.
+    """
+    if start.checkpoint is None or allowed:
+        return
+    before = Fingerprint.from_json(start.checkpoint.saved("position").json["loader"]["data"])
+    if differences(before, index.fingerprint) and not _may_be_damaged(before, index, missing):
+        refuse_other_data(start, index, allowed=False)
+
+
+_WORTH_DECODING: Final = 64
+"""Samples: with more of them missing, it is the caches that are gone, and encoding finds out what is damaged."""
+
+
+def _may_be_damaged(before: Fingerprint, index: DataIndex, missing: Callable[[], Sequence[LatentItem]]) -> bool:
+    """Whether the data may be the same without files that cannot be decoded."""
+    now = index.fingerprint
+    if before.datasets.keys() != now.datasets.keys():
+        return False
+    others = [one for one in index.datasets if now.datasets[one.id] != before.datasets[one.id]]
+    more = {one.id: now.datasets[one.id].items - before.datasets[one.id].items for one in others}
+    if any(more[id_] <= 0 or now.datasets[id_].settings != before.datasets[id_].settings for id_ in more):
+        return False
+    samples: dict[str, dict[str, LatentItem]] = {}
+    for item in missing():
+        samples.setdefault(item.dataset.id, {}).setdefault(item.item.path, item)
+    uncached = {one.id for one in others if freshness(one.dataset) == "visit"}
+    return all(id_ in uncached or _so_many_damaged(samples.get(id_, {}).values(), more[id_]) for id_ in more)
+
+
+def _so_many_damaged(items: Collection[LatentItem], count: int) -> bool:
+    """Whether so many of them may be."""
+    sound_allowed = len(items) - count
+    if sound_allowed > _WORTH_DECODING:
+        return True
+    for item in items:
+        try:
+            item.index.load(item.ref)
+        except UnreadableMediaError:
+            continue
+        sound_allowed -= 1
+        if sound_allowed < 0:
+            return False
+    return sound_allowed >= 0
 
 
 def refuse_other_optimizer(

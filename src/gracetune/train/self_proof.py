@@ -276,7 +276,7 @@ class SelfProof(Callback):
         except GracetuneError as error:
             why = str(error)
         for reason in self._model.runtime.all_of(why):
-            raise _wrong(path, f"it does not fit the model it was trained on\n{reason}")
+            raise _wrong(path, f"it does not fit the model it was trained on: {reason}")
         return values
 
     def _compare(self, name: ExpertName, path: Path, values: LayerTensors) -> float:
@@ -491,6 +491,7 @@ def _nothing_learnt(model: EvaluatedModel, done: WindowDone, found: str) -> Prob
 
 
 def _wrong(path: Path, found: str) -> WrongFileError:
+    found = "; ".join(" ".join(line.split()) for line in found.splitlines())  # another error has several lines
     hint = (
         "the checkpoint is complete, and the same command resumes from it; another format may work: "
         "--set checkpoints.format=NAME; please report this"

@@ -111,13 +111,15 @@ class TestProcesses:
             "print('no answer', flush=True)",
             "import sys; sys.stdin.readline(); print('[]', flush=True); sys.stdin.read()",
             "import os, sys; sys.stdin.readline(); sys.stdin.readline(); os.kill(os.getpid(), 9)",
+            "import time; time.sleep(1000)",
         ],
-        ids=["ends", "nonsense", "too few", "killed"],
+        ids=["ends", "nonsense", "too few", "killed", "hangs"],
     )
     def test_what_a_failed_one_was_given_is_done_here(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
     ) -> None:
         monkeypatch.setattr(scan_workers, "_PROGRAM", program)
+        monkeypatch.setattr(scan_workers, "PATIENCE", 1.0)
         backend = LocalBackend(write(tmp_path, FILES))
         found = scan(backend, "image", on_scanned=lambda done, total: time.sleep(0.003))
         assert (len(found.files), len(found.unreadable)) == (151, 2)

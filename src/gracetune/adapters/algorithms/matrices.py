@@ -89,6 +89,8 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
     By pairs of ranks: row i of the product is (a_i (x) c_i) times the pairs of B's and D's rows, so the norm follows
     from two matrices [r^2, r^2]. Where the rank is large, row by row.
     """
+    import torch
+
     rank, across = right[0].shape
     if (count + across) * rank**4 < 2 * count * across * rank:
         both = _gram_of_pairs(rows, rank) * _gram_of_pairs([(right[0].T, right[1].T)], rank)
@@ -96,7 +98,8 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
     squared = 0.0
     for first, second in rows:
         for a, c in _in_parts(first, second, across):
-            squared += float(((a @ right[0]) * (c @ right[1])).double().square().sum())
+            part = (a @ right[0]).mul_(c @ right[1])
+            squared += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
     return math.sqrt(squared)
 
 

@@ -23,7 +23,7 @@ from gracetune.config.dialects.table import IsFalse, KeyRule, KeyTable, OneOf, a
 from gracetune.config.dialects.values import as_number
 from gracetune.config.draft import Draft, Said, describe
 from gracetune.config.environment import Environment
-from gracetune.config.limits import joined, replaced
+from gracetune.config.limits import LONGEST_KEY, joined, replaced
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document
 from gracetune.errors import ConfigError
@@ -78,12 +78,21 @@ def _filled(text: str, environment: Environment, missing: dict[str, None]) -> It
             in_comment = _COMMENT.match(before, before.rindex("\n") + 1) is not None
         found = environment.get(name) if name and not in_comment else None
         if found is None and name and not in_comment:
-            missing[name] = None
+            missing[_shown(name)] = None
         yield before
         yield text[start:end] if found is None else found
     yield text[end:]
 
 
+def _shown(name: str) -> str:
+    """A name that a message can hold; of one that is none, what looks like a name."""
+    if len(name) <= LONGEST_KEY:
+        return name
+    found = _WORD.match(name)
+    return f"{found[0] if found else ''}... ({len(name):,} characters)"
+
+
+_WORD = re.compile(r"\w{1,40}")
 _COMMENT = re.compile(r"\s*(?:#|//)")
 """Of a line that is one."""
 

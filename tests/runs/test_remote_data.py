@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load, load_file
@@ -23,11 +19,9 @@ from runs.launched import command_line, start
 from runs.made import TinyModel
 from runs.test_commands import gracetune
 from servers.hub import TOKEN, HubServer
-from unit.config.test_simpletuner_peers import PUBLISHED
-from unit.data.copies.made import parquet, picture, rows
+from unit.data.copies.made import parquet, rows
 
 PETS = "someone/a-dataset"
-"""What the recorded examples call their dataset."""
 COLUMNS = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
                                           "caption_column": "text"}}  # fmt: skip
 
@@ -49,18 +43,6 @@ def native(folder: Path, **sections: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def clip(seed: int) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as file:
-        stream = file.add_stream("mpeg4", rate=16)
-        stream.width = stream.height = 64
-        for number in range(12):
-            pixels = np.random.default_rng([seed, number]).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        file.mux(stream.encode())
-    return buffer.getvalue()
 
 
 @pytest.mark.full
@@ -224,61 +206,3 @@ def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_pat
     large = [request.sent for request in hub.requests if request.sent > 20_000 and "signature" in request.path]
     assert sum(large) <= once + 3 * tables  # tables: their columns at preflight and before the copy, then their rows
     assert load_file(tmp_path / "out" / "tiny.safetensors")
-
-
-EXAMPLES = {
-    "flux.peft-lora": ("flux", "dev"),
-    "sdxl.lycoris-lokr": ("sdxl", "base-1.0"),
-    "wan2.1-t2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "t2v-14b-2.1"),
-    "wan2.1-i2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "i2v-14b-480p-2.1"),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_published_example_trains(
-    name: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """SimpleTuner's own files: their datasets as stand-ins on a hub, other weights and sizes, all else as published."""
-    example = deepcopy(next(one for one in PUBLISHED if one["name"] == name))
-    family, flavour = EXAMPLES[name]
-    monkeypatch.chdir(tmp_path)
-    for stem, content in example["files"].items():
-        for entry in content if stem == "data_backend_config" else ():
-            if "huggingface" in entry:  # recorded without its names
-                entry["huggingface"] = {"video_column": "video", "caption_column": "prompt"}
-        (tmp_path / f"{stem}.json").write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text(json.dumps(example["keys"]))
-    if family == "wan":
-        clips = {f"videos/{number}.mp4": clip(number) for number in range(2)}
-        table = "file_name,prompt\n" + "".join(f"{path},a clip of {path}\n" for path in clips)
-        hub.dataset(PETS, {**clips, "metadata.csv": table.encode()})
-    else:
-        hub.dataset(PETS, {"data/train-00000-of-00001.parquet": parquet(
-            [{"image": {"bytes": picture(number, (256, 256)), "path": None}, "text": "x"} for number in range(3)]
-        )})  # fmt: skip
-    if family == "sdxl":  # SimpleTuner's default
-        hub.model("madebyollin/sdxl-vae-fp16-fix", files_of(tiny_model(family, flavour) / "vae"))
-    values: dict[str, Any] = {
-        "model.path": str(tiny_model(family, flavour)), "output_dir": str(tmp_path / "out"),
-        "datasets[0].resolution": 64.0, "datasets[0].resolution_type": "pixel", "datasets[0].minimum_size": 0.0,
-        "datasets[0].maximum_size": None, "datasets[0].downsample_to": None,
-        "schedule.warmup_steps": 1, "validation.enabled": False, "model.base_precision": "bf16",
-        "training.attention": "auto",
-    }  # fmt: skip
-    if family == "wan":
-        values |= {"datasets[0].video.num_frames": 5, "datasets[0].video.min_frames": 5}
-    settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    code = gracetune("train", "config.json", "--max-steps", "2", "--json", "--allow-unsupported", *settings)
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    told = json.loads(captured.out)
-    assert (told["outcome"], told["step"]) == ("finished", 2)
-    assert all(load_file(path) for path in told["files"])
-    manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("copy.json")]
-    assert [(one["source"], one["complete"]) for one in manifests] == [(f"hf://datasets/{PETS}", True)]
-    if family == "wan":
-        assert manifests[0]["format"] == "files"
-        metadata = next(tmp_path.rglob("data/metadata.jsonl")).read_text()
-        assert "a clip of videos/1.mp4" in metadata

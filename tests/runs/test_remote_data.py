@@ -19,11 +19,14 @@ from runs.launched import command_line, start
 from runs.made import TinyModel
 from runs.test_commands import gracetune
 from servers.hub import TOKEN, HubServer
-from unit.data.copies.made import parquet, rows
+from unit.data.copies.made import parquet, rows, shard, tar
 
 PETS = "someone/a-dataset"
-COLUMNS = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
-                                          "caption_column": "text"}}  # fmt: skip
+COLUMNS: dict[str, Any] = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
+                                                          "caption_column": "text"}}  # fmt: skip
+
+
+TABLE = {"train.parquet": parquet(rows(3))}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -206,3 +209,79 @@ def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_pat
     large = [request.sent for request in hub.requests if request.sent > 20_000 and "signature" in request.path]
     assert sum(large) <= once + 3 * tables  # tables: their columns at preflight and before the copy, then their rows
     assert load_file(tmp_path / "out" / "tiny.safetensors")
+
+
+BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] = {
+    "no such dataset": (
+        None, {}, ["the hub knows no such dataset", f"check the spelling of https://huggingface.co/datasets/{PETS}"],
+    ),
+    "private, without a token": (TABLE, {}, ["for a private dataset: hf auth login"]),
+    "a caption column that is missing": (
+        TABLE, {"captions": {**COLUMNS, "table": {**COLUMNS["table"], "caption_column": "txt"}}},
+        ["no column `txt` in train.parquet; the columns are image, text",
+         "--set 'datasets[pets].captions.table.caption_column=text'"],
+    ),
+    "an image column that is missing": (
+        TABLE, {"local_copy": {"media_column": "picture"}},
+        ["no column `picture` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
+    ),
+    "a split that is missing": (
+        TABLE, {"local_copy": {"split": "validation"}},
+        ["one of train", "--set 'datasets[pets].local_copy.split=train'"],
+    ),
+    "a damaged table": (
+        {"train.parquet": TABLE["train.parquet"][:-50]}, {},
+        ["a damaged Parquet file", "repair it where it comes from"],
+    ),
+    "larger than the disk": (
+        {"train.tar": tar(shard(3))}, {},
+        ["to store in", "choose a larger disk: --set 'datasets[pets].local_copy.folder=FOLDER'",
+         "or a part: --set 'datasets[pets].local_copy.split=train[:10%]'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD_DATA)
+def test_bad_remote_data_is_refused_before_anything_is_downloaded(
+    what: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, options, expected = BAD_DATA[what]
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    if files is not None:
+        hub.dataset(PETS, files, private="private" in what)
+    if "disk" in what:
+        hub.faults.claimed_sizes["train.tar"] = 10**16
+    (dataset,) = yaml.safe_load(native(tmp_path).read_text())["datasets"]
+    code = gracetune("train", str(native(tmp_path, datasets=[{**dataset, **options}])))
+    said = capsys.readouterr().err
+    assert code == 1
+    assert "dataset pets\n" in said
+    assert all(words in said for words in ("found", "expected", "try", *expected)), said
+    assert hub.sent <= len(TABLE["train.parquet"])  # of tables, their columns
+    assert not (tmp_path / "out").exists()
+
+
+BROKEN = {**shard(4), "000002.png": b"\x89PNG\r\n\x1a\n and no image"}
+
+
+@pytest.mark.parametrize(
+    ("archive", "expected"),
+    [
+        (tar(shard(4))[:5000], ["0.tar of hf://", "a damaged archive, at or after 000001.txt", "to fetch it again"]),
+        (tar(BROKEN), ["1 of 4", "unpacked/0/000002.png", "--set 'datasets[pets].corrupt_threshold=0.25'"]),
+    ],
+    ids=["cut off", "a member that is no image"],
+)  # fmt: skip
+def test_a_broken_archive_is_refused_before_the_model_is_loaded(
+    archive: bytes, expected: list[str], hub: HubServer, tiny_model: TinyModel, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    hub.dataset(PETS, {"0.tar": archive})
+    data = {"id": "pets", "path": f"hf://datasets/{PETS}", "resolution": 64.0}
+    model = {"path": str(tiny_model("sdxl", "base-1.0"))}
+    code = gracetune("train", str(native(tmp_path, datasets=[data], model=model)))
+    said = capsys.readouterr().err
+    assert code == 1
+    assert all(words in said for words in ("found", "expected", "try", *expected)), said
+    assert "loading the model" not in said
+    assert "latents" not in said

@@ -272,8 +272,10 @@ class _Counter:
 
 def _one_path_each(files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
     """Without files of the same content as another."""
-    by_content = {one.digest or path: path for path, one in reversed(files.items())}
-    return {path: one for path, one in files.items() if by_content[one.digest or path] == path}
+    by_content: dict[str, str] = {}
+    for path, one in files.items():
+        by_content.setdefault(one.digest or path, path)
+    return {path: files[path] for path in by_content.values()}
 
 
 def _remote(file: Any) -> RemoteFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,9 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
 from gracetune.config import Environment, load
 from gracetune.config.families import find_flavour
@@ -73,7 +75,7 @@ def test_a_published_example_trains(
     path = with_own_folders(example, tmp_path)
     monkeypatch.chdir(tmp_path)
     config = load(path, environment=Environment({}), allow_unsupported=True).config
-    fill_hub(hub, config, tiny_model)
+    fill_hub(hub, example, config, tiny_model, tmp_path)
     fill_folders(config)
     values = overrides(config)
     settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
@@ -148,17 +150,46 @@ def with_own_folders(example: Example, folder: Path) -> Path:
     return path
 
 
-def fill_hub(hub: HubServer, config: RunConfig, tiny_model: TinyModel) -> None:
+def fill_hub(hub: HubServer, example: Example, config: RunConfig, tiny_model: TinyModel, scratch: Path) -> None:
     """The repositories that a config names."""
     model, flavour = config.model, flavour_of(config)
     folder = tiny_model(model.family, flavour.name)
+    if "TREAD" in example.name and flavour.name in BLOCKS:
+        folder = with_blocks(folder, scratch / "deep", BLOCKS[flavour.name])
     hub.model(model.path or flavour.weights, files_of(folder))
     if model.vae_path is not None:
         hub.model(model.vae_path, files_of(folder / "vae"))
+    for row in example.rows:
+        if row.key.endswith("assistant_lora_path"):
+            hub.model(row.value, {"pytorch_lora_weights.safetensors": small_lora(folder / "transformer")})
     for dataset in config.datasets:
         if dataset.path.startswith("hf://datasets/"):
             content = clips() if dataset.dataset_type == "video" else images()
             hub.dataset(dataset.path.removeprefix("hf://datasets/"), content)
+
+
+BLOCKS = {"t2v-1.3b-2.1": 30, "i2v-14b-2.2": 40}
+"""The published models', where a `tread_config` counts them; tiny ones have two."""
+
+
+def with_blocks(tiny: Path, folder: Path, count: int) -> Path:
+    shutil.copytree(tiny, folder)
+    torch.manual_seed(0)
+    for denoiser in folder.glob("transformer*"):
+        options = WanTransformer3DModel.load_config(denoiser)
+        WanTransformer3DModel.from_config({**options, "num_layers": count}).save_pretrained(denoiser)
+    return folder
+
+
+def small_lora(denoiser: Path) -> bytes:
+    """As diffusers saves one."""
+    tensors = {}
+    for name, weight in load_file(denoiser / "diffusion_pytorch_model.safetensors").items():
+        if name.endswith("attn.to_k.weight"):
+            stem = f"transformer.{name.removesuffix('.weight')}"
+            tensors[f"{stem}.lora_A.weight"] = torch.full((2, weight.shape[1]), 0.01)
+            tensors[f"{stem}.lora_B.weight"] = torch.full((weight.shape[0], 2), 0.01)
+    return save(tensors)
 
 
 def fill_folders(config: RunConfig) -> None:

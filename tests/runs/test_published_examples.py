@@ -32,8 +32,7 @@ from runs.test_commands import gracetune
 from runs.test_remote_data import files_of
 from servers.hub import HubServer
 from unit.data.copies.made import parquet, picture
-from unit.fidelity.published import Example, examples
-from unit.fidelity.test_published_examples import PENDING, REFUSED
+from unit.fidelity.published import PENDING, REFUSED, Example, examples
 
 EXAMPLES = examples()
 EVERY_DAY = (

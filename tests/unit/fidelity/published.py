@@ -23,6 +23,32 @@ FOLDER = Path(__file__).parents[2] / "golden" / "published"
 ROOT = "config.process[0]."
 """Left out where a note lists keys of an ai-toolkit job."""
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
+REFUSED = {
+    "flux.peft-controlnet-lora": "controlnet",
+    "sdxl.peft-controlnet-lora": "controlnet",
+    "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
+}
+"""Examples of what is not implemented, and the key that says so."""
+LOW_BITS = "low-bit bases: branch l-bases"
+TREAD = "TREAD: branch l-tread; low-bit bases: branch l-bases"
+ASSISTANT = "assistant_lora_path: branch l-bases"
+PENDING = {
+    "flux.peft-controlnet-lora": LOW_BITS,
+    "flux.peft-lora": LOW_BITS,
+    "flux.peft-lora+TREAD": TREAD,
+    "kontext.peft-lora": LOW_BITS + "; generated references",
+    "qwen_image.peft-lora": LOW_BITS,
+    "wan-1.3b.peft-lora+TREAD": TREAD,
+    "wan-2.2-i2v-a14b-high.peft-lora+TREAD": TREAD,
+    "wan-2.2-i2v-a14b-low.peft-lora+TREAD": TREAD,
+    "modal_train_lora_flux_schnell_24gb": ASSISTANT,
+    "train_lora_flux_schnell_24gb": ASSISTANT,
+    "train_lora_qwen_image_24gb": LOW_BITS,
+    "train_lora_qwen_image_edit_2509_32gb": LOW_BITS,
+    "train_lora_qwen_image_edit_32gb": LOW_BITS,
+    "train_lora_wan22_14b_24gb": LOW_BITS,
+}
+"""Examples that wait for a part that is made on another branch. Remove an entry when its part is merged."""
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import soundfile
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
 from PIL import Image
 
 from gracetune.config.environment import Environment
@@ -82,6 +85,18 @@ def config_for(
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return RunConfig.model_validate(values)
+
+
+def shrink_references(monkeypatch: pytest.MonkeyPatch, area: int = 64 * 64) -> None:
+    """The pipelines for edits bring every reference to a megapixel."""
+    kontext = "diffusers.pipelines.flux.pipeline_flux_kontext"
+    monkeypatch.setattr(f"{kontext}.PREFERRED_KONTEXT_RESOLUTIONS", [(isqrt(area), isqrt(area))])
+    edit = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit.calculate_dimensions"
+    full_size = pipeline_qwenimage_edit.calculate_dimensions
+    monkeypatch.setattr(edit, lambda _, ratio: full_size(area, ratio))
+    plus = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"
+    monkeypatch.setattr(f"{plus}.VAE_IMAGE_SIZE", area)
+    monkeypatch.setattr(f"{plus}.CONDITION_IMAGE_SIZE", 2 * area)
 
 
 def changed(config: RunConfig, section: str, **values: Any) -> RunConfig:

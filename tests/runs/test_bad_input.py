@@ -78,7 +78,7 @@ def test_a_folder_of_another_run_is_not_taken(finished: RunConfig, tiny_model: T
     [
         ({"logging": {"trackers": ["wandb"]}}, "logging.trackers: wandb"),
         ({"logging": {"webhook": "ftp://here"}}, "logging.webhook"),
-        ({"schedule": {"name": "cosine", "warmup_steps": 5}}, "fewer than the run's 5 optimizer steps"),
+        ({"schedule": {"name": "cosine", "end_lr": 5}}, "at most the learning rate it falls from"),
         ({"adapter": {"targets": ["to_qq"]}}, "to_qq"),
         ({"adapter": {"init_from": "nothing-there.safetensors"}}, "nothing-there.safetensors"),
     ],

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from gracetune.config import Environment, load
 from gracetune.config.run_config import RunConfig
 from runs.launched import ROOT
-from runs.made import TinyModel, pictures
+from runs.made import TinyModel, pictures, shrink_references
 from runs.test_commands import gracetune
 
 EXAMPLES = [
@@ -24,15 +24,11 @@ EXAMPLES = [
     ("qwen_image_edit_2509.yaml", "qwen_image", "edit-2509", {"optimizer.name": "adamw"}),
     ("wan22_dual_expert_lokr.yaml", "wan", "t2v-14b-2.2", {}),
 ]
-AREA = 64 * 64
 
 
 @pytest.fixture
 def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipeline for edits brings every reference to a megapixel."""
-    plus = "diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus"
-    monkeypatch.setattr(f"{plus}.VAE_IMAGE_SIZE", AREA)
-    monkeypatch.setattr(f"{plus}.CONDITION_IMAGE_SIZE", 2 * AREA)
+    shrink_references(monkeypatch)
 
 
 def smaller(config: RunConfig, tiny: Path, folder: Path) -> dict[str, Any]:

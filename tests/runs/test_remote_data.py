@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load, load_file
@@ -23,13 +19,14 @@ from runs.launched import command_line, start
 from runs.made import TinyModel
 from runs.test_commands import gracetune
 from servers.hub import TOKEN, HubServer
-from unit.config.test_simpletuner_peers import PUBLISHED
-from unit.data.copies.made import parquet, picture, rows
+from unit.data.copies.made import parquet, rows, shard, tar
 
 PETS = "someone/a-dataset"
-"""What the recorded examples call their dataset."""
-COLUMNS = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
-                                          "caption_column": "text"}}  # fmt: skip
+COLUMNS: dict[str, Any] = {"strategy": "jsonl", "table": {"path": "metadata.jsonl", "filename_column": "file_name",
+                                                          "caption_column": "text"}}  # fmt: skip
+
+
+TABLE = {"train.parquet": parquet(rows(3))}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -49,18 +46,6 @@ def native(folder: Path, **sections: Any) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     return path
-
-
-def clip(seed: int) -> bytes:
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as file:
-        stream = file.add_stream("mpeg4", rate=16)
-        stream.width = stream.height = 64
-        for number in range(12):
-            pixels = np.random.default_rng([seed, number]).integers(0, 255, (64, 64, 3), dtype=np.uint8)
-            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        file.mux(stream.encode())
-    return buffer.getvalue()
 
 
 @pytest.mark.full
@@ -226,59 +211,77 @@ def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_pat
     assert load_file(tmp_path / "out" / "tiny.safetensors")
 
 
-EXAMPLES = {
-    "flux.peft-lora": ("flux", "dev"),
-    "sdxl.lycoris-lokr": ("sdxl", "base-1.0"),
-    "wan2.1-t2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "t2v-14b-2.1"),
-    "wan2.1-i2v-14b-480p-8xh100.peft-lora+cp-fa3": ("wan", "i2v-14b-480p-2.1"),
-}
+BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] = {
+    "no such dataset": (
+        None, {}, ["the hub knows no such dataset", f"check the spelling of https://huggingface.co/datasets/{PETS}"],
+    ),
+    "private, without a token": (TABLE, {}, ["for a private dataset: hf auth login"]),
+    "a caption column that is missing": (
+        TABLE, {"captions": {**COLUMNS, "table": {**COLUMNS["table"], "caption_column": "txt"}}},
+        ["no column `txt` in train.parquet; the columns are image, text",
+         "--set 'datasets[pets].captions.table.caption_column=text'"],
+    ),
+    "an image column that is missing": (
+        TABLE, {"local_copy": {"media_column": "picture"}},
+        ["no column `picture` in train.parquet", "--set 'datasets[pets].local_copy.media_column=image'"],
+    ),
+    "a split that is missing": (
+        TABLE, {"local_copy": {"split": "validation"}},
+        ["one of train", "--set 'datasets[pets].local_copy.split=train'"],
+    ),
+    "a damaged table": (
+        {"train.parquet": TABLE["train.parquet"][:-50]}, {},
+        ["a damaged Parquet file", "repair it where it comes from"],
+    ),
+    "larger than the disk": (
+        {"train.tar": tar(shard(3))}, {},
+        ["to store in", "choose a larger disk: --set 'datasets[pets].local_copy.folder=FOLDER'",
+         "or a part: --set 'datasets[pets].local_copy.split=train[:10%]'"],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_published_example_trains(
-    name: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("what", BAD_DATA)
+def test_bad_remote_data_is_refused_before_anything_is_downloaded(
+    what: str, hub: HubServer, tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files, options, expected = BAD_DATA[what]
+    hub.model("owner/tiny-sdxl", files_of(tiny_model("sdxl", "base-1.0")))
+    if files is not None:
+        hub.dataset(PETS, files, private="private" in what)
+    if "disk" in what:
+        hub.faults.claimed_sizes["train.tar"] = 10**16
+    (dataset,) = yaml.safe_load(native(tmp_path).read_text())["datasets"]
+    code = gracetune("train", str(native(tmp_path, datasets=[{**dataset, **options}])))
+    said = capsys.readouterr().err
+    assert code == 1
+    assert "dataset pets\n" in said
+    assert all(words in said for words in ("found", "expected", "try", *expected)), said
+    assert hub.sent <= len(TABLE["train.parquet"])  # of tables, their columns
+    assert not (tmp_path / "out").exists()
+
+
+BROKEN = {**shard(4), "000002.png": b"\x89PNG\r\n\x1a\n and no image"}
+
+
+@pytest.mark.parametrize(
+    ("archive", "expected"),
+    [
+        (tar(shard(4))[:5000], ["0.tar of hf://", "a damaged archive, at or after 000001.txt", "to fetch it again"]),
+        (tar(BROKEN), ["1 of 4", "unpacked/0/000002.png", "--set 'datasets[pets].corrupt_threshold=0.25'"]),
+    ],
+    ids=["cut off", "a member that is no image"],
+)  # fmt: skip
+def test_a_broken_archive_is_refused_before_the_model_is_loaded(
+    archive: bytes, expected: list[str], hub: HubServer, tiny_model: TinyModel, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """SimpleTuner's own files: their datasets as stand-ins on a hub, other weights and sizes, all else as published."""
-    example = deepcopy(next(one for one in PUBLISHED if one["name"] == name))
-    family, flavour = EXAMPLES[name]
-    monkeypatch.chdir(tmp_path)
-    for stem, content in example["files"].items():
-        for entry in content if stem == "data_backend_config" else ():
-            if "huggingface" in entry:  # recorded without its names
-                entry["huggingface"] = {"video_column": "video", "caption_column": "prompt"}
-        (tmp_path / f"{stem}.json").write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text(json.dumps(example["keys"]))
-    if family == "wan":
-        clips = {f"videos/{number}.mp4": clip(number) for number in range(2)}
-        table = "file_name,prompt\n" + "".join(f"{path},a clip of {path}\n" for path in clips)
-        hub.dataset(PETS, {**clips, "metadata.csv": table.encode()})
-    else:
-        hub.dataset(PETS, {"data/train-00000-of-00001.parquet": parquet(
-            [{"image": {"bytes": picture(number, (256, 256)), "path": None}, "text": "x"} for number in range(3)]
-        )})  # fmt: skip
-    if family == "sdxl":  # SimpleTuner's default
-        hub.model("madebyollin/sdxl-vae-fp16-fix", files_of(tiny_model(family, flavour) / "vae"))
-    values: dict[str, Any] = {
-        "model.path": str(tiny_model(family, flavour)), "output_dir": str(tmp_path / "out"),
-        "datasets[0].resolution": 64.0, "datasets[0].resolution_type": "pixel", "datasets[0].minimum_size": 0.0,
-        "datasets[0].maximum_size": None, "datasets[0].downsample_to": None,
-        "schedule.warmup_steps": 1, "validation.enabled": False, "model.base_precision": "bf16",
-        "training.attention": "auto",
-    }  # fmt: skip
-    if family == "wan":
-        values |= {"datasets[0].video.num_frames": 5, "datasets[0].video.min_frames": 5}
-    settings = [word for key, value in values.items() for word in ("--set", f"{key}={json.dumps(value)}")]
-    code = gracetune("train", "config.json", "--max-steps", "2", "--json", "--allow-unsupported", *settings)
-    captured = capsys.readouterr()
-    assert code == 0, captured.err
-    told = json.loads(captured.out)
-    assert (told["outcome"], told["step"]) == ("finished", 2)
-    assert all(load_file(path) for path in told["files"])
-    manifests = [json.loads(path.read_text()) for path in tmp_path.rglob("copy.json")]
-    assert [(one["source"], one["complete"]) for one in manifests] == [(f"hf://datasets/{PETS}", True)]
-    if family == "wan":
-        assert manifests[0]["format"] == "files"
-        metadata = next(tmp_path.rglob("data/metadata.jsonl")).read_text()
-        assert "a clip of videos/1.mp4" in metadata
+    hub.dataset(PETS, {"0.tar": archive})
+    data = {"id": "pets", "path": f"hf://datasets/{PETS}", "resolution": 64.0}
+    model = {"path": str(tiny_model("sdxl", "base-1.0"))}
+    code = gracetune("train", str(native(tmp_path, datasets=[data], model=model)))
+    said = capsys.readouterr().err
+    assert code == 1
+    assert all(words in said for words in ("found", "expected", "try", *expected)), said
+    assert "loading the model" not in said
+    assert "latents" not in said

@@ -115,7 +115,7 @@ def missing_part(place: Place) -> str:
     while missing.parent != missing and look(missing.parent).kind == "nothing":
         missing = missing.parent
     relative = missing.parent == FilePath()
-    return f"there is no {missing.name or missing} in {'the working folder' if relative else missing.parent}"
+    return f"there is no `{missing.name or missing}` in {'the working folder' if relative else missing.parent}"
 
 
 def _is_local(name: str) -> bool:

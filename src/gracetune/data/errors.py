@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+
 from gracetune.errors import GracetuneError
+
+
+def set_option(dataset: str, option: str, value: str) -> str:
+    """What to type so that a dataset's option has this value."""
+    return f"--set {shlex.quote(f'datasets[{dataset}].{option}={value}')}"
 
 
 class DataError(GracetuneError):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gracetune.config.dataset_config import Dataset, Mask
-from gracetune.data.backends.errors import SHOWN, too_many
+from gracetune.data.backends.errors import SHOWN, leave_out, too_many
 from gracetune.data.bucket_rules import Size
 from gracetune.data.buckets import Unfit
 from gracetune.data.errors import DataError
@@ -132,7 +132,7 @@ def _stop_if_too_many(dropped: Sequence[Dropped], total: int, dataset: Dataset) 
         f"dataset {dataset.id}: edit pairs that do not match",
         f"{len(dropped)} of {total} targets",
         f"at most {dataset.corrupt_threshold:.3g} of them (corrupt_threshold)",
-        "give target and reference the same file name, or raise corrupt_threshold to leave these targets out",
+        f"give target and reference the same file name{leave_out(dataset.id, len(dropped), total)}",
     )
     raise MismatchedPairsError(f"{problem}{lines}{more}")
 

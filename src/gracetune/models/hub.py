@@ -138,7 +138,7 @@ class HubFetcher:
         wanted = [file] if file is not None else needed_files(files, variant)
         missing = {path: _remote(files[path]) for path in wanted if path in files}
         missing = {path: one for path, one in missing.items() if not _is_cached(repo, commit, path, one)}
-        return DownloadPlan(repo, commit, tuple(wanted), missing)
+        return DownloadPlan(repo, commit, tuple(wanted), _one_path_each(missing))
 
     def _download(self, key: str, repo: Repo, variant: str | None, file: str | None) -> Path:
         from huggingface_hub import snapshot_download
@@ -204,6 +204,7 @@ class DownloadPlan:
     commit: str
     wanted: tuple[str, ...]
     missing: Mapping[str, RemoteFile]
+    """One path for each content: the hub's cache keeps files of the same content once."""
 
     @property
     def size(self) -> int:
@@ -267,6 +268,14 @@ class _Counter:
 
     def stop(self) -> None:
         self._stopped = True
+
+
+def _one_path_each(files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
+    """Without files of the same content as another."""
+    by_content: dict[str, str] = {}
+    for path, one in files.items():
+        by_content.setdefault(one.digest or path, path)
+    return {path: files[path] for path in by_content.values()}
 
 
 def _remote(file: Any) -> RemoteFile:

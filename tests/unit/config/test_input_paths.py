@@ -95,10 +95,10 @@ def test_an_example_s_dataset_file_is_found_beside_it_or_said_not_to_be_shipped(
 @pytest.mark.parametrize(
     ("path", "part"),
     [
-        ("nowhere/at/all", "there is no nowhere in the working folder"),
-        ("there/nothing", "there is no nothing in there"),
-        ("/nowhere/at/all", "there is no nowhere in /"),
-        ("../nowhere/x", "there is no nowhere in .."),
+        ("nowhere/at/all", "there is no `nowhere` in the working folder"),
+        ("there/nothing", "there is no `nothing` in there"),
+        ("/nowhere/at/all", "there is no `nowhere` in /"),
+        ("../nowhere/x", "there is no `nowhere` in .."),
     ],
 )
 def test_a_message_names_the_first_part_that_is_missing(folders: tuple[Path, Path], path: str, part: str) -> None:
@@ -109,6 +109,6 @@ def test_a_message_names_the_first_part_that_is_missing(folders: tuple[Path, Pat
     problems = path_problems(native.resolve(config, changes))
     assert len(problems) == 4
     for problem in problems:
-        assert part.removesuffix("nothing in there") in problem.hint
+        assert part.removesuffix("`nothing` in there") in problem.hint
         assert ". exists" not in problem.hint
     assert problems[0].found == f"{path}, which does not exist"

@@ -56,13 +56,25 @@ def test_only_what_is_needed_is_downloaded_once(hub: HubServer) -> None:
     ]  # fmt: skip
     weights = folder / "unet" / "diffusion_pytorch_model.safetensors"
     assert weights.read_bytes() == FILES["unet/diffusion_pytorch_model.safetensors"]
-    assert "4 files, 48.9 KiB to download to" in said[0]
+    assert "3 files, 48.9 KiB to download to" in said[0]
     assert "free" in said[0]
     assert shown[-1] == (shown[-1][1], shown[-1][1])
     sent = hub.sent
     assert fetcher(said)("model.path", NAME, None, None) == folder
     assert hub.sent == sent
     assert len(said) == 1
+
+
+def test_files_of_the_same_content_are_downloaded_once(hub: HubServer) -> None:
+    """Two experts before they were trained apart; the hub's cache has one file for both."""
+    weights = FILES["unet/diffusion_pytorch_model.safetensors"]
+    hub.model(NAME, {**FILES, "unet_2/config.json": b"{}", "unet_2/diffusion_pytorch_model.safetensors": weights})
+    said: list[str] = []
+    folder = fetcher(said)("model.path", NAME, None, None)
+    assert [(folder / part / "diffusion_pytorch_model.safetensors").read_bytes() for part in ("unet", "unet_2")] == [
+        weights, weights,
+    ]  # fmt: skip
+    assert "3 files, 48.9 KiB to download to" in said[0]
 
 
 def test_what_was_downloaded_is_enough_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,11 +157,19 @@ class TestBuilding:
         (note,) = effective(asked, "adamw")[1]
         assert word in note
 
-    def test_an_end_above_the_rate_and_a_warm_up_without_end_are_refused_together(self) -> None:
-        asked = schedule("polynomial", end_lr=1e-2, warmup_steps=10)
+    def test_an_end_above_the_rate_is_refused(self) -> None:
+        asked = schedule("polynomial", end_lr=1e-2)
         with pytest.raises(ConfigError) as caught:
             build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=10)
-        assert [problem.key for problem in caught.value.problems] == ["schedule.end_lr", "schedule.warmup_steps"]
+        assert [problem.key for problem in caught.value.problems] == ["schedule.end_lr"]
+
+    @pytest.mark.parametrize("name", ["constant_with_warmup", *FALLING])
+    def test_a_warm_up_longer_than_the_run_is_said_and_followed(self, name: str) -> None:
+        asked = schedule(name, warmup_steps=50)
+        assert followed(asked, 5, 1e-3)[0] == pytest.approx([0, 2e-5, 4e-5, 6e-5, 8e-5])
+        (note,) = build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=5).notes
+        assert "rises to 0.08 of optimizer.lr" in note
+        assert build_schedule(optimizer(1e-3), asked, optimizer_name="adamw", total=51).notes == ()
 
     def test_resumes_where_it_was(self) -> None:
         asked = schedule("cosine", warmup_steps=3)

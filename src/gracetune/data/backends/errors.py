@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from fractions import Fraction
 
 from gracetune.data.backends.listing import LeftOut
-from gracetune.data.errors import DataError
+from gracetune.data.errors import DataError, set_option
 from gracetune.errors import Problem
 
 SHOWN = 20
@@ -32,9 +33,17 @@ class UnreadableFilesError(DataError):
             key=f"dataset {dataset}: unreadable files",
             found=f"{len(self.files)} of {total}",
             expected=f"at most {threshold:.3g} of them (corrupt_threshold)",
-            hint="repair or remove the files below, or raise corrupt_threshold to leave them out",
+            hint=f"repair or remove the files below{leave_out(dataset, len(self.files), total)}",
         )
         super().__init__(f"{problem}{shown}{more}")
+
+
+def leave_out(dataset: str, count: int, total: int) -> str:
+    """How to train on the others, where there are any."""
+    if count >= total:
+        return ""
+    share = math.ceil(count / total * 1000) / 1000
+    return f"; to leave them out, {set_option(dataset, 'corrupt_threshold', f'{share:g}')}"
 
 
 def too_many(count: int, total: int, share: float) -> bool:

@@ -17,6 +17,7 @@ from gracetune.data.copies.rows import stem_of
 from gracetune.data.copies.sources import CopySource, open_file
 from gracetune.data.copies.splits import SplitError, SplitPart, parse_split, read_card, splits_of
 from gracetune.data.copies.tables import is_metadata
+from gracetune.data.errors import set_option
 from gracetune.data.media import Kind, kind_of
 from gracetune.data.staging.selection import MEDIA, SIDECARS, selection_for
 from gracetune.storage.transfer import RemoteFile
@@ -173,9 +174,10 @@ def _of_split(
             if not splits.get(part.name):
                 found = f"no split {part.name} in {source.address}"
                 first = next(iter(splits), "train")
-                raise SplitError(found, f"one of {', '.join(splits)}", f"--set 'datasets[N].local_copy.split={first}'")
+                raise SplitError(found, f"one of {', '.join(splits)}", "local_copy.split", first)
     except SplitError as error:
-        raise CopyError.of(dataset.id, found=error.found, expected=error.expected, hint=error.hint) from error
+        hint = set_option(dataset.id, error.option, error.value)
+        raise CopyError.of(dataset.id, found=error.found, expected=error.expected, hint=hint) from error
     return tuple((part, tuple(splits[part.name])) for part in parts)
 
 

@@ -327,9 +327,8 @@ class _Making:
             with self._source.explained():
                 yield
         except DamagedPartError as error:
-            found = f"{error.part} of {self._source.address}: {error.reason}"
-            hint = "repair it where it comes from; to fetch it again, remove " + str(self._folder.root)
-            raise CopyError.of(self._dataset.id, found=found, expected="a file that can be read", hint=hint) from error
+            remedy = f"to fetch it again, remove {self._folder.root}"
+            raise error.of(self._dataset.id, self._source.address, remedy) from error
 
 
 class _StoppedError(Exception):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from gracetune.config.dataset_config import RowFilter
 from gracetune.config.spelling import nearest
 from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.rows import FILTERED, PartWriter, media_bytes, passes
+from gracetune.data.errors import set_option
 from gracetune.errors import Problem
 from gracetune.units import MIB
 
@@ -48,23 +49,20 @@ def read_facts(file: BinaryIO, name: str) -> ParquetFacts:
     )
 
 
-def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Collection[str], name: str) -> None:
+def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Mapping[str, str], name: str) -> None:
     """That the columns a config names are there, and that the media's can hold files."""
     if media not in facts.columns:
         near = nearest(media, [*facts.columns]) or next(iter(facts.media), None)
-        hint = f"--set 'datasets[N].local_copy.media_column={near}'" if near else "name the column of the media"
+        hint = set_option(dataset, "local_copy.media_column", near) if near else "name the column of the media"
         found = f"no column `{media}` in {name}; it has {', '.join(facts.columns)}"
         raise CopyError.of(dataset, found=found, expected="a column with the files' bytes", hint=hint)
     if media not in facts.media:
         found = f"column `{media}` of {name} holds {facts.columns[media]}"
         hint = f"name one of {', '.join(facts.media)}" if facts.media else "for a column of addresses: format: urls"
         raise CopyError.of(dataset, found=found, expected="files' bytes", hint=hint)
-    for column in others:
+    for column, option in others.items():
         if column not in facts.columns and column.partition(".")[0] not in facts.columns:
-            near = nearest(column, [*facts.columns])
-            hint = f"write `{near}`" if near else "name one of them in captions.table or local_copy.filter"
-            found = f"no column `{column}` in {name}; it has {', '.join(facts.columns)}"
-            raise CopyError.of(dataset, found=found, expected="a column of the dataset", hint=hint)
+            raise CopyError.of_column(dataset, column, option, where=name, known=facts.columns)
 
 
 def unpack_parquet(

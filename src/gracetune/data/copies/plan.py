@@ -10,12 +10,13 @@ from pathlib import Path
 import xxhash
 
 from gracetune.config.dataset_config import Dataset, LocalCopy
-from gracetune.data.copies.errors import CopyError
+from gracetune.data.copies.errors import CopyError, DamagedPartError
 from gracetune.data.copies.folder import CopyFolder
 from gracetune.data.copies.layout import Layout, Part, kind_for, lay_out, media_column, with_rows
 from gracetune.data.copies.parquet import ParquetFacts, check_columns, read_facts
 from gracetune.data.copies.rows import METADATA
 from gracetune.data.copies.sources import CopySource, open_file, open_source
+from gracetune.data.errors import set_option
 from gracetune.data.media import kind_of
 from gracetune.data.words import counted
 from gracetune.hub.access import HubAccess
@@ -78,7 +79,8 @@ class CopyPlan:
             others = f" beside {format_bytes(spoken_for)} of other datasets" if spoken_for else ""
             free = format_bytes(self.disk_free)
             found = f"{format_bytes(self.disk_needed)} to store in {root}{others}, where {free} is free"
-            hint = "choose a larger disk: --set 'datasets[N].local_copy.folder=FOLDER'; or a part: local_copy.split"
+            part = set_option(name, "local_copy.split", "train[:10%]")
+            hint = f"choose a larger disk: {set_option(name, 'local_copy.folder', 'FOLDER')}; or a part: {part}"
             raise CopyError.of(name, found=found, expected="a disk that holds the copy", hint=hint)
         needed = max(self.memory_needed, self.staged)
         if memory_free is not None and needed > memory_free:
@@ -127,14 +129,17 @@ def part_file(folder: CopyFolder, part: Part) -> Path:
     return folder.incoming / f"{xxhash.xxh3_64_hexdigest(part.path.encode())}-{readable}.part"
 
 
-def wanted_columns(dataset: Dataset, options: LocalCopy) -> list[str]:
-    """Columns that the config names, apart from the media's."""
+def wanted_columns(dataset: Dataset, options: LocalCopy) -> dict[str, str]:
+    """Columns that the config names, apart from the media's, and the option that names each."""
     table = dataset.captions.table if dataset.captions.strategy == "jsonl" else None
-    named: list[str | None] = [one.column for one in options.filter]
+    named = {f"local_copy.filter[{number}].column": one.column for number, one in enumerate(options.filter)}
     if table is not None and table.path == METADATA:
-        captions = table.caption_column if isinstance(table.caption_column, tuple) else (table.caption_column,)
-        named += [*captions, table.fallback_caption_column, table.width_column, table.height_column]
-    return [name for name in named if name is not None]
+        captions, option = table.caption_column, "captions.table.caption_column"
+        several = enumerate(captions) if isinstance(captions, tuple) else ()
+        named |= {f"{option}[{number}]": column for number, column in several} or {option: str(captions)}
+        others = table.model_dump(include={"fallback_caption_column", "width_column", "height_column"})
+        named |= {f"captions.table.{name}": column for name, column in others.items() if column is not None}
+    return {column: option for option, column in named.items()}
 
 
 def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout: Layout) -> tuple[Layout, ParquetFacts]:
@@ -142,8 +147,11 @@ def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout:
     first = layout.parts[0].path
 
     def facts_of(path: str) -> ParquetFacts:
-        with source.explained(), open_file(source, path) as file:
-            return read_facts(file, path)
+        try:
+            with source.explained(), open_file(source, path) as file:
+                return read_facts(file, path)
+        except DamagedPartError as error:
+            raise error.of(dataset.id, source.address, "then start again") from error
 
     facts = facts_of(first)
     check_columns(dataset.id, facts, media_column(dataset, options), wanted_columns(dataset, options), first)

@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import yaml
 
+from gracetune.config.spelling import nearest
+
 KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "train": frozenset(["train", "training"]),
     "validation": frozenset(["validation", "valid", "val", "dev"]),
@@ -25,10 +27,10 @@ _PART = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%
 
 
 class SplitError(ValueError):
-    """The split that was asked for cannot be found; `found` and `expected` say why."""
+    """The split that was asked for cannot be found; `found` and `expected` say why, `option` and `value` a way out."""
 
-    def __init__(self, found: str, expected: str, hint: str) -> None:
-        self.found, self.expected, self.hint = found, expected, hint
+    def __init__(self, found: str, expected: str, option: str, value: str) -> None:
+        self.found, self.expected, self.option, self.value = found, expected, option, value
         super().__init__(f"{found}; expected {expected}")
 
 
@@ -56,7 +58,8 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
     for one in text.split("+"):
         found = _PART.fullmatch(one.strip())
         if found is None:
-            raise SplitError(f"`{text}`", "a split such as train, train[:100] or train+test", "write split: train")
+            raise SplitError(f"`{text}`", "a split such as train, train[:100] or train+test",
+                             "local_copy.split", "train")  # fmt: skip
         parts.append(SplitPart(found["name"].strip(), found["start"], found["stop"]))
     return tuple(parts)
 
@@ -134,12 +137,13 @@ def _by_card(names: Sequence[str], card: Mapping[str, Any], subset: str | None) 
         chosen = chosen or (configs[0] if len(configs) == 1 else None)
         if chosen is None and configs:
             raise SplitError(f"several subsets: {', '.join(known)}", "one of them",
-                             f"--set 'datasets[N].local_copy.subset={known[0]}'")  # fmt: skip
+                             "local_copy.subset", known[0])  # fmt: skip
     else:
         chosen = next((one for one in configs if str(one.get("config_name", "default")) == subset), None)
         if chosen is None:
             listed = ", ".join(known) or "none: the dataset card names no subsets"
-            raise SplitError(f"subset {subset}", f"one of {listed}", "remove local_copy.subset, or name one of them")
+            near = nearest(subset, known) or next(iter(known), "null")
+            raise SplitError(f"subset {subset}", f"one of {listed}", "local_copy.subset", near)
     return None if chosen is None else _data_files(names, chosen)
 
 

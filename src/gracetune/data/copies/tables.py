@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Final
@@ -12,6 +12,7 @@ from gracetune.config.spelling import nearest
 from gracetune.data.caption_tables import read_rows, table_kind
 from gracetune.data.copies.errors import CopyError
 from gracetune.data.copies.rows import FILE_NAME, plain
+from gracetune.data.errors import set_option
 from gracetune.errors import Problem
 
 METADATA_TABLES: Final = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -60,14 +61,12 @@ def folder_rows(dataset: Dataset, tables: Mapping[str, bytes], media: str | None
     return FolderRows(rows, tuple(columns), chosen)
 
 
-def check_table_columns(dataset: str, columns: Iterable[str], wanted: Collection[str]) -> None:
+def check_table_columns(dataset: str, columns: Iterable[str], wanted: Mapping[str, str]) -> None:
+    """`wanted`: the option that names each column."""
     known = [*columns]
-    for column in wanted:
+    for column, option in wanted.items():
         if column not in known and column.partition(".")[0] not in known:
-            near = nearest(column, known)
-            found = f"no column `{column}` in the dataset's tables; they have {', '.join(known) or 'none'}"
-            hint = f"write `{near}`" if near else "name one of them in captions.table or local_copy.filter"
-            raise CopyError.of(dataset, found=found, expected="a column of the dataset", hint=hint)
+            raise CopyError.of_column(dataset, column, option, where="the dataset's tables", known=known)
 
 
 def _file_of(row: Mapping[str, Any], media: str | None) -> tuple[str | None, bool]:
@@ -118,7 +117,7 @@ def read_addresses(dataset: str, data: bytes, path: str, column: str) -> list[Ad
     for number, (where, row) in enumerate(read_rows(data, kind, path)):
         if column not in row:
             near = nearest(column, [str(name) for name in row])
-            hint = f"--set 'datasets[N].local_copy.media_column={near or next(iter(row), 'url')}'"
+            hint = set_option(dataset, "local_copy.media_column", near or next(iter(row), "url"))
             found = f"{where}: no column `{column}`; it has {', '.join(map(str, row))}"
             raise CopyError.of(dataset, found=found, expected="a column of addresses", hint=hint)
         url = row[column]

@@ -257,7 +257,9 @@ def test_a_column_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
     assert "no column `imagee` in train.parquet; it has image, text, score" in said
     assert "local_copy.media_column=image" in said
     other = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "texts"}}
-    assert "write `text`" in refusal(config(tmp_path, {"path": PETS, "captions": other}))
+    assert "--set 'datasets[d0].captions.table.caption_column=text'" in refusal(
+        config(tmp_path, {"path": PETS, "captions": other})
+    )
     assert "no column `quality`" in refusal(
         config(tmp_path, {"path": PETS, "local_copy": {"filter": [{"column": "quality", "minimum": 1}]}})
     )
@@ -267,7 +269,7 @@ def test_a_column_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
 def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"a.png": picture(1), "metadata.csv": b"file_name,prompt\na.png,x\n"})
     run = config(tmp_path, {"path": PETS, "captions": TEXT})
-    with pytest.raises(CopyError, match=r"no column `text` in the dataset's tables; they have file_name, prompt"):
+    with pytest.raises(CopyError, match=r"no column `text` in the dataset's tables; the columns are file_name, prompt"):
         copies(run).make()
     assert not any("a.png" in request.path for request in hub.requests)
 

@@ -86,6 +86,9 @@ class Adapter(Section):
     targets: tuple[Name, ...] = ()
     """Module patterns; empty means the family's own choice. A pattern that matches nothing is an error."""
     exclude: tuple[Name, ...] = ()
+    within: tuple[Name, ...] = ()
+    """Names of modules, as in their paths (`transformer_blocks`, `blocks.3`): only layers inside them are adapted.
+    Without `targets`, every linear layer inside them is, and with `conv_rank` every convolution. ai-toolkit's way."""
     by_module: dict[str, Options] = Field(default={})
     """Per-module-class options that differ from the ones above (LyCORIS `module_algo_map`)."""
     strength: Number = 1.0

@@ -215,7 +215,7 @@ def _gathered_needs(job: _Job) -> list[Need]:
         for block, elements in zip(footprint.blocks, trained, strict=True)
     )
     # What is around the blocks is one group of its own: whole from the first forward to the last backward pass.
-    around = frozen_bytes * (footprint.parameters - footprint.linear_weights)
+    around = frozen_bytes * (footprint.parameters - footprint.block_weights)
     if job.processes.reshard:
         size, why = GATHERED_BLOCKS * largest + around, f"{GATHERED_BLOCKS} blocks and what is around them, whole"
     else:
@@ -349,7 +349,7 @@ def _checkpoints(job: _Job) -> Need:
 def _remarks(job: _Job) -> list[str]:
     config, footprint = job.config, job.footprint
     remarks = [
-        f"adapter.targets: {pattern!r} matches no matrix known here; if it exists it is not counted"
+        f"adapter.{'within' if pattern in config.adapter.within else 'targets'}: {pattern!r} matches no matrix known here; if it exists it is not counted"
         for pattern in job.selection.unmatched
     ]
     if not footprint.measured:

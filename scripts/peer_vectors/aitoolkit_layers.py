@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 from aitoolkit_trainer import model_class
-from common import record, stand_in_for
+from common import record
 
 from gracetune.models.published import build_published
 
-stand_in_for("optimum", "torchao")
-
 LORA = {"type": "lora", "linear": 1}
 FLUX, QWEN, SDXL, WAN = ("flux", "dev"), ("qwen_image", "t2i"), ("sdxl", "base-1.0"), ("wan22_14b", "t2v-14b-2.2")
+OF_LYCORIS = {"LORA_PREFIX_UNET": "lora_unet", "ENABLE_CONV": True, "MODULE_ALGO_MAP": {}, "NAME_ALGO_MAP": {}}
+"""What `LycorisNetwork` of lycoris-lora 1.8.3 has, which ai-toolkit pins; later versions have other names."""
 MODELS = (
     FLUX, ("flux", "schnell"), ("flux_kontext", "kontext"), QWEN, ("qwen_image_edit_plus", "edit-2509"), SDXL,
     ("wan21", "t2v-1.3b-2.1"), ("wan21", "t2v-14b-2.1"), ("wan21_i2v", "i2v-14b-480p-2.1"), WAN,
@@ -100,6 +100,9 @@ def network_on(model: Any, network: dict[str, Any]) -> Any:
     kind: Any = LoRASpecialNetwork
     if config.type.lower() == "locon":
         from toolkit.lycoris_special import LycorisSpecialNetwork as kind
+
+        for name, value in OF_LYCORIS.items():
+            setattr(kind, name, value)
     elif hasattr(model, "target_lora_modules"):
         options["target_lin_modules"] = model.target_lora_modules
     else:  # the default list grows each time convolutions are asked for, and a run has one network
@@ -143,6 +146,10 @@ def layers(arch: str, flavour: str, network: dict[str, Any]) -> dict[str, Any]:
 
 
 def values(_peer: Path) -> Any:
+    import toolkit.models.lokr
+
+    # LoKr multiplies every weight out when it is made, to look for NaN; only its layers are recorded.
+    toolkit.models.lokr.make_kron = lambda *factors: torch.zeros(1)
     return [layers(*case) for case in cases()]
 
 

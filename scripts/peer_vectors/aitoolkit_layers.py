@@ -131,6 +131,8 @@ def layers(arch: str, flavour: str, network: dict[str, Any]) -> dict[str, Any]:
     with contextlib.redirect_stdout(io.StringIO()), torch.device(where):
         model = model_of(arch, flavour)
         made = network_on(model, network)
+        if has_file:
+            made.apply_to([], model.get_model_to_train(), False, True)
     paths = {id(module): name for name, module in model.model.named_modules()}
     adapted = [paths[id(one.org_module[0])] for one in made.unet_loras]
     found: dict[str, Any] = {"arch": arch, "flavour": flavour, "network": network}

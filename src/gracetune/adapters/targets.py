@@ -89,11 +89,12 @@ def choose(
     `within`: only layers with one of these runs of name parts in their path. `spatial`: also convolutions of more than
     one pixel.
     """
-    adaptable = [
-        place for place, (_path, info) in enumerate(layers) if info.kind in kinds and (spatial or not info.spatial)
-    ]
+    adaptable = [place for place, (_path, info) in enumerate(layers) if info.kind in kinds]
     inside = {part: {place for place in adaptable if names(part, layers[place][0])} for part in within}
-    candidates = [place for place in adaptable if not within or any(place in some for some in inside.values())]
+    candidates = [
+        place for place in adaptable
+        if (not within or any(place in some for some in inside.values())) and (spatial or not layers[place][1].spatial)
+    ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
     idle, _ = _first_matches(untrained, layers, candidates)

@@ -194,29 +194,37 @@ class LevelSampler:
             return self.always
         shift = self._shift_for(tokens)
         first, last = (self._share_below(bound, shift) for bound in self.window)
-        if self.biased_window and self.bias != "balanced":
-            if isinstance(self.distribution, Uniform):
-                share = self._step(first + (last - first) * biased(share, self.bias))
-            else:
-                share = self._draw(share, first, last, shift)
+        if self._picks_random:
+            share = self._pick(share, first, last, shift)
+        elif self.biased_window and self.bias != "balanced":
+            share = self._step(first + (last - first) * biased(share, self.bias))
         else:
             share = biased(_inside(first + (last - first) * share), self.bias)
         level = shifted(self.distribution.quantile(share), shift)
         return self._in_window(stretched(level, self.terminal) if self.terminal else level)
+
+    @property
+    def _picks_random(self) -> bool:
+        return self.biased_window and self.bias != "balanced" and not isinstance(self.distribution, Uniform)
 
     def _step(self, share: float) -> float:
         """The noisier end of one of 1000 steps (its middle, where a model has steps of its own)."""
         end = 1.0 if self.steps is None else 0.5
         return _inside((math.floor(_inside(share) * _STEPS) + end) / _STEPS)
 
-    def _draw(self, share: float, first: float, last: float, shift: float) -> float:
-        """A biased choice among the random levels of the expert, 1000 of the whole distribution."""
+    def _pick(self, share: float, first: float, last: float, shift: float) -> float:
+        """The bias picks one of the expert's random levels, 1000 of the whole distribution. Those of an expert for less
+        noise begin one too early in ai-toolkit: the lowest of the other expert's is among them."""
         lowest, highest = (self._share_below(bound, shift) for bound in self.span)
         mass = highest - lowest
         draws = max(2, round(_STEPS * mass))
         begin, end = (min(draws - 1, round(draws * (highest - bound) / mass)) for bound in (last, first))
-        positions, below = _picked(draws, begin, end, self.bias)
-        return _inside(lowest + mass * float(np.interp(share, below, positions)))
+        above = round(_STEPS * (1 - highest))
+        positions, below = _picked(draws, -1 if above and begin == 0 else begin, end, self.bias)
+        own = float(below[-1])
+        if share <= own or not above:
+            return _inside(lowest + mass * float(np.interp(share, below, positions)))
+        return _inside(highest + (1 - highest) * (1 - ((1 - share) / (1 - own)) ** (1 / above)))
 
     def _shift_for(self, tokens: int | None) -> float:
         if isinstance(self.shift, float | int):
@@ -240,6 +248,8 @@ class LevelSampler:
             last = max(first, math.ceil(highest * self.steps - 1e-6) - 1)
             step = min(max(math.floor(level * self.steps), first), last)
             return float(np.float32((step + 1) / self.steps))
+        if self._picks_random:  # which levels a window has is random there
+            return float(np.float32(level))
         return float(min(max(np.float32(level), smallest_from(lowest)), largest_below(highest)))
 
     def _check(self) -> None:
@@ -259,11 +269,11 @@ class LevelSampler:
 @lru_cache(maxsize=32)
 def _picked(draws: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, FloatArray]:
     """Of so many uniform random numbers in falling order, the bias picks one from `begin` to `end`. Positions, and the
-    probability that the one picked is below each."""
+    probability that the one picked is below each. Number -1 is above all of them."""
     numbers = np.arange(draws + 1)
     cut = np.clip((numbers - begin) / max(1, end - begin) * (1 - 1 / _STEPS), 0.0, 1.0)
     picked_from = 1.0 - np.cbrt(cut) if bias == "content" else np.cbrt(1.0 - cut)
-    picked_from[: begin + 1], picked_from[end + 1 :] = 1.0, 0.0
+    picked_from[: max(0, begin + 1)], picked_from[end + 1 :] = 1.0, 0.0
     # The one with number j is below a position if at most j are above it; how many are above is binomial.
     positions = np.array([_NORMAL.cdf(z) for z in np.linspace(-6.0, 6.0, 2001)])
     choose = np.concatenate([[0.0], np.cumsum(np.log(np.arange(draws, 0, -1)) - np.log(np.arange(1, draws + 1)))])

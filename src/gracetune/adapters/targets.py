@@ -212,6 +212,10 @@ def _unmatched(
         shown = ", ".join(others[:_SHOWN])
         found = f"{pattern}: only matches layers outside adapter.within ({', '.join(within)}): {shown}"
         return Problem(key, found, expected, f"remove `{pattern}`, or --set 'adapter.within=[]'")
+    if within and others and all(modules[path].spatial for path in others if _is_inside(within, path)):
+        found = f"{pattern}: only matches convolutions, such as {others[0]}"
+        return Problem(key, found, expected, f"remove `{pattern}`, or --set adapter.conv_rank=16: with adapter.within "
+                       "they have a rank of their own")  # fmt: skip
     if others:
         shown = ", ".join(f"{path} ({modules[path].class_name})" for path in others[:_SHOWN])
         found = f"{pattern}: only matches what cannot be adapted: {shown}"

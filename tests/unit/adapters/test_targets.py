@@ -26,6 +26,7 @@ _INFOS = st.builds(
     st.sampled_from(["linear", "conv"]),
     st.lists(_CLASSES, max_size=3).map(tuple),
 )
+LINEAR = ModuleInfo("Linear", "linear")
 _MODULES = st.dictionaries(_PATHS, _INFOS, min_size=1, max_size=12)
 
 
@@ -86,6 +87,9 @@ class TestWithin:
         (problem,) = caught.value.problems
         assert problem.key == "adapter.targets"
         assert problem.found == "proj_out: only matches layers outside adapter.within (blocks): proj_out"
+        conv = {"resnets.0.conv1": ModuleInfo("Conv2d", "conv", (), spatial=True), "resnets.0.q": LINEAR}
+        with pytest.raises(ConfigError, match=r"conv1: only matches convolutions.*(?s:.*)adapter\.conv_rank=16"):
+            select(conv, ("conv1", "q"), within=("resnets",), spatial=False)
 
 
 class TestPatterns:

@@ -15,10 +15,12 @@ from torch import nn
 
 from gracetune.adapters.attach import Attached, attach
 from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.state import AdapterState
 from gracetune.adapters.trainable import select
 from gracetune.config.run_config import RunConfig
 from gracetune.models.published import build_published
 from gracetune.models.registry import FOOTPRINTS, spec_of
+from unit.adapters.formats import making
 from unit.config import aitoolkit_jobs
 from unit.fidelity.peers import ARCHS, recorded
 
@@ -48,7 +50,7 @@ def config_of(case: dict[str, Any], folder: Path) -> RunConfig:
 
 
 def attached_to(config: RunConfig, denoiser: nn.Module) -> Attached:
-    """As a run attaches it."""
+    """As a run attaches it, with the layers that no gradient reaches (the last block of Qwen-Image has four)."""
     spec = spec_of(config.model.family)
     return attach(
         denoiser, config.adapter, family=config.model.family, default_targets=spec.default_targets,
@@ -85,3 +87,45 @@ def test_layers_of_an_ai_toolkit_job(case: dict[str, Any], tmp_path: Path) -> No
         assert (sum(target.count for target in chosen.targets), chosen.unmatched) == (found["count"], ())
         elements = sum(tensor.elements for target in chosen.targets for tensor in target.tensors())
         assert elements == sum(parameter.numel() for parameter in attached.parameters().values())
+
+
+def adapter_of(case: dict[str, Any], folder: Path) -> AdapterState:
+    """An adapter of the job's layers, with random values."""
+    config = config_of(case, folder)
+    with torch.device("meta"):
+        model = build_published(config.model.family, case["flavour"])
+        attached = attached_to(config, model)
+    assert attached.selection is not None
+    paths = attached.selection.paths
+    attached.detach()
+    shapes = {path: tuple(model.get_submodule(path).weight.shape) for path in paths}
+    return making.state(config.model.family, shapes, "lora", rank=1, alpha=1.0)
+
+
+FILES = [case for case in CASES if "file" in case and case["arch"] in ("flux", "qwen_image", "sdxl", "wan21_i2v")
+         and case["flavour"] != "schnell"]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FILES, ids=name_of)
+def test_files_with_these_layers(case: dict[str, Any], tmp_path: Path) -> None:
+    """Ours for ComfyUI has the keys of ai-toolkit's, which we read. Every format keeps every layer."""
+    state = adapter_of(case, tmp_path)
+    for format in ("comfyui", "diffusers", "kohya"):
+        file, header = FORMATS[format].write(state, torch.float32)
+        again = FORMATS[format].read(file, header, state.family).checked().states[""]
+        assert list(again.layers) == list(state.layers)
+        for path, layer in state.layers.items():
+            for name, tensor in layer.tensors.items():
+                torch.testing.assert_close(again.layers[path].tensors[name], tensor, atol=1e-6, rtol=1e-6)
+    file, _ = FORMATS["comfyui"].write(state, torch.float32)
+    if case["arch"] == "sdxl":  # ai-toolkit writes diffusers' names with kohya's prefix; ours are the published model's
+        tensors = {"lora_down.weight": "lora_A.weight", "lora_up.weight": "lora_B.weight"}
+        file = {
+            f"lora_unet_{path.replace('.', '_')}.{theirs}": layer.tensors[ours]
+            for path, layer in state.layers.items()
+            for theirs, ours in tensors.items()
+        }
+        file |= {f"lora_unet_{path.replace('.', '_')}.alpha": torch.tensor(1.0) for path in state.layers}
+        read = FORMATS["kohya"].read(file, {}, state.family).checked().states[""]
+        assert list(read.layers) == list(state.layers)
+    assert counted(file) == case["file"]

@@ -40,7 +40,7 @@ NETWORKS: dict[tuple[str, str], tuple[dict[str, Any], ...]] = {
         *(
             {**LORA, "network_kwargs": {"only_if_contains": words}}
             for words in (
-                ["transformer.single_transformer_blocks.7.proj_out", "transformer.single_transformer_blocks.20.proj_out"],
+                [f"transformer.single_transformer_blocks.{number}.proj_out" for number in (7, 20)],
                 ["proj_out"], ["norm"], ["attn$$to_q"], ["blocks.1"], ["linear", "ff_context"],
             )
         ),
@@ -99,10 +99,11 @@ def network_on(model: Any, network: dict[str, Any]) -> Any:
     options = config.network_kwargs
     kind: Any = LoRASpecialNetwork
     if config.type.lower() == "locon":
-        from toolkit.lycoris_special import LycorisSpecialNetwork as kind
+        from toolkit.lycoris_special import LycorisSpecialNetwork
 
         for name, value in OF_LYCORIS.items():
-            setattr(kind, name, value)
+            setattr(LycorisSpecialNetwork, name, value)
+        kind = LycorisSpecialNetwork
     elif hasattr(model, "target_lora_modules"):
         options["target_lin_modules"] = model.target_lora_modules
     else:  # the default list grows each time convolutions are asked for, and a run has one network

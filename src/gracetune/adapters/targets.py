@@ -7,8 +7,8 @@ A pattern is one of three things, and a config does not say which:
     a class by an older name      Attention, where the model only has WanAttention
 
 The third because presets outlive class names. `within` leaves only layers whose path has one of some runs of parts:
-every layer of the blocks, whatever they are called there. `choose` decides for models (`select`) and for footprints alike
-(`adapters.trainable`).
+every layer of the blocks, whatever they are called there. `choose` decides for models (`select`) and for footprints
+alike (`adapters.trainable`).
 """
 
 from __future__ import annotations
@@ -203,9 +203,7 @@ def _reason(pattern: str, path: str) -> str:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _unmatched(
-    key: str, pattern: str, candidates: Modules, modules: Modules, within: Collection[str] = ()
-) -> Problem:
+def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules, within: Collection[str] = ()) -> Problem:
     expected = "a pattern that some layer's path or class matches"
     others = matching(pattern, modules)
     if within and others and not any(_is_inside(within, path) for path in others):

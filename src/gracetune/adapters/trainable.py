@@ -125,7 +125,11 @@ def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
     given = [name for name, value in options.items() if value is not None]
     if not given:
         return ()
-    why = "adapter.targets names no convolution" if adapter.targets and not adapter.within else "no convolution is among the adapted layers"
+    why = (
+        "adapter.targets names no convolution"
+        if adapter.targets and not adapter.within
+        else "no convolution is among the adapted layers"
+    )
     return (f"{' and '.join(given)}: no effect, because {why}",)
 
 

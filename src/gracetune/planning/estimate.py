@@ -349,8 +349,9 @@ def _checkpoints(job: _Job) -> Need:
 def _remarks(job: _Job) -> list[str]:
     config, footprint = job.config, job.footprint
     remarks = [
-        f"adapter.{'within' if pattern in config.adapter.within else 'targets'}: {pattern!r} matches no matrix known here; if it exists it is not counted"
+        f"adapter.{key}: {pattern!r} matches no matrix known here; if it exists it is not counted"
         for pattern in job.selection.unmatched
+        for key in ("within" if pattern in config.adapter.within else "targets",)
     ]
     if not footprint.measured:
         words = "counted on the model's own code, not yet compared with a GPU's counters"

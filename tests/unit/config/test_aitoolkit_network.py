@@ -28,6 +28,15 @@ def test_loha_is_a_plain_lora_and_says_so(tmp_path: Path) -> None:
     assert "a plain LoRA" in note(adapter(tmp_path, {"type": "loha", "linear": 8}), "LoHa")
 
 
+def test_locon_where_ai_toolkit_does_less_says_so(tmp_path: Path) -> None:
+    locon = {"type": "locon", "linear": 8}
+    assert "linear layers of the blocks" in note(adapter(tmp_path, locon), "network.type")
+    chosen = {**locon, "network_kwargs": {"only_if_contains": ["attn1"]}}
+    assert "ignores it" in note(adapter(tmp_path, chosen, model=SDXL, train=DDPM), "network_kwargs")
+    plain = adapter(tmp_path, locon, model=SDXL, train=DDPM).notes
+    assert not [one for one in plain if "LoCon" in one]
+
+
 @pytest.mark.parametrize(
     ("keys", "within"),
     [

@@ -143,6 +143,15 @@ def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
         block.default(("adapter", "within"), list(within))
 
 
+def _locon(block: PeerBlock, job: AiToolkitJob) -> None:
+    if _kind_of(block) != "locon":
+        return
+    if job.target.transformer:
+        block.note(f"{block.key('type')}: the linear layers of the blocks are adapted; ai-toolkit's LoCon has none here")
+    elif block.get("network_kwargs"):
+        block.note(f"{block.key('network_kwargs')}: chooses layers here; ai-toolkit's LoCon ignores it")
+
+
 def _pattern(word: str) -> str:
     path = word.replace("$$", ".")
     inside = path.removeprefix("transformer.").removeprefix("lora_unet.")
@@ -168,6 +177,7 @@ NETWORK = section(
     KeyRule(_conv, *_CONV),
     KeyRule(_kwargs, "network_kwargs"),
     KeyRule(_blocks),
+    KeyRule(_locon),
     KeyRule(_schedule, "alpha_schedule"),
     refused("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
     refused("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),

@@ -147,7 +147,7 @@ def _locon(block: PeerBlock, job: AiToolkitJob) -> None:
     if _kind_of(block) != "locon":
         return
     if job.target.transformer:
-        block.note(f"{block.key('type')}: the linear layers of the blocks are adapted; ai-toolkit's LoCon has none here")
+        block.note(f"{block.key('type')}: the linear layers of the blocks are adapted; ai-toolkit's LoCon adapts none")
     elif block.get("network_kwargs"):
         block.note(f"{block.key('network_kwargs')}: chooses layers here; ai-toolkit's LoCon ignores it")
 

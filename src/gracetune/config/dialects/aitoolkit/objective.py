@@ -162,7 +162,7 @@ def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
             block.assign(("objective", "snr_gamma"), value, name)
             if block.draft.get(("objective", "prediction")) == "v_prediction":
                 block.note(
-                    f"{block.key(name)}: the weight of v-prediction is used; ai-toolkit takes that of epsilon-prediction, "
+                    f"{block.key(name)}: the weight of v-prediction is used; ai-toolkit uses epsilon-prediction's, "
                     "and computes the target from the image instead of its latents"
                 )
         else:

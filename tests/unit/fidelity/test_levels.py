@@ -68,10 +68,11 @@ def test_samples_of_an_sdxl_batch_share_the_timesteps_out(
         assert distance(ours, quantiles) <= 1.63 / len(levels) ** 0.5
 
 
-def test_draws_are_the_quantiles_that_are_compared(tmp_path: Path, tiny_model: TinyModel) -> None:
-    """20,000 levels as a run draws them, of the setting that went through most functions: bias, expert and shift."""
-    name = "wan22_14b-1-5x60x104-timestep_type=shift-content_or_style=style"
-    case = next(case for case in AITOOLKIT if case_name(case) == name)
+@pytest.mark.parametrize("train", ["timestep_type=shift-content_or_style=style",
+                                   "timestep_type=sigmoid-content_or_style=content"])  # fmt: skip
+def test_draws_are_the_quantiles_that_are_compared(train: str, tmp_path: Path, tiny_model: TinyModel) -> None:
+    """20,000 levels as a run draws them, of settings that go through most functions: bias, expert, shift or list."""
+    case = next(case for case in AITOOLKIT if case_name(case) == f"wan22_14b-1-5x60x104-{train}")
     goal, _ = goal_of(aitoolkit_config(tmp_path, case["train"], case["arch"]), tiny_model)
     drawn = sorted(goal.levels["low_noise"].levels(7, range(20_000), tokens_of(case["size"])))
     assert distance([drawn[int(share * len(drawn))] for share in SHARES], case["quantiles"]) <= LIMIT

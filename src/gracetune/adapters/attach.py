@@ -139,11 +139,10 @@ def attach(
     modules = describe(denoiser)
     if adapter.kind == "full_finetune":
         chosen = None
-        if adapter.targets or adapter.exclude or adapter.within:
+        if adapter.targets or adapter.exclude:
             chosen = select(
-                _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, within=adapter.within,
-                kinds=_EVERY_KIND,
-            )  # fmt: skip
+                _with_parameters(denoiser, modules), adapter.targets or ("*",), adapter.exclude, kinds=_EVERY_KIND
+            )
         return _FullAttached(denoiser, chosen)
     own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
     chosen = select(

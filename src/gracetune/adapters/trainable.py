@@ -74,13 +74,14 @@ def select(footprint: Footprint, adapter: Adapter) -> Selection:
     """Apply `adapter.targets`, `exclude`, `within` and `by_module`. Without targets a full fine-tune selects every
     matrix."""
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
-    if not adapter.targets and not adapter.within and adapter.kind != "full_finetune":
+    within = () if adapter.kind == "full_finetune" else adapter.within
+    if not adapter.targets and not within and adapter.kind != "full_finetune":
         pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
     layers = [(path, _module(linear), pair) for pair, (block, linear) in enumerate(pairs)
               for path in _paths(block, linear)]  # fmt: skip
     choice = choose(
         [(path, info) for path, info, _pair in layers], adapter.targets or ("*",), adapter.exclude,
-        within=adapter.within, spatial=takes_convolutions(adapter),
+        within=within, spatial=takes_convolutions(adapter),
     )  # fmt: skip
     counts = Counter(layers[place][2] for place in choice.taken)
     present = {name for _path, info, _pair in layers for name in info.classes}
@@ -158,7 +159,7 @@ def _options(adapter: Adapter, info: ModuleInfo, linear: Linear, present: Collec
 def trainable(footprint: Footprint, selection: Selection, adapter: Adapter) -> tuple[Tensors, ...]:
     """Every trained tensor of one denoiser."""
     tensors = [tensor for target in selection.targets for tensor in target.tensors()]
-    if adapter.kind == "full_finetune" and not adapter.targets and not adapter.within:
+    if adapter.kind == "full_finetune" and not adapter.targets:
         # Biases, norms and embeddings: too small to be worth their shapes.
         every = select(footprint, Adapter(kind="full_finetune")).targets
         rest = footprint.parameters - sum(tensor.elements for target in every for tensor in target.tensors())

@@ -92,9 +92,9 @@ def _model(config: RunConfig) -> Iterator[Broken]:
 
 def _adapter(config: RunConfig) -> Iterator[Broken]:
     adapter = config.adapter
-    if adapter.kind == "full_finetune" and (adapter.targets or adapter.within or adapter.init_from):
-        yield Broken(("adapter", "kind"), "full_finetune with targets, within or init_from", "an adapter for those",
-                     "remove adapter.targets, adapter.within and adapter.init_from, or choose lora")  # fmt: skip
+    if adapter.kind == "full_finetune" and (adapter.targets or adapter.init_from):
+        yield Broken(("adapter", "kind"), "full_finetune with targets or init_from", "an adapter for those",
+                     "remove adapter.targets and adapter.init_from, or choose lora")  # fmt: skip
 
 
 def _precision(config: RunConfig) -> Iterator[Broken]:

@@ -15,6 +15,7 @@ from common import stand_in_for
 stand_in_for(
     "torchaudio", "torchao", "cv2", "torchvision", "albumentations", "dotenv", "oyaml", "flatten_json", "open_clip",
     "lpips", "controlnet_aux", "pytorch_wavelets", "timm", "librosa", "av", "soundfile", "k_diffusion", "toml",
+    "optimum", "bitsandbytes", "prodigyopt", "omegaconf", "kornia", "diskcache", "slugify",
 )  # fmt: skip
 
 

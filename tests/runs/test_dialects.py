@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from diffusers import WanTransformer3DModel
+from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from PIL import Image
 from safetensors.torch import load_file
 
-from gracetune.config import load
+from gracetune.config import Environment, load
 from gracetune.optim.aitoolkit_rates import NotImportableError
 from runs.made import ALONE, TinyModel, config_for, pictures, run
 from runs.test_commands import gracetune
@@ -53,6 +53,29 @@ def counters(events: list[dict[str, Any]]) -> dict[str, float]:
 
 def warnings(events: list[dict[str, Any]]) -> str:
     return "\n".join(event["message"] for event in events if event["kind"] == "Warned")
+
+
+def test_an_ai_toolkit_job_adapts_every_linear_layer_of_the_blocks(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The modulation too, which learns; the run's own config says so in native words."""
+    path = tiny_model("flux", "dev")
+    job = sdxl_job(
+        tiny_model, tmp_path, model={"name_or_path": str(path), "arch": "flux"},
+        train={"steps": 2, "noise_scheduler": "flowmatch", "dtype": "fp32", "lr": 1e-3, "optimizer": "adamw"},
+    )  # fmt: skip
+    told, _ = trained(capsys, str(job))
+    weights = load_file(told["files"][0])
+    linear = [
+        name for name, module in FluxTransformer2DModel.from_pretrained(path / "transformer").named_modules()
+        if isinstance(module, torch.nn.Linear) and "transformer_blocks." in name
+    ]  # fmt: skip
+    assert {key.removesuffix(".lora_B.weight") for key in weights if "lora_B" in key} == {
+        f"transformer.{name}" for name in linear
+    }
+    assert all(weights[f"transformer.{name}.lora_B.weight"].any() for name in linear)
+    kept = load(next(tmp_path.glob("output/*/config.yaml")), environment=Environment({})).config
+    assert kept.adapter.within == ("transformer_blocks", "single_transformer_blocks")
 
 
 def test_an_ai_toolkit_job_with_all_of_ours(

@@ -308,6 +308,7 @@ CHANGES = [
     }),
     Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr"}, {
         "adapter.factor": 2,
+        "adapter.within": ["mid_block", "attentions.0"],
         "adapter.by_module": {"Attention": {"algo": "lora"}},
     }),
     Changes(probes.adapter, "sdxl", {"adapter.kind": "lokr", "adapter.rank": 1, "adapter.factor": 4},

@@ -35,7 +35,7 @@ from gracetune.adapters.lycoris import Factors
 from gracetune.adapters.options import LayerOptions, resolver
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.adapters.targets import ADAPTABLE, Kind, ModuleInfo, Modules, Selection, select
-from gracetune.adapters.trainable import unused_conv_options
+from gracetune.adapters.trainable import takes_convolutions, unused_conv_options
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError, Problem
 from gracetune.seeded_random import seeded
@@ -130,7 +130,8 @@ def attach(
 ) -> Attached:
     """`default_targets`, `conv_targets` and `untrained` are the family's (`ModelSpec`).
 
-    Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones.
+    Targets of the config take the place of both. Without them, `conv_rank` adds `conv_targets` to the default ones, and
+    `within` stands for every layer inside.
     """
     if any(isinstance(module, LoraLayer | Factors | AdaptedLinear) for module in denoiser.modules()):
         raise GracetuneError("this model already has an adapter in it: call detach() of that one first")
@@ -145,7 +146,10 @@ def attach(
             )
         return _FullAttached(denoiser, chosen)
     own = default_targets if adapter.conv_rank is None else (*default_targets, *conv_targets)
-    chosen = select(modules, adapter.targets or own, adapter.exclude, untrained=untrained, kinds=ADAPTABLE)
+    chosen = select(
+        modules, adapter.targets or (("*",) if adapter.within else own), adapter.exclude, within=adapter.within,
+        spatial=takes_convolutions(adapter), untrained=untrained, kinds=ADAPTABLE,
+    )  # fmt: skip
     resolve = resolver(adapter, {path: modules[path] for path in chosen.paths}, modules)
     plan = {path: resolve.options(path, spatial=_spatial(denoiser.get_submodule(path))) for path in chosen.paths}
     spatial = any(_spatial(denoiser.get_submodule(path)) for path in chosen.paths)
@@ -167,7 +171,7 @@ def describe(model: nn.Module) -> Modules:
     for path, module in model.named_modules():
         owners = _owners(path, classes)
         if next(module.children(), None) is None:
-            found[path] = ModuleInfo(classes[path], _kind(module), owners)
+            found[path] = ModuleInfo(classes[path], _kind(module), owners, _spatial(module))
             continue
         for name, _parameter in module.named_parameters(recurse=False):
             own = f"{path}.{name}" if path else name

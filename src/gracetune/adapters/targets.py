@@ -6,8 +6,9 @@ A pattern is one of three things, and a config does not say which:
     a module class                Attention   FeedForward   WanTransformerBlock   Linear: every layer inside one
     a class by an older name      Attention, where the model only has WanAttention
 
-The third because presets outlive class names. `choose` decides for models (`select`) and for footprints alike
-(`adapters.trainable`).
+The third because presets outlive class names. `within` leaves only layers whose path has one of some runs of parts:
+every layer of the blocks, whatever they are called there. `choose` decides for models (`select`) and for footprints
+alike (`adapters.trainable`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class ModuleInfo:
     kind: Kind
     owners: tuple[str, ...] = ()
     """Classes of the modules around it, the nearest first."""
+    spatial: bool = False
+    """A convolution that sees more than one pixel."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -64,6 +67,7 @@ class Choice:
     unmatched: tuple[str, ...]
     """Targets that match nothing."""
     unmatched_exclude: tuple[str, ...]
+    unmatched_within: tuple[str, ...] = ()
 
     @property
     def taken(self) -> dict[int, str]:
@@ -75,17 +79,28 @@ def choose(
     targets: Iterable[str],
     exclude: Iterable[str] = (),
     *,
+    within: Collection[str] = (),
+    spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> Choice:
-    """Apply all patterns to layers given by path. `exclude` may also name what no target can."""
-    candidates = [place for place, (_path, info) in enumerate(layers) if info.kind in kinds]
+    """Apply all patterns to layers given by path. `exclude` may also name what no target can.
+
+    `within`: only layers with one of these runs of name parts in their path. `spatial`: also convolutions of more than
+    one pixel.
+    """
+    adaptable = [place for place, (_path, info) in enumerate(layers) if info.kind in kinds]
+    inside = {part: {place for place in adaptable if names(part, layers[place][0])} for part in within}
+    candidates = [
+        place for place in adaptable
+        if (not within or any(place in some for some in inside.values())) and (spatial or not layers[place][1].spatial)
+    ]  # fmt: skip
     wanted, unmatched = _first_matches(targets, layers, candidates)
     unwanted, unmatched_exclude = _first_matches(exclude, layers, range(len(layers)))
     idle, _ = _first_matches(untrained, layers, candidates)
     left_out = {place: f"excluded by `{unwanted[place]}`" for place in wanted if place in unwanted}
     left_out |= {place: "no gradient ever reaches it" for place in wanted if place in idle and place not in unwanted}
-    return Choice(wanted, left_out, unmatched, unmatched_exclude)
+    return Choice(wanted, left_out, unmatched, unmatched_exclude, tuple(part for part in within if not inside[part]))
 
 
 def _first_matches(
@@ -113,6 +128,8 @@ def select(
     targets: Iterable[str],
     exclude: Iterable[str] = (),
     *,
+    within: Collection[str] = (),
+    spatial: bool = True,
     untrained: Iterable[str] = (),
     kinds: Collection[Kind] = ADAPTABLE,
 ) -> Selection:
@@ -121,9 +138,12 @@ def select(
     `untrained` are a family's own patterns of layers no gradient reaches: they may match nothing, and win over targets.
     """
     layers = list(modules.items())
-    choice = choose(layers, targets, exclude, untrained=untrained, kinds=kinds)
-    candidates = {path: info for path, info in layers if info.kind in kinds}
-    problems = [_unmatched("adapter.targets", pattern, candidates, modules) for pattern in choice.unmatched]
+    choice = choose(layers, targets, exclude, within=within, spatial=spatial, untrained=untrained, kinds=kinds)
+    adaptable = {path: info for path, info in layers if info.kind in kinds}
+    problems = [_nowhere(part, adaptable) for part in choice.unmatched_within]
+    if not problems:
+        inside = {path: info for path, info in adaptable.items() if not within or _is_inside(within, path)}
+        problems = [_unmatched("adapter.targets", pattern, inside, modules, within) for pattern in choice.unmatched]
     problems += [_unmatched("adapter.exclude", pattern, modules, modules) for pattern in choice.unmatched_exclude]
     if problems:
         raise ConfigError(problems)
@@ -172,6 +192,10 @@ def options_for(info: ModuleInfo, table: Collection[str], present: Collection[st
     return None
 
 
+def _is_inside(within: Collection[str], path: str) -> bool:
+    return any(names(part, path) for part in within)
+
+
 def _reason(pattern: str, path: str) -> str:
     return f"`{pattern}` is its name" if names(pattern, path) else f"inside a module of class `{pattern}`"
 
@@ -179,9 +203,17 @@ def _reason(pattern: str, path: str) -> str:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules) -> Problem:
+def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules, within: Collection[str] = ()) -> Problem:
     expected = "a pattern that some layer's path or class matches"
     others = matching(pattern, modules)
+    if within and others and not any(_is_inside(within, path) for path in others):
+        shown = ", ".join(others[:_SHOWN])
+        found = f"{pattern}: only matches layers outside adapter.within ({', '.join(within)}): {shown}"
+        return Problem(key, found, expected, f"remove `{pattern}`, or --set 'adapter.within=[]'")
+    if within and others and all(modules[path].spatial for path in others if _is_inside(within, path)):
+        found = f"{pattern}: only matches convolutions, such as {others[0]}"
+        return Problem(key, found, expected, f"remove `{pattern}`, or --set adapter.conv_rank=16: with adapter.within "
+                       "they have a rank of their own")  # fmt: skip
     if others:
         shown = ", ".join(f"{path} ({modules[path].class_name})" for path in others[:_SHOWN])
         found = f"{pattern}: only matches what cannot be adapted: {shown}"
@@ -193,6 +225,12 @@ def _unmatched(key: str, pattern: str, candidates: Modules, modules: Modules) ->
     if any(sign in pattern for sign in _REGULAR_EXPRESSION):
         hint += "; patterns are no regular expressions: write `*` for any text within one part of a path"
     return Problem(key, f"{pattern}: matches nothing in this model", expected, hint)
+
+
+def _nowhere(part: str, adaptable: Modules) -> Problem:
+    runs = [name for name in near_misses(part, adaptable) if name not in class_names(adaptable)]
+    hint = f"near misses: {', '.join(runs)}" if runs else "--set 'adapter.within=[]' for the family's own choice"
+    return Problem("adapter.within", f"{part}: in no layer's path", "names of modules, as in their paths", hint)
 
 
 def near_misses(pattern: str, modules: Modules) -> list[str]:

@@ -7,6 +7,7 @@ build peft's and lycoris-lora's modules and compare.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,8 @@ class Target:
     block: Block
     linear: Linear
     adapter: Adapter
+    count: int
+    """In how many of the blocks."""
 
     @property
     def record(self) -> Algorithm:
@@ -50,7 +53,7 @@ class Target:
 
     def tensors(self) -> Iterator[Tensors]:
         for shape in self.record.shapes(self.linear, self.adapter).values():
-            yield Tensors(shape, self.block.count)
+            yield Tensors(shape, self.count)
 
     def computation(self) -> Computation:
         return self.record.on(self.linear, self.adapter)
@@ -68,20 +71,41 @@ class Selection:
 
 
 def select(footprint: Footprint, adapter: Adapter) -> Selection:
-    """Apply `adapter.targets`, `exclude` and `by_module`. Without targets a full fine-tune selects every matrix."""
+    """Apply `adapter.targets`, `exclude`, `within` and `by_module`. Without targets a full fine-tune selects every
+    matrix."""
     pairs = [(block, linear) for block in footprint.blocks for linear in block.linears]
-    if not adapter.targets and adapter.kind != "full_finetune":
+    within = () if adapter.kind == "full_finetune" else adapter.within
+    if not adapter.targets and not within and adapter.kind != "full_finetune":
         pairs = [(block, linear) for block, linear in pairs if _is_default(linear, adapter)]
-    layers = [(f"{block.name}.{linear.name}", _module(linear)) for block, linear in pairs]
-    choice = choose(layers, adapter.targets or ("*",), adapter.exclude)
-    taken = choice.taken
-    present = {name for _path, info in layers for name in info.classes}
+    layers = [(path, _module(linear), pair) for pair, (block, linear) in enumerate(pairs)
+              for path in _paths(block, linear)]  # fmt: skip
+    choice = choose(
+        [(path, info) for path, info, _pair in layers], adapter.targets or ("*",), adapter.exclude,
+        within=within, spatial=takes_convolutions(adapter),
+    )  # fmt: skip
+    counts = Counter(layers[place][2] for place in choice.taken)
+    present = {name for _path, info, _pair in layers for name in info.classes}
     targets = tuple(
-        Target(*pairs[place], _options(adapter, layers[place][1], pairs[place][1], present))
-        for place in range(len(pairs))
-        if place in taken
-    )
-    return Selection(targets, choice.unmatched if adapter.targets else ())
+        Target(
+            block, linear, _options(adapter, _module(linear), linear, present),
+            counts[pair] * block.count // len(_paths(block, linear)),
+        )
+        for pair, (block, linear) in enumerate(pairs)
+        if counts[pair]
+    )  # fmt: skip
+    return Selection(targets, (*choice.unmatched_within, *(choice.unmatched if adapter.targets else ())))
+
+
+def takes_convolutions(adapter: Adapter) -> bool:
+    """Those of more than one pixel."""
+    return not adapter.within or adapter.conv_rank is not None or adapter.kind == "full_finetune"
+
+
+def _paths(block: Block, linear: Linear) -> list[str]:
+    """Of the layer in each block, or one for all where a footprint does not know which blocks these are."""
+    if block.name.endswith(".*") and "*" not in block.name[:-1]:
+        return [f"{block.name[:-1]}{number}.{linear.name}" for number in range(block.count)]
+    return [f"{block.name}.{linear.name}"]
 
 
 def _is_default(linear: Linear, adapter: Adapter) -> bool:
@@ -92,7 +116,7 @@ def _module(linear: Linear) -> ModuleInfo:
     """As far as a footprint knows it."""
     owners = (linear.owner,) if linear.owner else ()
     if linear.kernel:
-        return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners)
+        return ModuleInfo(f"Conv{len(linear.kernel)}d", "conv", owners, linear.is_spatial)
     return ModuleInfo("Linear", "linear", owners)
 
 
@@ -102,7 +126,11 @@ def unused_conv_options(adapter: Adapter) -> tuple[str, ...]:
     given = [name for name, value in options.items() if value is not None]
     if not given:
         return ()
-    why = "adapter.targets names no convolution" if adapter.targets else "no convolution is among the adapted layers"
+    why = (
+        "adapter.targets names no convolution"
+        if adapter.targets and not adapter.within
+        else "no convolution is among the adapted layers"
+    )
     return (f"{' and '.join(given)}: no effect, because {why}",)
 
 

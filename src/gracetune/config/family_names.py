@@ -176,8 +176,11 @@ class AiToolkitNames:
     """The key of the `model` block that says how the text encoder is quantised."""
     guidance_embedding: str = ""
     """Why `bypass_guidance_embedding` is refused; empty: there is no such embedding, and the key does nothing."""
-    layers_note: str = ""
-    """What ai-toolkit adapts beside our default layers, where no layers are named."""
+    blocks: tuple[str, ...] = ()
+    """Names of the modules, as in their paths, inside which it adapts every linear layer; empty: the family's own
+    choice of layers."""
+    conv_blocks: tuple[str, ...] = ()
+    """Further ones, if convolutions are adapted too."""
     unguided: tuple[str, ...] = ()
     """Flavours without such an embedding, in a family that has one."""
 

@@ -89,6 +89,9 @@ class Adapter(Section):
     targets: tuple[Name, ...] = ()
     """Module patterns; empty means the family's own choice. A pattern that matches nothing is an error."""
     exclude: tuple[Name, ...] = ()
+    within: tuple[Name, ...] = ()
+    """Names of modules, as in their paths (`transformer_blocks`, `blocks.3`): only layers inside them are adapted.
+    Without `targets`, every linear layer inside them is, and with `conv_rank` every convolution. ai-toolkit's way."""
     by_module: dict[str, Options] = Field(default={})
     """Per-module-class options that differ from the ones above (LyCORIS `module_algo_map`)."""
     strength: Number = 1.0
@@ -224,7 +227,8 @@ class Objective(Section):
     timestep_bias: Literal["balanced", "content", "style"] = "balanced"
     timestep_bias_over: Literal["all_levels", "noise_range"] = "all_levels"
     """What the bias is over: all noise levels, of which an expert or `min_timestep` and `max_timestep` take their part,
-    or that part itself, as in ai-toolkit."""
+    or that part itself, as in ai-toolkit: the bias picks one of its 1000 timesteps. With `sigmoid` these are random and
+    new for every sample; the ends of an expert's or of the limits' part are random then, too."""
     timestep_weights: Literal["bell", "half_bell", "measured"] | None = None
     """Loss weights by noise level, flow matching only. `bell`: highest at half noise. `half_bell`: the same without
     the fall towards the image. `measured`: ai-toolkit's table of `timestep_type: weighted`. Unset means `bell` with

@@ -84,7 +84,7 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                          f"adapter.kind is {adapter.kind}, and only {one.name} has them",
                          f"--set adapter.kind={one.name}")  # fmt: skip
     yield Switch(adapter.kind == "full_finetune", "adapter", adapter,
-                 "rank alpha dropout conv_rank conv_alpha by_module strength",
+                 "rank alpha dropout conv_rank conv_alpha within by_module strength",
                  "adapter.kind is full_finetune, which trains the weights themselves",
                  "--set adapter.kind=lora")  # fmt: skip
 

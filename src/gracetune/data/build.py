@@ -13,7 +13,7 @@ from gracetune.data.backend import Backend
 from gracetune.data.backends.errors import told
 from gracetune.data.backends.listing import LeftOut
 from gracetune.data.backends.open import open_unstaged
-from gracetune.data.captions import CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
+from gracetune.data.captions import PLACEHOLDER, CaptionBook, KohyaFolder, most_epochs, open_captions, too_large
 from gracetune.data.errors import DataError, UnreadableMediaError
 from gracetune.data.geometry import Geometry
 from gracetune.data.index import DataIndex, check_unreadable, masks_id
@@ -28,7 +28,7 @@ from gracetune.data.sampler import Mixing
 from gracetune.data.scan import Scan, ScanMemory, scan
 from gracetune.data.scan_workers import Threads
 from gracetune.data.staging.selection import reasons
-from gracetune.data.words import counted
+from gracetune.data.words import counted, some
 from gracetune.errors import ConfigError, Problem
 from gracetune.memory.reclaim import rare_collections
 
@@ -229,12 +229,15 @@ class _Builder:
     ) -> tuple[list[Item], list[LeftOut], list[str]]:
         """Each item with its captions. A caption that cannot be read counts as an unreadable file.
 
-        The last are notes on files whose size is not the one their table says.
+        The last are notes on captions with a placeholder that nothing replaces, and on files whose size is not the one
+        their table says.
         """
         withheld = {path: too_large(size) for path, size in found_there.large.items()}
         withheld |= {one.path: f"a caption that cannot be read: {one.reason}" for one in found_there.left_out}
         epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
+
+        unfilled: list[str] = []
 
         def find(item: Item) -> Item | LeftOut:
             folder = folders.get(_top(item.path)) if folders else None
@@ -242,6 +245,8 @@ class _Builder:
                 found = book.find(item.path, None if folder is None else folder.name)
             except UnreadableMediaError as error:
                 return LeftOut(error.path, error.reason)
+            if not book.options.trigger_word and any(PLACEHOLDER in text for text in found.texts):
+                unfilled.append(item.path)
             variants = book.variants(found, self.seed, epochs * item.visits)
             # Not `replace`, which takes several times as long.
             return Item(
@@ -254,8 +259,14 @@ class _Builder:
         return (
             captioned,
             [result for result in results if isinstance(result, LeftOut)],
-            [*_other_sizes(captioned, book)],
+            [*_unfilled(sorted(unfilled)), *_other_sizes(captioned, book)],
         )
+
+
+def _unfilled(paths: list[str]) -> Iterator[str]:
+    if paths:
+        count = counted(len(paths), "sample")
+        yield f"{count} with {PLACEHOLDER} in the caption, removed because there is no trigger_word: {some(paths)}"
 
 
 def _other_sizes(items: list[Item], book: CaptionBook) -> Iterator[str]:

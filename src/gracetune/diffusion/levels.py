@@ -8,8 +8,9 @@ this window" is a narrower range of v rather than a rejected draw:
     shift(u)    s u / (1 + (s - 1) u), then 1 - (1 - t) (1 - u) with t = `shift_terminal`; flow matching only
 
 u = shift(quantile(bias(v))). `one_step` is always pure noise. `content` has the distribution of 1 - v^3.
-With `timestep_bias_over: noise_range` the window is taken first, and uniform draws are one of 1000 as in ai-toolkit,
-where a tenth of all samples get the very last one: u = shift(quantile(step(window(bias(v))))).
+With `timestep_bias_over: noise_range` the window is taken first, as in ai-toolkit, whose bias picks one of 1000 steps,
+for a tenth of all samples the very last one: u = shift(quantile(step(window(bias(v))))). Its other distributions are
+1000 random levels in order, new for every batch, so that a step is spread over levels (`_picked`).
 With `stratified` the draw of a batch's sample i of n (from 0) is (n - 1 - i + v) / n.
 A model with a table of whole steps learns at the level of the step that u falls into.
 """
@@ -19,10 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from gracetune.config.run_config import Objective
 from gracetune.diffusion.beta import beta_cdf, beta_quantile
@@ -30,6 +33,7 @@ from gracetune.diffusion.schedule import Ddpm, NoiseSchedule
 from gracetune.errors import ConfigError, Problem
 from gracetune.seeded_random import uniform
 
+FloatArray = npt.NDArray[np.float64]
 Window = tuple[float, float]
 """Noise levels from the first, up to but without the second; an end of 1 is included."""
 
@@ -142,6 +146,8 @@ class LevelSampler:
     terminal: float = 0.0
     """The lowest level after the shift."""
     stratified: bool = False
+    span: Window = (0.0, 1.0)
+    """The expert's noise levels, of which `window` is all or a part."""
 
     @classmethod
     def from_config(
@@ -165,6 +171,7 @@ class LevelSampler:
             objective.timestep_bias_over == "noise_range",
             objective.shift_terminal,
             objective.stratified,
+            window,
         )
         sampler._check()
         return sampler
@@ -187,19 +194,37 @@ class LevelSampler:
             return self.always
         shift = self._shift_for(tokens)
         first, last = (self._share_below(bound, shift) for bound in self.window)
-        if self.biased_window and self.bias != "balanced":
+        if self._picks_random:
+            share = self._pick(share, first, last, shift)
+        elif self.biased_window and self.bias != "balanced":
             share = self._step(first + (last - first) * biased(share, self.bias))
         else:
             share = biased(_inside(first + (last - first) * share), self.bias)
         level = shifted(self.distribution.quantile(share), shift)
         return self._in_window(stretched(level, self.terminal) if self.terminal else level)
 
+    @property
+    def _picks_random(self) -> bool:
+        return self.biased_window and self.bias != "balanced" and not isinstance(self.distribution, Uniform)
+
     def _step(self, share: float) -> float:
-        """Of uniform draws, the noisier end of one of 1000 steps (its middle, where a model has steps of its own)."""
-        if not isinstance(self.distribution, Uniform):
-            return _inside(share)
+        """The noisier end of one of 1000 steps (its middle, where a model has steps of its own)."""
         end = 1.0 if self.steps is None else 0.5
         return _inside((math.floor(_inside(share) * _STEPS) + end) / _STEPS)
+
+    def _pick(self, share: float, first: float, last: float, shift: float) -> float:
+        """The bias picks one of the expert's random levels, 1000 of the whole distribution. Those of an expert for less
+        noise begin one too early in ai-toolkit: the lowest of the other expert's is among them."""
+        lowest, highest = (self._share_below(bound, shift) for bound in self.span)
+        mass = highest - lowest
+        draws = max(2, round(_STEPS * mass))
+        begin, end = (min(draws - 1, round(draws * (highest - bound) / mass)) for bound in (last, first))
+        above = round(_STEPS * (1 - highest))
+        positions, below = _picked(draws, -1 if above and begin == 0 else begin, end, self.bias)
+        own = float(below[-1])
+        if share <= own or not above:
+            return _inside(lowest + mass * float(np.interp(share, below, positions)))
+        return _inside(highest + (1 - highest) * (1 - ((1 - share) / (1 - own)) ** (1 / above)))
 
     def _shift_for(self, tokens: int | None) -> float:
         if isinstance(self.shift, float | int):
@@ -223,6 +248,8 @@ class LevelSampler:
             last = max(first, math.ceil(highest * self.steps - 1e-6) - 1)
             step = min(max(math.floor(level * self.steps), first), last)
             return float(np.float32((step + 1) / self.steps))
+        if self._picks_random:  # which levels a window has is random there
+            return float(np.float32(level))
         return float(min(max(np.float32(level), smallest_from(lowest)), largest_below(highest)))
 
     def _check(self) -> None:
@@ -237,6 +264,22 @@ class LevelSampler:
         held = min(self._share_below(highest, shift) - self._share_below(lowest, shift) for shift in shifts)
         if held < _LEAST_MASS:
             raise _no_levels(self.window, f"{max(0.0, held):.1g} of all draws fall there", "objective.timesteps")
+
+
+@lru_cache(maxsize=32)
+def _picked(draws: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, FloatArray]:
+    """Of so many uniform random numbers in falling order, the bias picks one from `begin` to `end`. Positions, and the
+    probability that the one picked is below each. Number -1 is above all of them."""
+    numbers = np.arange(draws + 1)
+    cut = np.clip((numbers - begin) / max(1, end - begin) * (1 - 1 / _STEPS), 0.0, 1.0)
+    picked_from = 1.0 - np.cbrt(cut) if bias == "content" else np.cbrt(1.0 - cut)
+    picked_from[: max(0, begin + 1)], picked_from[end + 1 :] = 1.0, 0.0
+    # The one with number j is below a position if at most j are above it; how many are above is binomial.
+    positions = np.array([_NORMAL.cdf(z) for z in np.linspace(-6.0, 6.0, 2001)])
+    choose = np.concatenate([[0.0], np.cumsum(np.log(np.arange(draws, 0, -1)) - np.log(np.arange(1, draws + 1)))])
+    above = np.exp(choose + np.outer(np.log(positions), numbers[::-1]) + np.outer(np.log1p(-positions), numbers))
+    below = np.maximum.accumulate(above @ picked_from)
+    return positions, below
 
 
 def _no_levels(window: Window, found: str, key: str) -> ConfigError:

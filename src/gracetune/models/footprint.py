@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-Stream = Literal["image", "text", "joint", "vision"]
-"""Which tokens a tensor has a row for: latents, caption, both in one sequence, or an image encoder's output."""
+Stream = Literal["image", "text", "joint", "vision", "sample"]
+"""Which tokens a tensor has a row for: latents, caption, both in one sequence, an image encoder's output, or one for
+the whole sample."""
 Tokens = Mapping[Stream, int]
-NeededBy = Literal["graph", "weights", "block", "full"]
+NeededBy = Literal["graph", "weights", "block", "scales", "full"]
 STAYING = 2
 """Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
 FP8_CAPABILITY = (9, 0)
@@ -32,7 +33,8 @@ class Kept:
     stream: Stream = "image"
     needed_by: NeededBy = "graph"
     """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `block`: only if something in this
-    block is trained; no gradient reaches it otherwise. `full`: only if all is trained."""
+    block is trained; no gradient reaches it otherwise. `scales`: only if a trained matrix computes what this stream is
+    multiplied by (`Linear.scales`). `full`: only if all is trained."""
     fp32: bool = False
     """Four bytes an element whatever precision the run computes in."""
     eager: bool = True
@@ -59,6 +61,8 @@ class Linear:
     """Part of the family's own choice of targets."""
     conv_default: bool = False
     """Part of it where `adapter.conv_rank` is set (`ModelSpec.conv_targets`)."""
+    scales: Stream | None = None
+    """The stream that its outputs shift, scale and gate: those of a modulation layer."""
     kernel: tuple[int, ...] = ()
     """Of a convolution; empty for a matrix."""
 
@@ -213,8 +217,16 @@ class Footprint:
     """Where this footprint was compared with a GPU's own counters; empty means nowhere yet."""
 
     @property
+    def block_weights(self) -> int:
+        """Weights in the blocks' matrices; what stands beside convolutions is small and counts with the rest."""
+        matrices = (
+            (block.count, linear) for block in self.blocks for linear in block.linears if not linear.conv_default
+        )
+        return sum(count * linear.weights for count, linear in matrices)
+
+    @property
     def linear_weights(self) -> int:
-        """Weights in the blocks' big matrices: what fp8 and int8 apply to."""
+        """Weights of the family's default targets, its large matrices: what fp8 and int8 apply to."""
         return sum(count * linear.weights for count, linear in self._matrices())
 
     @property
@@ -233,9 +245,9 @@ class Footprint:
         return max((linear.weights for _, linear in self._matrices()), default=0)
 
     def _matrices(self) -> Iterator[tuple[int, Linear]]:
-        """How often each is there; what stands beside convolutions is small and stays as it is."""
+        """How often each is there."""
         for block in self.blocks:
-            yield from ((block.count, linear) for linear in block.linears if not linear.conv_default)
+            yield from ((block.count, linear) for linear in block.linears if linear.default)
 
     def token_counts(self, shape: Shape, references: tuple[Shape, ...] = ()) -> dict[Stream, int]:
         image = self.latents.tokens(shape)

@@ -170,6 +170,7 @@ def _copying(block: Block, targets: list[Target], method: Method) -> list[Target
 
 def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -> int:
     read = {target.linear.reads for target in targets if method.compiled or not _casts(target, method)}
+    scaled = {target.linear.scales for target in targets}
 
     def counts(kept: Kept) -> bool:
         if not (kept.compiled if method.compiled else kept.eager):
@@ -177,6 +178,8 @@ def _kept(block: Block, tokens: Tokens, targets: list[Target], method: Method) -
         if kept.needed_by == "weights":
             return kept.name in read
         if kept.needed_by == "block" and targets:
+            return True
+        if kept.needed_by == "scales" and kept.stream in scaled:
             return True
         return kept.needed_by == "graph" or method.full_finetune
 
@@ -206,4 +209,6 @@ def _bytes(kept: Iterable[Kept], block: Block, tokens: Tokens, method: Method) -
 
 
 def _tokens(stream: Stream, block: Block, tokens: Tokens) -> Fraction:
+    if stream == "sample":
+        return Fraction(1)
     return tokens[stream] * (block.tokens if stream == "image" else Fraction(1))

@@ -247,7 +247,7 @@ def _gathered_needs(job: _Job) -> list[Need]:
         for block, elements in zip(footprint.blocks, trained, strict=True)
     )
     # What is around the blocks is one group of its own: whole from the first forward to the last backward pass.
-    around = frozen_bytes * (footprint.parameters - footprint.linear_weights)
+    around = frozen_bytes * (footprint.parameters - footprint.block_weights)
     if job.processes.reshard:
         size, why = GATHERED_BLOCKS * largest + around, f"{GATHERED_BLOCKS} blocks and what is around them, whole"
     else:
@@ -381,8 +381,9 @@ def _checkpoints(job: _Job) -> Need:
 def _remarks(job: _Job) -> list[str]:
     config, footprint = job.config, job.footprint
     remarks = [
-        f"adapter.targets: {pattern!r} matches no matrix known here; if it exists it is not counted"
+        f"adapter.{key}: {pattern!r} matches no matrix known here; if it exists it is not counted"
         for pattern in job.selection.unmatched
+        for key in ("within" if pattern in config.adapter.within else "targets",)
     ]
     if not footprint.measured:
         words = "counted on the model's own code, not yet compared with a GPU's counters"

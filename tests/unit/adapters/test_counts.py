@@ -94,7 +94,7 @@ def test_every_factor_of_lokr(factor: int) -> None:
     linear = Linear("0", 24, 60, "x")
     block = Block("", 1, (), (), (), (linear,))
     attached = attach(nn.Sequential(nn.Linear(24, 60)), adapter, family="wan", default_targets=(), seed=0)
-    expected = sorted(tensor.shape for tensor in Target(block, linear, adapter).tensors())
+    expected = sorted(tensor.shape for tensor in Target(block, linear, adapter, 1).tensors())
     assert sorted(tuple(parameter.shape) for parameter in attached.parameters().values()) == expected
     assert all(torch.isfinite(parameter).all() for parameter in attached.parameters().values())
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
@@ -7,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gracetune.adapters import trainable
-from gracetune.adapters.attach import describe
+from gracetune.adapters.attach import attach, describe
 from gracetune.adapters.targets import ModuleInfo, Modules, names, select
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError
 from gracetune.models.flux.names import NAMES as FLUX
 from gracetune.models.registry import FOOTPRINTS
+from unit.adapters.denoisers import TinyModel, load
 
 _NAMES = st.sampled_from(["blocks", "attn1", "attn2", "to_q", "to_k", "ffn", "net", "proj", "0", "1", "12"])
 _CLASSES = st.sampled_from(["Attention", "FeedForward", "WanAttention", "Block", "ModuleList"])
@@ -23,6 +26,7 @@ _INFOS = st.builds(
     st.sampled_from(["linear", "conv"]),
     st.lists(_CLASSES, max_size=3).map(tuple),
 )
+LINEAR = ModuleInfo("Linear", "linear")
 _MODULES = st.dictionaries(_PATHS, _INFOS, min_size=1, max_size=12)
 
 
@@ -39,15 +43,64 @@ def problem_of(modules: Modules, *targets: str, exclude: tuple[str, ...] = ()) -
     return [str(problem) for problem in caught.value.problems]
 
 
+class TestWithin:
+    @pytest.mark.parametrize(
+        ("options", "count"),
+        [
+            ({"within": ("blocks",)}, 400),
+            ({"within": ("blocks.7", "blocks.39")}, 20),
+            ({"within": ("blocks",), "targets": ("*to_q*", "*proj*")}, 120),
+            ({"within": ("attn2",), "exclude": ("to_out", "blocks.0")}, 117),
+            ({"within": ("condition_embedder",)}, 5),
+        ],
+    )
+    def test_layers_of_the_model_and_of_the_plan(self, wan: Modules, options: dict[str, Any], count: int) -> None:
+        adapter = Adapter(**options)
+        chosen = select(wan, adapter.targets or ("*",), adapter.exclude, within=adapter.within)
+        assert len(chosen.paths) == count
+        planned = trainable.select(FOOTPRINTS["wan"][0], adapter)
+        known = 0 if adapter.within == ("condition_embedder",) else count  # outside the blocks: counted with the rest
+        assert sum(target.count for target in planned.targets) == known
+        assert planned.unmatched == (() if known else adapter.within)
+
+    def test_convolutions_of_more_than_one_pixel_ask_for_a_rank(self, tiny_model: TinyModel) -> None:
+        """One pixel wide they are as linear layers."""
+        model = load(tiny_model, "sdxl").model
+        found = {}
+        for rank in (None, 3):
+            adapter = Adapter(rank=2, conv_rank=rank, within=("resnets",))
+            attached = attach(model, adapter, family="sdxl", default_targets=(), seed=0)
+            assert attached.selection is not None
+            found[rank] = {path.rpartition(".")[2] for path in attached.selection.paths}
+            attached.detach()
+        assert found[None] == {"time_emb_proj", "conv_shortcut"}
+        assert found[3] == {"conv1", "conv2", "time_emb_proj", "conv_shortcut"}
+
+    def test_what_is_nowhere_and_what_is_outside(self, wan: Modules) -> None:
+        with pytest.raises(ConfigError) as caught:
+            select(wan, ("*",), within=("block", "blocks"))
+        (problem,) = caught.value.problems
+        assert (problem.key, problem.found) == ("adapter.within", "block: in no layer's path")
+        assert "blocks" in problem.hint
+        with pytest.raises(ConfigError) as caught:
+            select(wan, ("to_q", "proj_out"), within=("blocks",))
+        (problem,) = caught.value.problems
+        assert problem.key == "adapter.targets"
+        assert problem.found == "proj_out: only matches layers outside adapter.within (blocks): proj_out"
+        conv = {"resnets.0.conv1": ModuleInfo("Conv2d", "conv", (), spatial=True), "resnets.0.q": LINEAR}
+        with pytest.raises(ConfigError, match=r"conv1: only matches convolutions.*(?s:.*)adapter\.conv_rank=16"):
+            select(conv, ("conv1", "q"), within=("resnets",), spatial=False)
+
+
 class TestPatterns:
     @pytest.mark.parametrize(
         "pattern",
         ["Attention", "FeedForward", "to_q", "to_out.0", "attn1", "blocks", "blocks.*.ffn", "ffn.net.2", "net",
-         "blocks.*.attn?.to_k", "*attn1*", "*ffn.net*"],
+         "blocks.*.attn?.to_k", "*attn1*", "*ffn.net*", "blocks.3", "*blocks.1*.attn2*"],
     )  # fmt: skip
     def test_the_plan_counts_the_same_layers(self, wan: Modules, pattern: str) -> None:
         planned = trainable.select(FOOTPRINTS["wan"][0], Adapter(targets=(pattern,)))
-        assert len(select(wan, [pattern]).paths) == sum(target.block.count for target in planned.targets)
+        assert len(select(wan, [pattern]).paths) == sum(target.count for target in planned.targets)
 
     def test_a_full_path_a_suffix_and_a_class(self, wan: Modules) -> None:
         assert select(wan, ["blocks.3.attn1.to_q"]).paths == ("blocks.3.attn1.to_q",)

@@ -38,7 +38,7 @@ WAN = FOOTPRINTS["wan"][0]
 def shapes(inputs: int, outputs: int, adapter: Adapter) -> list[tuple[int, ...]]:
     linear = Linear("layer", inputs, outputs, "x")
     block = Block("blocks.*", 1, (), (), (), (linear,), Fraction(1))
-    return sorted(tensor.shape for tensor in Target(block, linear, adapter).tensors())
+    return sorted(tensor.shape for tensor in Target(block, linear, adapter, 1).tensors())
 
 
 def made_by(module: nn.Module) -> list[tuple[int, ...]]:
@@ -85,18 +85,19 @@ class TestShapes:
 class TestTargets:
     def test_wan_has_400_matrices_and_a_lora_of_77_million(self) -> None:
         selection = select(WAN, Adapter(kind="lora", rank=16))
-        assert sum(target.block.count for target in selection.targets) == 400
+        assert sum(target.count for target in selection.targets) == 400
         total = sum(tensor.elements for tensor in trainable(WAN, selection, Adapter(rank=16)))
         assert total == 40 * (8 * 16 * (5120 + 5120) + 2 * 16 * (5120 + 13_824)) == 76_677_120
 
     @pytest.mark.parametrize(
         ("pattern", "count"),
         [("Attention", 320), ("FeedForward", 80), ("to_q", 80), ("to_out.0", 80), ("attn1", 160), ("blocks", 400),
-         ("blocks.*.ffn", 80), ("ffn.net.2", 40), ("net", 80), ("to", 0), ("blocks.*.attn?.to_k", 80)],
+         ("blocks.*.ffn", 80), ("ffn.net.2", 40), ("net", 80), ("to", 0), ("blocks.*.attn?.to_k", 80),
+         ("blocks.7", 10), ("blocks.3*.ffn", 22), ("blocks.40", 0)],
     )  # fmt: skip
     def test_patterns(self, pattern: str, count: int) -> None:
         selection = select(WAN, Adapter(targets=(pattern,)))
-        assert sum(target.block.count for target in selection.targets) == count
+        assert sum(target.count for target in selection.targets) == count
         assert selection.unmatched == (() if count else (pattern,))
 
     def test_exclusion_and_options_by_module(self) -> None:
@@ -104,7 +105,7 @@ class TestTargets:
             kind="lokr", factor=16, full_rank=True, exclude=("attn2",), by_module={"FeedForward": {"factor": 8}}
         )
         selection = select(WAN, adapter)
-        assert sum(target.block.count for target in selection.targets) == 240
+        assert sum(target.count for target in selection.targets) == 240
         factors = {target.linear.owner: target.adapter.factor for target in selection.targets}
         assert factors == {"Attention": 16, "FeedForward": 8}
 

@@ -303,3 +303,9 @@ def test_a_file_of_captions_stands_in_the_folder_it_describes(tmp_path: Path) ->
     assert path_problems(read(tmp_path, datasets=[{"dataset_path": str(captions)}])) == []
     (problem,) = path_problems(read(tmp_path, datasets=[{"folder_path": str(captions)}]))
     assert (problem.key, "which is a file" in problem.found) == ("config.process[0].datasets[0].folder_path", True)
+
+
+def test_images_beside_masked_ones_are_named_where_there_are_masks(tmp_path: Path) -> None:
+    masked = read(tmp_path, datasets=dataset(mask_path="/data/masks"))
+    assert "images without one count fully" in note(masked, "on purpose")
+    assert "images without one" not in note(read(tmp_path), "on purpose")

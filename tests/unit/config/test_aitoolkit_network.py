@@ -18,18 +18,40 @@ def adapter(folder: Path, keys: dict[str, Any], **sections: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "ours"),
-    [("lora", "lora"), ("LoRA", "lora"), ("locon", "locon"), ("lycoris", "locon"), ("dora", "dora"), ("loha", "loha")],
+    [("lora", "lora"), ("LoRA", "lora"), ("locon", "locon"), ("lycoris", "locon"), ("dora", "dora"), ("loha", "lora")],
 )
 def test_kinds_of_adapter(tmp_path: Path, kind: str, ours: str) -> None:
     assert adapter(tmp_path, {"type": kind, "linear": 8}).config.adapter.kind == ours
 
 
-def test_what_is_adapted_otherwise_than_in_ai_toolkit_is_a_note(tmp_path: Path) -> None:
+def test_loha_is_a_plain_lora_and_says_so(tmp_path: Path) -> None:
     assert "a plain LoRA" in note(adapter(tmp_path, {"type": "loha", "linear": 8}), "LoHa")
-    network = {"type": "lora", "linear": 8}
-    assert "proj_in and proj_out" in note(adapter(tmp_path, network, model=SDXL, train=DDPM), "default layers")
-    chosen = adapter(tmp_path, {**network, "network_kwargs": {"only_if_contains": ["attn"]}}, model=SDXL, train=DDPM)
-    assert not [one for one in chosen.notes if "default layers" in one]
+
+
+def test_locon_where_ai_toolkit_does_less_says_so(tmp_path: Path) -> None:
+    locon = {"type": "locon", "linear": 8}
+    assert "linear layers of the blocks" in note(adapter(tmp_path, locon), "network.type")
+    chosen = {**locon, "network_kwargs": {"only_if_contains": ["attn1"]}}
+    assert "ignores it" in note(adapter(tmp_path, chosen, model=SDXL, train=DDPM), "network_kwargs")
+    plain = adapter(tmp_path, locon, model=SDXL, train=DDPM).notes
+    assert not [one for one in plain if "LoCon" in one]
+
+
+@pytest.mark.parametrize(
+    ("keys", "within"),
+    [
+        ({"type": "lora"}, ("attentions",)),
+        ({"type": "lora", "network_kwargs": {"only_if_contains": ["attn"]}}, ("attentions",)),
+        ({"type": "lora", "conv": 4}, ("attentions", "resnets", "downsamplers", "upsamplers")),
+        ({"type": "lokr"}, ("attentions", "resnets", "downsamplers", "upsamplers")),
+        ({"type": "lokr", "lokr_full_rank": False}, ("attentions",)),
+        ({"type": "locon"}, ("attentions", "resnets", "downsamplers", "upsamplers")),
+    ],
+)
+def test_layers_inside_some_modules_are_adapted(tmp_path: Path, keys: dict[str, Any], within: tuple[str, ...]) -> None:
+    found = adapter(tmp_path, {"linear": 8, **keys}, model=SDXL, train=DDPM)
+    assert found.config.adapter.within == within
+    assert adapter(tmp_path, {"linear": 8}).config.adapter.within == ("blocks",)
 
 
 def test_kinds_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:
@@ -102,7 +124,7 @@ def test_words_choose_layers(tmp_path: Path) -> None:
         "ignore_if_contains": "ff_i.gate",
     }
     found = adapter(tmp_path, {"linear": 8, "network_kwargs": kwargs}).config.adapter
-    assert found.targets == ("*single_transformer_blocks.7.proj_out*", "*attn.to_q*")
+    assert found.targets == ("single_transformer_blocks.7.proj_out*", "*attn.to_q*")
     assert found.exclude == ("*ff_i.gate*",)
 
 

@@ -355,3 +355,9 @@ def test_uploads(tmp_path: Path) -> None:
     assert hidden.config.checkpoints.push_to_hub == PushToHub(repo_id="a/b", private=True)
     assert read(tmp_path, save={"hf_repo_id": "a/b"}).config.checkpoints.push_to_hub is None
     assert only_problem(tmp_path, save={"push_to_hub": True}).key.endswith("save.hf_repo_id")
+
+
+def test_min_snr_gamma_of_a_v_model_is_a_note(tmp_path: Path) -> None:
+    train = {**DDPM, "min_snr_gamma": 5}
+    assert "v-prediction" in note(read(tmp_path, model={**SDXL, "is_v_pred": True}, train=train), "min_snr_gamma")
+    assert not [one for one in read(tmp_path, model=SDXL, train=train).notes if "min_snr_gamma" in one]

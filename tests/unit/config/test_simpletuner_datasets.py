@@ -393,3 +393,10 @@ def test_no_key_is_dropped_in_silence(tmp_path: Path, name: str) -> None:
             assert any(name in note.replace(",", "").split() for note in notes), context
         except ConfigError as error:
             assert any(f".{name}" in problem.key for problem in error.problems), context
+
+
+def test_a_choice_of_samples_is_a_note(tmp_path: Path) -> None:
+    entries = [{"id": "a", "type": "local", "instance_data_dir": str(tmp_path)}]
+    for most, said in ((10, True), (0, False), (None, False)):
+        notes = resolve(tmp_path, datasets=[{**entries[0], "max_num_samples": most}]).notes
+        assert any("max_num_samples" in one for one in notes) is said

@@ -231,3 +231,10 @@ def test_mistakes_in_a_prompt_library(tmp_path: Path) -> None:
     found = problems(tmp_path, {"user_prompt_library": "prompts.json"})
     assert found["a.adapter_strenght"].hint == "write `adapter_strength`"
     assert {"b", "c"} <= set(found)
+
+
+def test_offset_noise_of_batches_is_a_note(tmp_path: Path) -> None:
+    noisy = {**SDXL, "offset_noise": True}
+    for options, said in ((noisy, True), ({**noisy, "train_batch_size": 1}, False), (SDXL, False)):
+        notes = resolve(tmp_path, {"train_batch_size": 4, **options}, datasets=IMAGES).notes
+        assert any("noise_offset_probability" in one for one in notes) is said

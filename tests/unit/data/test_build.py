@@ -127,6 +127,16 @@ class TestCaptions:
         index = only(index_of(tmp_path, {"path": str(folder), "captions": {"trigger_word": "sks"}}))
         assert note(index, "without a caption") == '1 sample without a caption, trained with "sks" alone: x.png'
 
+    def test_a_placeholder_without_a_trigger_word_is_removed_and_counted(self, tmp_path: Path) -> None:
+        files = {"x.png": image(), "x.txt": "a [trigger] in the rain", "y.png": image(), "y.txt": "a cat"}
+        folder = write(tmp_path / "data", files)
+        index = only(index_of(tmp_path, {"path": str(folder)}))
+        assert note(index, "[trigger]") == (
+            "1 sample with [trigger] in the caption, removed because there is no trigger_word: x.png"
+        )
+        named = only(index_of(tmp_path, {"path": str(folder), "captions": {"trigger_word": "sks"}}))
+        assert not [one for one in named.notes if "[trigger]" in one]
+
     def test_one_that_is_no_utf8_is_an_unreadable_file(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {**pictures(3), "001.txt": b"caf\xe9"})
         with pytest.raises(UnreadableFilesError, match=r"001\.txt: .*not UTF-8"):

@@ -109,11 +109,6 @@ def distance(levels: list[float], quantiles: list[float]) -> float:
     return furthest
 
 
-def mean_difference(levels: list[float], quantiles: list[float]) -> float:
-    """Of levels at the same share."""
-    return sum(abs(ours - theirs) for ours, theirs in zip(levels, quantiles, strict=True)) / len(levels)
-
-
 def _share_below(level: float, points: list[tuple[float, float]]) -> float:
     """The peer's, between two of its quantiles by a straight line."""
     for (share, quantile), (next_share, next_quantile) in pairwise(points):

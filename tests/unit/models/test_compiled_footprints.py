@@ -112,7 +112,7 @@ def adapted(case: Case, wrap: Callable[[nn.Linear], nn.Module] = LoraLinear) -> 
     finally:
         torch.set_default_dtype(torch.float32)
     holder = nn.ModuleDict({"block": block.requires_grad_(False)})
-    adapt(holder, {linear.name for linear in block_of(case).linears}, wrap)
+    adapt(holder, {linear.name for linear in block_of(case).linears if linear.default}, wrap)
     return block
 
 

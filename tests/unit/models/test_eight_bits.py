@@ -91,8 +91,7 @@ def test_published_models_hold_in_fp8_what_the_plan_counts(family: str) -> None:
     model = build_published(family, footprint.flavour)  # type: ignore[arg-type]
     names = eight_bit_weights(model, EightBits(spec_of(family).default_targets))
     held = sum(model.get_parameter(name).numel() for name in names)
-    # SDXL's plan also counts the projections around its blocks; all others are the same to the last weight.
-    assert held == footprint.linear_weights or (family == "sdxl" and 0.98 < held / footprint.linear_weights < 1)
+    assert held == footprint.linear_weights
 
 
 class TestLayers:

@@ -143,6 +143,8 @@ def matching(model: nn.Module, block: Block, pattern: str) -> list[nn.Linear]:
 TEXT = {"sdxl": 77, "stable_audio": 130}
 SIDE = {"sdxl": 128, "stable_audio": 32}
 LORA = Adapter(kind="lora", rank=16)
+EVERY = Adapter(kind="lora", rank=16, within=("transformer_blocks", "single_transformer_blocks"))
+"""The modulation of the blocks too."""
 LOKR = Adapter(kind="lokr", factor=16, full_rank=True)
 FULL = Adapter(kind="full_finetune")
 
@@ -164,13 +166,14 @@ def predicted(footprint: Footprint, case: Case, count: int | None) -> int:
     entries = activations(footprint, tokens, selection, case.method)
     entry = next(entry for entry in entries if entry.policy == case.policy)
     cast = 2 * sum(tensor.elements for tensor in trainable(footprint, selection, case.adapter))
-    return entry.total(case.batch) + (cast if case.adapter is LORA and case.policy == "off" else 0)
+    return entry.total(case.batch) + (cast if case.adapter.kind == "lora" and case.policy == "off" else 0)
 
 
 def measured(footprint: Footprint, case: Case, count: int | None) -> int:
     """The peak of one step, beside parameters, gradients and inputs."""
     family = footprint.family
-    targets = {linear.name for block in footprint.blocks for linear in block.linears if linear.default}
+    every = bool(case.adapter.within)
+    targets = {linear.name for block in footprint.blocks for linear in block.linears if linear.default or every}
     with on_meta():
         model = published.denoiser(family, footprint.flavour, **layers(family, count))
         side, text = SIDE.get(family, 64), TEXT.get(family, 512)
@@ -210,6 +213,10 @@ class TestEagerActivations:
     @pytest.mark.parametrize("family", ["qwen_image", "flux", "stable_audio"])
     def test_each_further_block_of_others(self, family: str) -> None:
         self.check_further_blocks(family, self.CASES[1])
+
+    @pytest.mark.parametrize("family", ["qwen_image", "flux"])
+    def test_each_further_block_with_its_modulation(self, family: str) -> None:
+        self.check_further_blocks(family, Case(EVERY, "plain", "off"))
 
     @pytest.mark.full
     @pytest.mark.parametrize("family", ["qwen_image", "flux", "stable_audio"])

@@ -27,18 +27,23 @@ CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77
 def _stream(stream: Stream) -> tuple[Kept, ...]:
     return (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
-        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} query and key before norm", 2 * WIDTH, stream),
         Kept(f"{stream} o", WIDTH, stream, needed_by="weights"),
-        Kept(f"{stream} attention output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} attention output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} residual after attention", WIDTH, stream),
-        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} x2", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} before GELU", FFN, stream),
         Kept(f"{stream} after GELU", FFN, stream, needed_by="weights"),
-        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="scales"),
     )
+
+
+def _modulation(name: str, owner: str, stream: Stream, parts: int) -> Linear:
+    """Reads the embedding of noise level and caption, one row for each sample."""
+    return Linear(name, WIDTH, parts * WIDTH, "", owner, "sample", default=False, scales=stream)
 
 
 def _double() -> Block:
@@ -55,6 +60,8 @@ def _double() -> Block:
         Linear("ff.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
         Linear("ff_context.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
         Linear("ff_context.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
+        _modulation("norm1.linear", "AdaLayerNormZero", "image", 6),
+        _modulation("norm1_context.linear", "AdaLayerNormZero", "text", 6),
     )
     return Block(
         "transformer_blocks.*",
@@ -69,14 +76,14 @@ def _double() -> Block:
 def _single() -> Block:
     kept = (
         Kept("norm input", WIDTH, "joint", compiled=False),
-        Kept("norm output", WIDTH, "joint", needed_by="full"),
+        Kept("norm output", WIDTH, "joint", needed_by="scales"),
         Kept("x", WIDTH, "joint", needed_by="weights"),
         Kept("query and key before norm", 2 * WIDTH, "joint"),
         *(Kept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
         Kept("attention statistics", HEADS, "joint", fp32=True),
         Kept("before GELU", FFN, "joint"),
         Kept("attention and feed-forward side by side", WIDTH + FFN, "joint", needed_by="weights"),
-        Kept("block output", WIDTH, "joint", needed_by="full"),
+        Kept("block output", WIDTH, "joint", needed_by="scales"),
     )
     linears = (
         *(Linear(f"attn.to_{part}", WIDTH, WIDTH, "x", "Attention", "joint") for part in "qkv"),
@@ -89,6 +96,7 @@ def _single() -> Block:
             "FluxSingleTransformerBlock",
             "joint",
         ),
+        _modulation("norm.linear", "AdaLayerNormZeroSingle", "joint", 3),
     )
     working = (
         Kept("gradients around the feed-forward", 3 * FFN // 2, "joint"),

@@ -69,7 +69,7 @@ _AI_TOOLKIT = AiToolkitNames(
         ),
     },
     guidance_embedding="false: Flux is trained with its guidance embedding",
-    layers_note="the modulation layers of the blocks too (494 layers of FLUX.1 there, 418 here)",
+    blocks=("transformer_blocks", "single_transformer_blocks"),
     unguided=("schnell",),
 )
 

@@ -28,19 +28,19 @@ VAE = Codec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
     kept: tuple[Kept, ...] = (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
-        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} x1", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} query and key before norm", 2 * WIDTH, stream),
         Kept(f"{stream} query and key in fp32", 2 * WIDTH, stream, fp32=True, compiled=False),
         Kept(f"{stream} query and key before the norm's weight", 2 * WIDTH, stream, needed_by="full"),
         Kept(f"{stream} o", WIDTH, stream, needed_by="weights"),
-        Kept(f"{stream} attention output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} attention output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} residual after attention", WIDTH, stream),
-        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} norm2 output", WIDTH, stream, needed_by="scales"),
         Kept(f"{stream} x2", WIDTH, stream, needed_by="weights"),
         Kept(f"{stream} before GELU", FFN, stream),
         Kept(f"{stream} after GELU", FFN, stream, needed_by="weights"),
-        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="full"),
+        Kept(f"{stream} feed-forward output", WIDTH, stream, needed_by="scales"),
     )
     if modulated_by_token:
         kept += (Kept(f"{stream} scales and gates", 4 * WIDTH, stream, compiled=False),)
@@ -57,6 +57,9 @@ def _linears() -> tuple[Linear, ...]:
         Linear("img_mlp.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
         Linear("txt_mlp.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
         Linear("txt_mlp.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
+        # The modulation reads the embedding of the noise level, one row for each sample.
+        Linear("img_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="image"),
+        Linear("txt_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="text"),
     )
 
 

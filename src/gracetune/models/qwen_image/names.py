@@ -50,7 +50,7 @@ _AI_TOOLKIT = AiToolkitNames(
             bucket_step=32,
         ),
     },
-    layers_note="the modulation layers of the blocks too (840 layers there, 720 here)",
+    blocks=("transformer_blocks",),
 )
 
 NAMES = FamilyNames(

@@ -79,11 +79,13 @@ def _resampling() -> Block:
 
 def _around_transformers(channels: int, count: int, level: Fraction) -> Block:
     entry = (Kept("norm input", channels),)
+    names = ("proj_in", "proj_out")
+    read = tuple(Kept(f"{name} input", channels, needed_by="weights") for name in names)
     linears = tuple(
-        Linear(f"attentions.*.{name}", channels, channels, "", "Transformer2DModel", default=False)
-        for name in ("proj_in", "proj_out")
+        Linear(f"attentions.*.{name}", channels, channels, f"{name} input", "Transformer2DModel", default=False)
+        for name in names
     )
-    return Block("transformers", count, entry, entry, (), linears, tokens=level)
+    return Block("transformers", count, (*entry, *read), entry, (), linears, tokens=level)
 
 
 def _transformer_block(width: int, count: int, level: Fraction) -> Block:

@@ -40,6 +40,7 @@ NAMES = FamilyNames(
     aitoolkit=AiToolkitNames(
         archs={"sdxl": Arch(("base-1.0",), switch="is_xl", bucket_step=16)},
         unet=True,
-        layers_note="proj_in and proj_out of the attention blocks too",
+        blocks=("attentions",),
+        conv_blocks=("resnets", "downsamplers", "upsamplers"),
     ),
 )

@@ -83,6 +83,7 @@ _AI_TOOLKIT = AiToolkitNames(
             bucket_step=32,
         ),
     },
+    blocks=("blocks",),
     text_encoder_qtype="qtype",  # upstream's Wan quantises both alike
 )
 

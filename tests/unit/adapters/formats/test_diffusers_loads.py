@@ -89,6 +89,27 @@ def test_diffusers_loads_our_diffusers_files(family: str, kind: str, tiny_model:
     assert (expected - base).abs().max() > 1e-3, "the adapter has to do something for this test to mean anything"
 
 
+WITHIN = {"flux": ("transformer_blocks", "single_transformer_blocks"), "qwen_image": ("transformer_blocks",),
+          "sdxl": ("attentions",)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    [("flux", "diffusers"), ("flux", "comfyui"), ("qwen_image", "diffusers"), ("qwen_image", "comfyui"),
+     ("qwen_image", "kohya"), ("sdxl", "diffusers"), ("sdxl", "kohya")],
+)  # fmt: skip
+def test_diffusers_loads_every_layer_of_the_blocks(
+    family: str, format: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Modulation layers, and the projections around a U-Net's attention, too: ai-toolkit's layers."""
+    pipeline = pipeline_of(family, tiny_model)
+    state, expected = trained(family, denoiser_of(pipeline, family), targets=(), within=WITHIN[family])
+    assert any(path.endswith((".linear", "_mod.1", "proj_in")) for path in state.layers)
+    file = save(tmp_path / "adapter.safetensors", state, format, torch.float32)
+    pipeline.load_lora_weights(file)
+    torch.testing.assert_close(predict(family, denoiser_of(pipeline, family)), expected, **TOLERANCE)
+
+
 def test_a_dora_in_half_precision_loads_into_a_model_in_half_precision(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Its magnitudes are fp32 in the file all the same."""
     pipeline = pipeline_of("wan", tiny_model)

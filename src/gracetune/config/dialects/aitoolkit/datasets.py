@@ -47,13 +47,13 @@ def read_datasets(process: PeerBlock, job: AiToolkitJob) -> None:
 def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
     """What is done otherwise, where that is the better way."""
     yield "images are scaled with Lanczos (there bicubic)"
-    yield "what is transparent becomes white"
+    yield "what is transparent becomes white, and colour profiles are applied"
     yield "latents are the mean of the VAE's distribution (there a sample)"
     yield "batches are put together anew in every epoch"
     if job.target.names.spaces_count:
         yield "captions keep their spaces (there a second one follows each comma)"
     if any(entry.block.get("mask_path") or entry.block.get("alpha_mask") for entry in entries):
-        yield "masks are not blurred at random"
+        yield "masks are not blurred at random, and images without one count fully (there not, beside others with one)"
     if any(entry.random_crop for entry in entries):
         yield "a random crop is drawn anew wherever latents are"
 

@@ -11,7 +11,7 @@ from gracetune.config.dialects.table import IsFalse, Key, KeyRule, OneOf, apply,
 from gracetune.config.dialects.values import as_number
 from gracetune.config.spelling import misspelt
 
-KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "loha", "dora": "dora"}
+KINDS = {"lora": "lora", "locon": "locon", "lycoris": "locon", "lokr": "lokr", "loha": "lora", "dora": "dora"}
 OTHER_KINDS = ("lorm", "fullrank")
 UPSTREAM_RANK = 4
 _CONV = {"conv": "conv_rank", "conv_alpha": "conv_alpha"}
@@ -39,7 +39,7 @@ def _kind(block: PeerBlock, job: AiToolkitJob) -> None:
     if isinstance(name, str) and name.lower() in KINDS:
         block.assign(("adapter", "kind"), KINDS[name.lower()], "type")
         if name.lower() == "loha":
-            block.note(f"{block.key('type')}: trains LoHa here; ai-toolkit has none and trains a plain LoRA")
+            block.note(f"{block.key('type')}: ai-toolkit has no LoHa and trains a plain LoRA, and so do we")
     elif isinstance(name, str) and name.lower() in OTHER_KINDS:
         block.refuse("type", f"one of {', '.join(KINDS)}", "without it a plain LoRA is trained")
     else:
@@ -124,7 +124,7 @@ def _kwargs(block: PeerBlock, job: AiToolkitJob) -> None:
 
 
 def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
-    """Upstream's words are parts of a module's path; ours are patterns over the path inside the denoiser."""
+    """Upstream's words are texts in a module's path; ours are patterns over the path inside the denoiser."""
     for name, field in (("ignore_if_contains", "exclude"), ("only_if_contains", "targets")):
         words = kwargs.get(name)
         words = [words] if isinstance(words, str) else words
@@ -134,16 +134,30 @@ def _layers(kwargs: PeerBlock, job: AiToolkitJob) -> None:
             kwargs.assign(("adapter", field), words, name)
 
 
-def _default_layers(block: PeerBlock, job: AiToolkitJob) -> None:
-    note, kwargs = job.target.names.aitoolkit.layers_note, block.get("network_kwargs")
-    named = isinstance(kwargs, dict) and kwargs.get("only_if_contains")
-    if note and not named:
-        block.note(f"{block.place}: our default layers are adapted; ai-toolkit adapts {note}; see docs/fidelity.md")
+def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
+    """Upstream adapts every linear layer inside some modules; those named by words are among them."""
+    names = job.target.names.aitoolkit
+    convolutions = block.get("conv") is not None or _kind_of(block) == "locon" or _is_full_rank(block)
+    within = (*names.blocks, *(names.conv_blocks if convolutions else ()))
+    if within:
+        block.default(("adapter", "within"), list(within))
+
+
+def _locon(block: PeerBlock, job: AiToolkitJob) -> None:
+    if _kind_of(block) != "locon":
+        return
+    if job.target.transformer:
+        block.note(f"{block.key('type')}: the linear layers of the blocks are adapted; ai-toolkit's LoCon adapts none")
+    elif block.get("network_kwargs"):
+        block.note(f"{block.key('network_kwargs')}: chooses layers here; ai-toolkit's LoCon ignores it")
 
 
 def _pattern(word: str) -> str:
-    inside = word.replace("$$", ".").removeprefix("transformer.")
-    return f"*{inside}*" if inside.strip() else word
+    path = word.replace("$$", ".")
+    inside = path.removeprefix("transformer.").removeprefix("lora_unet.")
+    if not inside.strip():
+        return word
+    return f"*{inside}*" if inside == path else f"{inside}*"  # behind the prefix is where a path begins
 
 
 def _schedule(block: PeerBlock, job: AiToolkitJob) -> None:
@@ -162,7 +176,8 @@ NETWORK = section(
     KeyRule(_alpha, "alpha linear_alpha"),
     KeyRule(_conv, *_CONV),
     KeyRule(_kwargs, "network_kwargs"),
-    KeyRule(_default_layers),
+    KeyRule(_blocks),
+    KeyRule(_locon),
     KeyRule(_schedule, "alpha_schedule"),
     refused("transformer_only", OneOf((True,)), "true: only the layers inside the transformer's blocks are adapted"),
     refused("split_multistage_loras", OneOf((True,)), "true: each expert's adapter is a file of its own"),

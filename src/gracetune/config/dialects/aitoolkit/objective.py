@@ -160,6 +160,11 @@ def _snr(block: PeerBlock, job: AiToolkitJob) -> None:
             block.note(f"{block.key(name)}: no effect with flow matching: every timestep weighs 1")
         elif name == "min_snr_gamma":
             block.assign(("objective", "snr_gamma"), value, name)
+            if block.draft.get(("objective", "prediction")) == "v_prediction":
+                block.note(
+                    f"{block.key(name)}: the weight of v-prediction is used; ai-toolkit uses epsilon-prediction's, "
+                    "and computes the target from the image instead of its latents"
+                )
         else:
             why = "nothing: the unclipped gamma/SNR weight is not done here"
             block.refuse(name, why, "write `min_snr_gamma` for the usual Min-SNR weight", found=value)

@@ -120,6 +120,12 @@ def _probability(entry: PeerBlock, setting: Setting) -> None:
         entry.put("probability", (*setting.here, "probability"), as_number)
 
 
+def _most(entry: PeerBlock, setting: Setting) -> None:
+    if not_zero(entry.get("max_num_samples")) is not None:
+        entry.put("max_num_samples", (*setting.here, "max_samples"), not_zero)
+        entry.note(f"{entry.key('max_num_samples')}: a random choice that stays the same, but not SimpleTuner's")
+
+
 def _buckets(entry: PeerBlock, setting: Setting) -> None:
     if setting.kind == "audio":
         return
@@ -372,6 +378,7 @@ ENTRY: KeyTable[Setting] = KeyTable(
     KeyRule(_id, "id"),
     KeyRule(_check),
     KeyRule(_probability, "probability"),
+    KeyRule(_most, "max_num_samples"),
     KeyRule(_sizes, _LARGEST, _DOWNSAMPLED),
     KeyRule(_buckets),
     Key("dataset_type", ("dataset_type",)),

@@ -33,7 +33,6 @@ ROWS = (
     Key("prepend_instance_prompt", ("captions", "prepend_instance_prompt"), as_flag, inherits=True),
     Key("disable_multiline_split", ("captions", "split_lines"), inverse),
     Key("repeats", ("repeats",), _or_nothing),
-    Key("max_num_samples", ("max_samples",), not_zero),
     Key("train_batch_size", ("batch_size",), as_number),
     Key("start_epoch", ("start_epoch",), as_number),
     Key("start_step", ("start_step",), as_number),

@@ -70,10 +70,10 @@ def read_datasets(options: PeerBlock, family: str, environment: Environment) -> 
 def _kept(options: PeerBlock, family: str) -> Iterator[str]:
     """What is done otherwise, where that is the better way."""
     yield "images are scaled with Lanczos (there bilinear) and never squeezed"
-    yield "what is transparent becomes white"
+    yield "what is transparent becomes white, and colour profiles are applied"
     if all(flavour.makes != "video" for flavour in flavours(family)):
         yield "latents are the mean of the VAE's distribution (there a sample)"
-    yield "every bucket is visited in every epoch"
+    yield "every bucket is visited in every epoch, and an image's own shape decides which it is in"
     styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
     if names_of(family).told_sizes and any(style in (None, "random") for style in styles):
         yield "the model is told where a random crop is (there the middle, wherever it is)"

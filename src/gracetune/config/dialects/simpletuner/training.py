@@ -191,6 +191,9 @@ def _noise(options: PeerBlock, family: str) -> None:
         options.put("noise_offset_probability", ("objective", "noise_offset_probability"), as_number)
         options.default(("objective", "noise_offset"), 0.1, "noise_offset")
         options.default(("objective", "noise_offset_probability"), 0.25, "noise_offset_probability")
+        if as_number(options.get("train_batch_size")) != 1:  # 4 where the file does not set it
+            options.note(f"{options.key('noise_offset_probability')}: decided for each sample; SimpleTuner decides "
+                         "once for a batch")  # fmt: skip
     prediction = options.get("prediction_type")
     if not ddpm or prediction is None:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,11 @@ from gracetune.adapters.algorithms.assembly import Convention, LayerError, check
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.files import PEFT_CONFIG
-from gracetune.adapters.formats.layers import common_alpha, common_rank
+from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
+    Fault,
     Written,
     cast,
     identity,
@@ -63,6 +64,30 @@ def refusal(layer: Layer) -> str | None:
     if "dora_scale" in layer.tensors and row_magnitude(layer) is None:
         return "PEFT's DoRA has a magnitude for each output, this one for each input"
     return None
+
+
+def _misread(state: AdapterState) -> Iterator[Fault]:
+    for path, layer in state.layers.items():
+        reason = refusal(layer)
+        if reason is not None:
+            yield path, reason
+
+
+def _misread_by_comfyui(state: AdapterState) -> Iterator[Fault]:
+    for path, layer in state.layers.items():
+        if not is_plain_lora(layer):
+            yield path, "ComfyUI loads only LoRA from files of diffusers: it does not read their magnitudes"
+        elif layer.alpha != layer.rank:
+            yield path, "ComfyUI ignores the alpha in the header of a file of diffusers"
+
+
+def misread_by_converter(state: AdapterState) -> Iterator[Fault]:
+    """What diffusers rejects of files in the other formats, which it converts. `diffusers` files have no such limits."""
+    for path, layer in state.layers.items():
+        if not is_plain_lora(layer):
+            yield path, "diffusers converts only LoRA from other programs' files"
+        elif not is_in_a_block(path):
+            yield path, "diffusers converts only layers of blocks from other programs' files"
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
@@ -163,4 +188,10 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-FORMAT = Format(write, read)
+FORMAT = Format(
+    write,
+    read,
+    readers={"diffusers": _misread, "comfyui": _misread_by_comfyui},
+    made_for=("diffusers",),
+    all_families=("diffusers",),
+)

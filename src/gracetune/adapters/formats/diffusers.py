@@ -82,7 +82,7 @@ def _misread_by_comfyui(state: AdapterState) -> Iterator[Fault]:
 
 
 def misread_by_converter(state: AdapterState) -> Iterator[Fault]:
-    """What diffusers rejects of files in the other formats, which it converts. `diffusers` files have no such limits."""
+    """What diffusers rejects of files in other formats, which it converts. `diffusers` files have no such limits."""
     for path, layer in state.layers.items():
         if not is_plain_lora(layer):
             yield path, "diffusers converts only LoRA from other programs' files"

@@ -101,6 +101,8 @@ class _Split:
 
 def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
     """Whether LyCORIS makes factors of the same sizes again when it loads them: otherwise it fails."""
+    if "lokr_t2" in tensors:
+        return False  # it takes another side of the second factor for the rank
     first, second = (_sides(tensors, name) for name in ("lokr_w1", "lokr_w2"))
     rows, columns = first[0] * second[0], first[1] * second[1]
     factor = -1
@@ -110,10 +112,9 @@ def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
         factor = in_both[0] if in_both else min(largest)
     apart = ("lokr_w1_a" in tensors, "lokr_w2_a" in tensors)
     options = _Split(rank or 1, factor, full_rank=not any(apart), decompose_both=all(apart))
-    whole = {name: tensor for name, tensor in tensors.items() if name in ("lokr_w2", "lokr_t2")}
-    if any(tensor.ndim > 2 for tensor in whole.values()) or "lokr_t2" in tensors:
-        rows_of = factorization(rows, factor)
-        return (first[0], second[0]) == rows_of and (first[1], second[1]) == factorization(columns, factor)
+    if "lokr_w2" in tensors and tensors["lokr_w2"].ndim > 2:
+        rows_of, columns_of = factorization(rows, factor), factorization(columns, factor)
+        return (first[0], second[0], first[1], second[1]) == (*rows_of, *columns_of)
     split = kronecker(columns, rows, options)
     return (split.first, split.second, split.first_apart, split.second_apart) == (first, second, *apart)
 

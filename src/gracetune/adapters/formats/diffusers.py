@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ from gracetune.models.key_maps import KEY_MAPS
 
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
+_WITH_PLAIN_ALPHA = ("LOKR", "LOHA")
+"""PEFT's kinds whose configs call it `alpha`, and not `lora_alpha`."""
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
 _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
 """Every layer is held against every pattern. Our own files have one for each layer, without repeats."""
@@ -147,33 +149,56 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
     if not isinstance(found, dict):
         return _unreadable
     config = {name.removeprefix(f"{component}."): value for name, value in found.items()}
-    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
+    lycoris = config.get("peft_type") in _WITH_PLAIN_ALPHA
+    alpha = config.get("alpha" if lycoris else "lora_alpha")
     if alpha is None:
         return None
-    values = patterns if isinstance(patterns, dict) else {}
-    if len(values) > _MOST_PATTERNS or sum(map(bool, map(_REPEATS.search, values))) > _MOST_REPEATING:
+    values = [config.get(key) for key in ("alpha_pattern", "rank_pattern")]
+    alphas, ranks = (value if isinstance(value, dict) else {} for value in values)
+    if any(len(one) > _MOST_PATTERNS or sum(map(_repeats, one)) > _MOST_REPEATING for one in (alphas, ranks)):
         return _too_many_patterns
-    given = {text: _compiled(text) for text in values}
+    alpha_of, rank_of = _by_pattern("alpha_pattern", alphas, alpha), _by_pattern("rank_pattern", ranks, config.get("r"))
     rank_stabilised = config.get("use_rslora") is True
 
-    def scale(path: str, rank: int) -> float:
-        value = alpha
-        for text, pattern in given.items():
-            if pattern is None:
-                raise LayerError(f"the header's alpha_pattern {short(text, 40)} cannot be followed")
-            if pattern.fullmatch(path):
-                value = values[text]
-                break
-        return checked_alpha(value, " in the header") * (math.sqrt(rank) if rank_stabilised else 1.0)
+    def scale(path: str, rank: int | None) -> float:
+        value = checked_alpha(alpha_of(path), " in the header")
+        if rank is None:
+            return value / _checked_rank(rank_of(path))
+        return value * (math.sqrt(rank) if rank_stabilised else 1.0)
 
     return scale
 
 
-def _unreadable(path: str, rank: int) -> float:
+def _by_pattern(entry: str, values: Mapping[str, Any], otherwise: object) -> Callable[[str], object]:
+    """The value of the first pattern that a path fits, as PEFT looks it up."""
+    given = {text: _compiled(text) for text in values}
+
+    def value(path: str) -> object:
+        for text, pattern in given.items():
+            if pattern is None:
+                raise LayerError(f"the header's {entry} {short(text, 40)} cannot be followed")
+            if pattern.fullmatch(path):
+                return values[text]
+        return otherwise
+
+    return value
+
+
+def _repeats(pattern: str) -> bool:
+    return bool(_REPEATS.search(pattern))
+
+
+def _checked_rank(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: it is a whole number above 0")
+
+
+def _unreadable(path: str, rank: int | None) -> float:
     raise LayerError(f"no alpha: {HEADER_ENTRY} in the header, or adapter_config.json beside it, is no JSON object")
 
 
-def _too_many_patterns(path: str, rank: int) -> float:
+def _too_many_patterns(path: str, rank: int | None) -> float:
     most = f"{_MOST_PATTERNS:,} entries, or {_MOST_REPEATING} that repeat something"
     raise LayerError(f"the header's alpha_pattern has more than {most}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from gracetune.adapters.formats.diffusers import misread_by_converter
 from gracetune.adapters.formats.layers import is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.lycoris import misread
 from gracetune.adapters.formats.reading import Reading, read_states
-from gracetune.adapters.formats.record import Format
+from gracetune.adapters.formats.record import Format, Reader
 from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, original_refusal, original_stems
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
@@ -36,6 +37,19 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
 
 
 # -- what programs make of such files ---------------------------------------------------------------------------------
+
+
+def _of_what_it_holds(reader: Reader) -> Reader:
+    """Layers that the format cannot hold are read by no program."""
+
+    def misread_layers(state: AdapterState) -> Iterator[Fault]:
+        keys = KEY_MAPS[state.family]
+        found = {path: original_refusal(layer, path, keys) for path, layer in state.layers.items()}
+        yield from ((path, reason) for path, reason in found.items() if reason is not None)
+        held = {path: layer for path, layer in state.layers.items() if found[path] is None}
+        yield from reader(replace(state, layers=held))
+
+    return misread_layers
 
 
 def _misread_by_musubi(state: AdapterState) -> Iterator[Fault]:
@@ -98,11 +112,11 @@ FORMAT = Format(
     write,
     read,
     readers={
-        "musubi": _misread_by_musubi,
-        "sd-scripts": _misread_by_sd_scripts,
-        "comfyui": misread_by_original_names,
-        "diffusers": misread_by_converter,
-        "lycoris": misread,
+        "musubi": _of_what_it_holds(_misread_by_musubi),
+        "sd-scripts": _of_what_it_holds(_misread_by_sd_scripts),
+        "comfyui": _of_what_it_holds(misread_by_original_names),
+        "diffusers": _of_what_it_holds(misread_by_converter),
+        "lycoris": _of_what_it_holds(misread),
     },
     made_for=("musubi", "sd-scripts", "comfyui"),
     all_families=("comfyui",),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.registry import FORMATS
@@ -42,6 +43,8 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
     """None where the program reads a file of this format right."""
     if program not in programs_of(state.family, format):
         return Misread(program, f"it does not read {format} files of {state.family}")
+    if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
+        return Misread(program, "its DoRA was converted for ComfyUI: use the file it came from")
     faults = list(FORMATS[format].readers[program](state))
     return Misread(program, _described(faults)) if faults else None
 

@@ -49,6 +49,8 @@ def held(family: str, model: nn.Module, algorithm: str, options: tuple[str, ...]
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
     }
+    if "decomposed" in options or "both" in options:  # the kernel, and so the split, is not to be seen in the factors
+        shapes = {path: shape for path, shape in shapes.items() if len(shape) == 2}
     rank = 1 if "both" in options else 2  # tiny factors are taken apart at the lowest rank only
     state = making.state(family, shapes, algorithm, rank=rank, options=options)
     with_bias = {path for path in shapes if getattr(model.get_submodule(path), "bias", None) is not None}

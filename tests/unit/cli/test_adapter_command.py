@@ -539,7 +539,8 @@ def test_convert_for_a_program_with_a_lora_or_a_model(tiny_model, tmp_path, caps
     code, found = answer(capsys, "convert", lokr, "--for", "diffusers", "--lora-rank", "4")
     assert code == 0
     assert found["written"][0]["format"] == "diffusers"
-    dora = save(tmp_path / "y.safetensors", adapter(tiny_model, kind="dora"), "diffusers", torch.float32)
+    state = adapter(tiny_model, kind="dora", stage="high_noise")
+    dora = save(tmp_path / "y.safetensors", state, "diffusers", torch.float32)
     code, _, err = run(capsys, "convert", dora, "--for", "comfyui")
     assert code == 1
     assert "with --model MODEL" in err

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
 from gracetune.adapters.formats.programs import misread_in, readable
+from gracetune.adapters.formats.reading import by_base
 from gracetune.adapters.formats.registry import FORMATS
-from gracetune.adapters.formats.writing import row_magnitude
-from gracetune.adapters.state import AdapterState, Layer
+from gracetune.adapters.state import AdapterState
 from gracetune.config.export_formats import PROGRAMS, FormatName
 from gracetune.config.run_config import Checkpoints
 from gracetune.errors import ConfigError, Problem
@@ -47,12 +46,4 @@ def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
     """A run measures DoRA's magnitudes against the base weights where they are for ComfyUI (`output.for_format`)."""
     if name != "comfyui":
         return layout
-    return replace(layout, layers={path: _by_base(layer) for path, layer in layout.layers.items()})
-
-
-def _by_base(layer: Layer) -> Layer:
-    magnitude = row_magnitude(layer)
-    if magnitude is None:
-        return layer
-    others = {name: tensor for name, tensor in layer.tensors.items() if name != MAGNITUDE}
-    return replace(layer, tensors={**others, BASE_MAGNITUDE: magnitude})
+    return replace(layout, layers={path: by_base(layer) for path, layer in layout.layers.items()})

@@ -27,6 +27,7 @@ from gracetune.adapters.formats.writing import (
     Stem,
     Written,
     alpha_in,
+    faults_by,
     original_refusal,
     original_stems,
     our_stems,
@@ -109,27 +110,12 @@ def cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
 # -- what ComfyUI makes of files in the other formats -----------------------------------------------------------------
 
 
-def misread_by_original_names(state: AdapterState) -> Iterator[Fault]:
-    for path, layer in state.layers.items():
-        reason = _misreads(layer)
-        if reason is not None:
-            yield path, reason
+def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    return _misreads(layer) or (cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else None)
 
 
-def misread_by_our_names(state: AdapterState) -> Iterator[Fault]:
-    keys = KEY_MAPS[state.family]
-    for path, layer in state.layers.items():
-        reason = _misreads(layer) or (cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else None)
-        if reason is not None:
-            yield path, reason
-
-
-def _misread(state: AdapterState) -> Iterator[Fault]:
-    keys = KEY_MAPS[state.family]
-    for path, layer in state.layers.items():
-        reason = refusal(layer, path, keys)
-        if reason is not None:
-            yield path, reason
+misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))
+misread_by_our_names = faults_by(_wrong_by_our_names)
 
 
 def _is_lora(layer: Layer) -> bool:
@@ -143,7 +129,7 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
 FORMAT = Format(
     write,
     read,
-    readers={"comfyui": _misread, "diffusers": misread_by_converter},
+    readers={"comfyui": faults_by(refusal), "diffusers": misread_by_converter},
     made_for=("comfyui",),
     all_families=("comfyui",),
     alpha_is_optional=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,9 +23,9 @@ from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
-    Fault,
     Written,
     cast,
+    faults_by,
     identity,
     refuse_what_does_not_fit,
     row_magnitude,
@@ -33,6 +33,7 @@ from gracetune.adapters.formats.writing import (
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
 from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import KeyMap
 
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
@@ -68,28 +69,24 @@ def refusal(layer: Layer) -> str | None:
     return None
 
 
-def _misread(state: AdapterState) -> Iterator[Fault]:
-    for path, layer in state.layers.items():
-        reason = refusal(layer)
-        if reason is not None:
-            yield path, reason
+def _wrong_in_comfyui(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    if not is_plain_lora(layer):
+        return "ComfyUI loads only LoRA from files of diffusers: it does not read their magnitudes"
+    if layer.alpha != layer.rank:
+        return "ComfyUI ignores the alpha in the header of a file of diffusers"
+    return None
 
 
-def _misread_by_comfyui(state: AdapterState) -> Iterator[Fault]:
-    for path, layer in state.layers.items():
-        if not is_plain_lora(layer):
-            yield path, "ComfyUI loads only LoRA from files of diffusers: it does not read their magnitudes"
-        elif layer.alpha != layer.rank:
-            yield path, "ComfyUI ignores the alpha in the header of a file of diffusers"
+def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    if not is_plain_lora(layer):
+        return "diffusers converts only LoRA from other programs' files"
+    if not is_in_a_block(path):
+        return "diffusers converts only layers of blocks from other programs' files"
+    return None
 
 
-def misread_by_converter(state: AdapterState) -> Iterator[Fault]:
-    """What diffusers rejects of files in other formats, which it converts. `diffusers` files have no such limits."""
-    for path, layer in state.layers.items():
-        if not is_plain_lora(layer):
-            yield path, "diffusers converts only LoRA from other programs' files"
-        elif not is_in_a_block(path):
-            yield path, "diffusers converts only layers of blocks from other programs' files"
+misread_by_converter = faults_by(_not_converted)
+"""What diffusers rejects of files in other formats, which it converts. `diffusers` files have no such limits."""
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
@@ -216,7 +213,7 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 FORMAT = Format(
     write,
     read,
-    readers={"diffusers": _misread, "comfyui": _misread_by_comfyui},
+    readers={"diffusers": faults_by(lambda layer, path, keys: refusal(layer)), "comfyui": faults_by(_wrong_in_comfyui)},
     made_for=("diffusers",),
     all_families=("diffusers",),
 )

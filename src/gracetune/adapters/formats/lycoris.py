@@ -5,7 +5,7 @@ LoRA is LyCORIS' LoCon, and DoRA is LoCon with a dora_scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import Reading, read_states
 from gracetune.adapters.formats.record import Format
-from gracetune.adapters.formats.writing import Fault, Spelling, Written, alpha_in, our_stems, row_magnitude
+from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, faults_by, our_stems, row_magnitude
 from gracetune.adapters.formats.writing import write as write_with
 from gracetune.adapters.state import AdapterState, Layer
 
@@ -33,14 +33,6 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
     return read_states(tensors, metadata, family, CONVENTION)
 
 
-def misread(state: AdapterState) -> Iterator[Fault]:
-    """What LyCORIS cannot rebuild. It makes a module of its own for the layer and copies the tensors into it."""
-    for path, layer in state.layers.items():
-        reason = _cannot_rebuild(layer)
-        if reason is not None:
-            yield path, reason
-
-
 def _cannot_rebuild(layer: Layer) -> str | None:
     tensors = layer.tensors
     if MAGNITUDE in tensors and row_magnitude(layer) is None:
@@ -54,6 +46,9 @@ def _cannot_rebuild(layer: Layer) -> str | None:
         return "LyCORIS splits a matrix of this size into other factors, and cannot load these"
     return None
 
+
+misread = faults_by(lambda layer, path, keys: _cannot_rebuild(layer))
+"""What LyCORIS cannot rebuild. It makes a module of its own for a layer and copies the tensors into it."""
 
 FORMAT = Format(
     write,

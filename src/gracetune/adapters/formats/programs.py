@@ -6,7 +6,7 @@ of them that have the model; `--for PROGRAM`, and `checkpoints.for_program`, giv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gracetune.adapters.algorithms.registry import algorithm
@@ -134,11 +134,3 @@ def _described(faults: Iterable[Fault]) -> str:
         f"{reason} ({paths[0]}{f' and {len(paths) - 1} more layers' if paths[1:] else ''})"
         for reason, paths in by_reason.items()
     )
-
-
-def shared(reports: Iterable[Mapping[Program, str | None]]) -> dict[Program, str | None]:
-    """Of several adapters: the first reason of each program."""
-    found: dict[Program, str | None] = dict.fromkeys(PROGRAMS)
-    for report in reports:
-        found = {program: found[program] or report[program] for program in PROGRAMS}
-    return found

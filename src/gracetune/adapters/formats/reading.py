@@ -235,7 +235,7 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
     if found.located.is_of_peft and "lokr_w1" in layer.tensors and layer.rank is None:
         layer = _scaled_by_peft(layer, place.paths[0], scale)
     if convention.dora_by_base:
-        layer = _by_base(layer)
+        layer = by_base(layer)
     if place.fused:
         return fusing.parted(layer, place)
     if place.halves_swapped:
@@ -264,7 +264,8 @@ def _scaled_by_peft(layer: Layer, path: str, scale: Scale | None) -> Layer:
     return replace(layer, tensors={**layer.tensors, "lokr_w1": (first.float() * factor).to(first.dtype)})
 
 
-def _by_base(layer: Layer) -> Layer:
+def by_base(layer: Layer) -> Layer:
+    """A DoRA whose magnitudes are taken for those measured against the base weight."""
     magnitude = row_magnitude(layer)
     if magnitude is None:
         return layer

@@ -19,7 +19,7 @@ from peft import LoraConfig, inject_adapter_in_model, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from gracetune.adapters.file_errors import CannotHoldError
-from gracetune.adapters.formats.programs import format_for, formats_for, misread_by, readable, refuse_misread
+from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.merge import merge_module
 from gracetune.adapters.opening import save

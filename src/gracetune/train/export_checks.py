@@ -39,7 +39,7 @@ def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tupl
     if checkpoints.for_program is None:
         return ()
     wrong = misread_in(_as_written(layout, checkpoints.format), checkpoints.format)
-    return tuple(f"the files are for {PROGRAMS[checkpoints.for_program]}; not for {one}" for one in wrong)
+    return tuple(f"the files are for {PROGRAMS[checkpoints.for_program]}: {one}" for one in wrong)
 
 
 def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:

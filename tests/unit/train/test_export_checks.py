@@ -84,7 +84,7 @@ def test_files_for_one_program(adapter, format, program, tiny_model: TinyModel) 
 def test_a_note_names_the_programs_that_files_for_one_are_not_for(tiny_model: TinyModel) -> None:
     state = making.state("sdxl", making.in_blocks(making.layer_shapes("sdxl", tiny_model)), "dora")
     (note,) = about_other_programs(state, Checkpoints(format="lycoris", for_program="lycoris"))
-    assert note.startswith("the files are for LyCORIS; not for ComfyUI: ComfyUI divides")
+    assert note.startswith("the files are for LyCORIS: ComfyUI divides")
     assert about_other_programs(state, Checkpoints(format="diffusers", for_program="diffusers")) == ()
     assert about_other_programs(state, Checkpoints(format="diffusers")) == ()
 

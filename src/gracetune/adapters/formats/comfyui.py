@@ -75,10 +75,14 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
     return read_states(tensors, metadata, family, CONVENTION)
 
 
+_OTHER_NORM = "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one"
+_WITH_MODEL = "with --model MODEL they are written so that the result is right"
+
+
 def refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     reason = _misreads(layer)
     if reason is not None:
-        return reason
+        return f"{reason}; {_WITH_MODEL}" if reason == _OTHER_NORM else reason
     if not keys.comfyui_takes_ours:
         return original_refusal(layer, path, keys)
     return None if _has_bias(layer) else cut_refusal(layer, path, keys)
@@ -87,10 +91,7 @@ def refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
 def _misreads(layer: Layer) -> str | None:
     """What ComfyUI gets wrong of a layer under any name."""
     if row_magnitude(layer) is not None:
-        return (
-            "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one; "
-            "with --model MODEL they are written so that the result is right"
-        )
+        return _OTHER_NORM
     return algorithm(layer.algorithm).refusal("comfyui", layer.tensors)
 
 

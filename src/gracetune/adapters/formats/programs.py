@@ -29,7 +29,8 @@ class Misread:
     reason: str
 
     def __str__(self) -> str:
-        return f"{PROGRAMS[self.program]}: {self.reason}"
+        name = PROGRAMS[self.program]
+        return self.reason if self.reason.startswith(name) else f"{name}: {self.reason}"
 
 
 def programs_of(family: str, format: FormatName) -> tuple[Program, ...]:

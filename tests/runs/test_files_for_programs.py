@@ -38,7 +38,8 @@ def test_a_dora_for_comfyui_and_for_lycoris(tiny_model: Callable[[str, str], Pat
     said = " ".join(refused.stderr.split())
     assert "norm of the base weight" in said
     assert "--set checkpoints.for_program=lycoris" in said
-    assert not output.exists()
+    assert "latent" not in said, "nothing is encoded"
+    assert not (output / "x.safetensors").exists()
     command += ["--set", "checkpoints.for_program=lycoris"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

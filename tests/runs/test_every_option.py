@@ -45,6 +45,8 @@ REVIEWED: dict[str, str] = {
     "test_passwords_and_signatures_are_used_and_shown_nowhere",
     "checkpoints.push_to_hub.repo_id": "needs a hub: covered by tests/runs/test_remote_data.py::"
     "test_from_a_hub_to_a_hub",
+    "checkpoints.for_program": "rejects files or does not: covered by tests/unit/train/test_export_checks.py::"
+    "test_files_for_one_program",
     "checkpoints.push_to_hub.private": "needs a hub: covered by tests/unit/hub/test_upload.py::"
     "test_a_repository_is_made_as_it_was_asked_for",
     "checkpoints.push_to_hub.every_checkpoint": "needs a hub: covered by tests/runs/test_remote_data.py::"

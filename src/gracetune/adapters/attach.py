@@ -75,6 +75,10 @@ class Attached(ABC):
     def state(self) -> AdapterState:
         """A copy, on the CPU and in fp32. The strength is not in it: it belongs to the run, not to the file."""
 
+    def layout(self) -> AdapterState | None:
+        """The same without values; None where there is no adapter, because the weights themselves are trained."""
+        return None
+
     @abstractmethod
     def load(self, state: AdapterState) -> None:
         """Take another adapter's values. Everything has to fit; what does not is listed, and nothing is changed."""
@@ -263,6 +267,9 @@ class _LayersAttached(Attached):
 
     def state(self) -> AdapterState:
         return AdapterState(self._family, self._stage, {path: layer.state() for path, layer in self._layers.items()})
+
+    def layout(self) -> AdapterState:
+        return AdapterState(self._family, self._stage, {path: layer.layout() for path, layer in self._layers.items()})
 
     def load(self, state: AdapterState) -> None:
         self._take(self.fitting(state))

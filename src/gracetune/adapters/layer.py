@@ -60,6 +60,11 @@ class AttachedLayer(ABC):
         tensors = {name: _whole(parameter).reshape(shapes[name]) for name, parameter in self.parameters().items()}
         return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
 
+    def layout(self) -> Layer:
+        """The same without values: for layers that are not loaded."""
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in self.shapes().items()}
+        return Layer(self.algorithm, {**tensors, **self.constants}, self.alpha, self.rank)
+
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Names and shapes have been checked."""

@@ -9,13 +9,19 @@ from pathlib import Path
 import torch
 
 from gracetune.adapters import files, metadata
-from gracetune.adapters.file_errors import BrokenLayerError, MixedStagesError, UnclearFamilyError
+from gracetune.adapters.file_errors import (
+    BrokenLayerError,
+    CannotHoldError,
+    MixedStagesError,
+    UnclearFamilyError,
+)
 from gracetune.adapters.formats.detect import Detected, detect
 from gracetune.adapters.formats.names import is_of_text_encoder, split
-from gracetune.adapters.formats.reading import Reading
+from gracetune.adapters.formats.programs import readable
+from gracetune.adapters.formats.reading import Reading, dtype_of
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState, Stage
-from gracetune.config.export_formats import FormatName
+from gracetune.config.export_formats import PROGRAMS, FormatName, Program
 from gracetune.errors import ConfigError, Problem, short
 
 _OTHER_HASH = (
@@ -43,6 +49,31 @@ class Opened:
     def refuse_altered(self) -> None:
         if self.reading.altered:
             raise self.reading.errors(str(self.file.path))[0]
+
+    def programs(self) -> dict[Program, str | None]:
+        """For every program: None where it loads this file as it was trained, else the reason. Empty where anything in
+        the file is wrong."""
+        if self.reading.errors() or not self.reading.states:
+            return {}
+        if len(self.reading.states) > 1:
+            return dict.fromkeys(PROGRAMS, "the file holds two experts: gracetune adapter convert --split")
+        (state,) = self.reading.states.values()
+        name = self.detected.format
+        if name == "other" or not self._is_spelled_as(state, name):
+            return dict.fromkeys(PROGRAMS, "another program's names: gracetune adapter convert --for PROGRAM")
+        return readable(state, name)
+
+    def _is_spelled_as(self, state: AdapterState, format: FormatName) -> bool:
+        """Whether the file has the keys that we would write."""
+        record = FORMATS[format]
+        try:
+            written, _ = record.write(state, dtype_of(self.file.tensors))
+        except CannotHoldError:
+            return False
+        found, ours = ({*keys} for keys in (self.file.tensors, written))
+        if record.alpha_is_optional:
+            found, ours = ({key for key in keys if not key.endswith(".alpha")} for keys in (found, ours))
+        return found == ours
 
     def states(self) -> list[AdapterState]:
         """Every adapter in the file, the high-noise one first. Raises where anything in the file is wrong."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -13,7 +13,7 @@ import typer
 from gracetune.cli.config import AsJson
 from gracetune.cli.console import out, print_json, say_error
 from gracetune.cli.streams import ignore_lost_stdout
-from gracetune.config.export_formats import FORMAT_NAMES
+from gracetune.config.export_formats import FORMAT_NAMES, PROGRAMS
 from gracetune.config.families import FAMILIES, flavours
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, GracetuneError, Problem
@@ -32,7 +32,9 @@ app = typer.Typer(help="Look into adapter files, check them, convert them.", no_
 
 if TYPE_CHECKING:
     To = str
+    For = str
 else:
+    For = StrEnum("For", [(f"PROGRAM_{number}", name) for number, name in enumerate(PROGRAMS)])
     To = StrEnum("To", [(f"FORMAT_{number}", name) for number, name in enumerate(FORMAT_NAMES)])
 
 
@@ -81,6 +83,9 @@ def inspect(
 def convert(
     file: File,
     to: Annotated[To | None, typer.Option("--to", help="The format to write.")] = None,
+    program: Annotated[
+        For | None, typer.Option("--for", help="Write the format that this program reads right, or refuse.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", readable=False, metavar="PATH", help="The file, or folder, to write."),
@@ -114,7 +119,14 @@ def convert(
     from gracetune.cli.adapter_view import conversions_json, print_conversions
 
     ignore_lost_stdout()
-    others = {"--to": to, "--lora-rank": lora_rank, "--model": model, "--dtype": dtype, "--split": split or None}
+    others = {
+        "--to": to,
+        "--for": program,
+        "--lora-rank": lora_rank,
+        "--model": model,
+        "--dtype": dtype,
+        "--split": split or None,
+    }
     _refuse_contradictions(merge_into, output, others)
     opened = open_adapter(
         file,
@@ -128,8 +140,8 @@ def convert(
         assert output is not None
         done = _merged(states, merge_into, output)
     else:
-        assert to is not None
-        done = _converted(opened, states, str(to), output, dtype, lora_rank, model)
+        wanted = _Wanted(None if to is None else str(to), None if program is None else str(program))
+        done = _converted(opened, states, wanted, output, dtype, lora_rank, model)
     if as_json:
         print_json(conversions_json(done, opened.left_out, opened.notes))
     else:
@@ -179,33 +191,58 @@ def verify(
 # -- what convert does ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Wanted:
+    """`--to` and `--for`: at least one of them."""
+
+    format: str | None
+    program: str | None
+
+    def chosen(self, state: AdapterState) -> str:
+        """The format to write. Raises where it would be read wrongly."""
+        from gracetune.adapters.formats.programs import format_for, refuse_misread
+
+        if self.format is None:
+            assert self.program is not None
+            return format_for(state, self.program)
+        refuse_misread(state, self.format, self.program)
+        return self.format
+
+    def is_comfyui(self) -> bool:
+        return self.format == "comfyui" or (self.format is None and self.program == "comfyui")
+
+
 def _converted(
     opened: Opened,
     states: list[AdapterState],
-    to: str,
+    wanted: _Wanted,
     output: Path | None,
     dtype: Precision | None,
     lora_rank: int | None,
     model: str | None,
 ) -> list[Converted]:
+    from gracetune.adapters.formats.programs import readable
     from gracetune.adapters.opening import save
     from gracetune.cli.adapter_view import Converted
 
     base = _base(states[0].family, model) if model is not None else None
-    if base is not None and lora_rank is None and not any(_for_comfyui(state, to) for state in states):
+    for_comfyui = [wanted.is_comfyui() and _has_magnitudes(state) for state in states]
+    if base is not None and lora_rank is None and not any(for_comfyui):
         hint = "remove --model, or add --lora-rank N"
         raise ConfigError([Problem("--model", "nothing that needs it", "a DoRA for ComfyUI, or --lora-rank", hint)])
     precision = _precision(opened, dtype)
-    targets = [_target(opened.file.path, state, to, output, several=len(states) > 1) for state in states]
     done = []
-    for state, target in zip(states, targets, strict=True):
+    for state, by_base in zip(states, for_comfyui, strict=True):
         error = None
         if lora_rank is not None:
             state, error = _as_lora(state, lora_rank, base)
-        elif base is not None and _for_comfyui(state, to):
+        elif base is not None and by_base:
             state = _measured_by_base(state, base)
-        save(target, state, to, precision)
-        done.append(Converted(state, str(target), to, error))
+        to = wanted.chosen(state)
+        target = _target(opened.file.path, state, to, output, several=len(states) > 1)
+        done.append(Converted(state, str(target), to, error, readable(state, to)))
+    for one in done:
+        save(Path(one.path), one.state, one.format, precision)
     return done
 
 
@@ -226,9 +263,9 @@ def _as_lora(state: AdapterState, rank: int, base: Base | None) -> tuple[Adapter
     return conversion.state, conversion.error
 
 
-def _for_comfyui(state: AdapterState, to: str) -> bool:
-    """Whether its magnitudes have to be measured against the base weights before ComfyUI gets them right."""
-    return to == "comfyui" and any("dora_scale" in layer.tensors for layer in state.layers.values())
+def _has_magnitudes(state: AdapterState) -> bool:
+    """They have to be measured against the base weights before ComfyUI gets them right."""
+    return any("dora_scale" in layer.tensors for layer in state.layers.values())
 
 
 def _measured_by_base(state: AdapterState, base: Base) -> AdapterState:
@@ -256,7 +293,7 @@ def _merged(states: list[AdapterState], model: str, output: Path) -> list[Conver
         raise ConfigError([Problem("--output", f"{taken[0]} exists", "a folder without it", "another --output")])
     for state, target in zip(states, targets, strict=True):
         merge_into(state, base.folder(state.stage), target)
-    return [Converted(state, str(target), "merged", None) for state, target in zip(states, targets, strict=True)]
+    return [Converted(state, str(target), "merged", None, {}) for state, target in zip(states, targets, strict=True)]
 
 
 def _base(family: str, model: str) -> Base:
@@ -317,8 +354,9 @@ def _refuse_contradictions(merge_into: str | None, output: Path | None, others: 
     """Options that would be asked for and not followed."""
     given = [name for name, value in others.items() if value is not None]
     if merge_into is None:
-        if "--to" not in given:
-            raise ConfigError([_missing("--to", ", ".join(FORMAT_NAMES), "--to comfyui")])
+        if "--to" not in given and "--for" not in given:
+            expected = f"a format ({', '.join(FORMAT_NAMES)}), or --for with a program ({', '.join(PROGRAMS)})"
+            raise ConfigError([_missing("--to", expected, "--to comfyui")])
         return
     if given:
         hint = f"remove {', '.join(given)}: merging takes the adapter as it is, and keeps the model's precision"

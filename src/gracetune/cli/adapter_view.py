@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from gracetune.adapters.state import AdapterState
 from gracetune.adapters.statistics import norms, zero_tensors
 from gracetune.adapters.verify import Verified
 from gracetune.cli.console import mark, shown
+from gracetune.config.export_formats import PROGRAMS
 from gracetune.errors import short, visible
 from gracetune.units import format_bytes
 
@@ -36,6 +37,8 @@ class Converted:
     format: str
     error: float | None
     """Relative Frobenius error of a conversion to LoRA."""
+    programs: Mapping[str, str | None]
+    """Why a program reads the file wrongly; None where it reads it right."""
 
 
 def inspected(opened: Opened) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def inspected(opened: Opened) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for key, tensor in tensors.items() if not key.endswith("alpha")),
         "bytes": sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
         "adapters": [_state(state) for state in opened.reading.states.values()],
+        "programs": opened.programs(),
         "refused_layers": list(opened.reading.broken),
         "not_finite": list(opened.reading.not_finite),
         "zero": list(zero_tensors(tensors)),
@@ -114,6 +118,7 @@ def print_inspected(report: dict[str, Any], console: Console) -> None:
     if report["refused_layers"]:
         table.add_row("refused", _plain(_some(report["refused_layers"])))
     table.add_row("told by", _plain("; ".join(report["evidence"])))
+    _print_programs(table, report["programs"])
     for key in ("not_finite", "zero"):
         if report[key]:
             table.add_row("NaN or inf" if key == "not_finite" else "zero", _plain(_some(report[key])))
@@ -156,6 +161,7 @@ def conversions_json(done: Sequence[Converted], left_out: Sequence[str], notes: 
                 "algorithms": list(algorithms(one.state)),
                 "layers": len(one.state.layers),
                 "relative_error": one.error,
+                "programs": dict(one.programs),
             }
             for one in done
         ],
@@ -168,6 +174,8 @@ def print_conversions(done: Sequence[Converted], console: Console) -> None:
         stage = f", {one.state.stage}" if one.state.stage else ""
         console.print(f"{mark(console, ok=True)} [bold]{shown(one.path)}[/]")
         console.print(f"    {what}{stage}, {len(one.state.layers)} layers, {one.format}")
+        if one.programs:
+            console.print(f"    {shown(_right_in(one.programs))}")
         if one.error is not None:
             console.print(f"    the LoRA misses {one.error:.2%} of the change (relative Frobenius error, all layers)")
 
@@ -181,6 +189,7 @@ def verified_json(opened: Opened, against: str, reports: Sequence[Verified]) -> 
         "model": against,
         "notes": list(opened.notes),
         "ok": all(report.ok for report in reports),
+        "programs": opened.programs(),
         "adapters": [
             {
                 "stage": report.stage or None,
@@ -213,9 +222,27 @@ def print_verified(opened: Opened, against: str, reports: Sequence[Verified], co
         ):
             if entries:
                 table.add_row(label, _plain(f"{len(entries)}: {_some(entries)}"))
+        if all(one.ok for one in reports):
+            _print_programs(table, opened.programs())
         console.print(table, soft_wrap=False)
     for note in opened.notes:
         console.print(f"note  {shown(note)}")
+
+
+def _right_in(programs: Mapping[str, str | None]) -> str:
+    """In words: the programs that load a file as it was trained."""
+    right = [PROGRAMS[program] for program, reason in programs.items() if reason is None]
+    return f"loads as it was trained in {', '.join(right)}" if right else "no program loads it as it was trained"
+
+
+def _print_programs(table: Table, programs: Mapping[str, str | None]) -> None:
+    right = [PROGRAMS[program] for program, reason in programs.items() if reason is None]
+    if not programs:
+        return
+    table.add_row("right in", _plain(", ".join(right) or "no program"))
+    for program, reason in programs.items():
+        if reason is not None:
+            table.add_row("wrong in", _plain(f"{PROGRAMS[program]}: {reason}"))
 
 
 def _plain(text: str) -> Text:

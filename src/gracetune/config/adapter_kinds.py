@@ -50,6 +50,9 @@ class AdapterAlgorithm(Protocol):
     @property
     def rank_is_width(self) -> bool: ...
 
+    @property
+    def loadable(self) -> bool: ...
+
 
 def algorithms() -> tuple[AdapterAlgorithm, ...]:
     """Every record, in the order of the names. One that cannot be used is left out."""

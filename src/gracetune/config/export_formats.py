@@ -19,6 +19,14 @@ EXPORT_FORMATS: Final[Registry] = Registry.find(
     },
 )
 FORMAT_NAMES: Final[tuple[str, ...]] = EXPORT_FORMATS.names
+PROGRAMS: Final[dict[str, str]] = {
+    "comfyui": "ComfyUI",
+    "diffusers": "diffusers",
+    "musubi": "musubi-tuner",
+    "sd-scripts": "sd-scripts",
+    "lycoris": "LyCORIS",
+}
+"""The programs that adapter files are for, and what they call themselves. What each reads right is in the records."""
 
 
 def _importable(name: str) -> str:
@@ -31,5 +39,7 @@ def _importable(name: str) -> str:
 
 if TYPE_CHECKING:
     FormatName = str  # what is installed is not known to a type checker
+    Program = str
 else:
+    Program = Literal[tuple(PROGRAMS)]
     FormatName = Annotated[Literal[FORMAT_NAMES], AfterValidator(_importable)]

@@ -24,7 +24,7 @@ from gracetune.config.rules import Broken, broken_rules
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import misspelt
 from gracetune.config.syntax import Document, open_document
-from gracetune.config.without_effect import without_effect
+from gracetune.config.without_effect import loaded_by_no_program, without_effect
 from gracetune.config.yaml_syntax import parse_scalar
 from gracetune.errors import ConfigError, Problem
 from gracetune.redaction import Redactor
@@ -268,7 +268,7 @@ def _build(draft: Draft, dialect: str, file: FilePath, allow_unsupported: bool) 
             problems.append(Problem(key, broken.found, broken.expected, broken.hint, where))
     if problems or config is None:
         raise UnresolvedError(_once(problems), dialect, draft.notes)
-    for note in without_effect(config, draft):
+    for note in (*without_effect(config, draft), *loaded_by_no_program(config)):
         draft.note(note)
     return Resolved(config, dialect, file, dict(draft.origins), tuple(draft.notes))
 

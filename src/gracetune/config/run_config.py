@@ -27,7 +27,7 @@ from gracetune.config.base import (
     WholeNumber,
 )
 from gracetune.config.dataset_config import Dataset
-from gracetune.config.export_formats import FormatName
+from gracetune.config.export_formats import FormatName, Program
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.optimizers import OptimizerName
@@ -306,6 +306,8 @@ class Checkpoints(Section):
     """`latest`, `none`, or a checkpoint folder."""
     save_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     format: FormatName = "comfyui"
+    for_program: Program | None = None
+    """The program that has to load the files as they were trained. Unset: all that `format` is for."""
     push_to_hub: PushToHub | None = None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gracetune.config.adapter_kinds import ALGORITHMS, algorithms
+from gracetune.config.adapter_kinds import ALGORITHMS, AdapterAlgorithm, algorithms
 from gracetune.config.base import Section
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.draft import Draft, parse_path
@@ -48,6 +48,23 @@ def without_effect(config: RunConfig, draft: Draft) -> list[str]:
     ]
 
 
+def loaded_by_no_program(config: RunConfig) -> list[str]:
+    """A note for each algorithm whose files are for training on and merging alone."""
+    return [
+        f"adapter.kind: no program that we know loads {one.name} from a file; merge the result into the model with "
+        "gracetune adapter convert FILE --merge-into MODEL"
+        for one in _chosen(config)
+        if not one.loadable
+    ]
+
+
+def _chosen(config: RunConfig) -> list[AdapterAlgorithm]:
+    """The algorithms that the run trains."""
+    adapter = config.adapter
+    kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
+    return [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
+
+
 def _asked_for(switch: Switch, draft: Draft) -> list[str]:
     """In the words of whoever set them to something else than the default."""
     changed = switch.section.model_dump(exclude_defaults=True)
@@ -74,8 +91,7 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                  "--set model.experts=both")  # fmt: skip
     yield Switch(not names_of(model.family).told_sizes, "model", model, "size_conditioning drop_size_conditioning",
                  f"model.family is {model.family}, which is told no sizes", "remove them")  # fmt: skip
-    kinds = [adapter.kind, *(str(options.get("algo")).strip().lower() for options in adapter.by_module.values())]
-    chosen = [one for one in algorithms() if one.name in kinds or one.lycoris_name in kinds]
+    chosen = _chosen(config)
     read = {key for one in chosen for key in one.own_options}
     for one in algorithms():
         keys = one.own_options if one in chosen else [key for key in one.own_options if key not in read]

@@ -108,6 +108,9 @@ class KeyMap:
     """The same in kohya's words (`ss_base_model_version`); empty: not written."""
     of_experts: tuple[str, str] | None = None
     """Both of these for weights with two experts, where they are called otherwise."""
+    also_read_by: tuple[tuple[str, str], ...] = ()
+    """Formats of adapter files and programs that know this family's names in them, beside those that always do: each
+    pair is (format, program), as in `config/export_formats.py`."""
     header_marks: tuple[str, ...] = ()
     """Texts in those entries, or in an entry of our own, by which a file's header names this family."""
 

@@ -54,6 +54,7 @@ from gracetune.storage.atomic import (
 from gracetune.storage.folders import make_private_folder
 from gracetune.storage.os_errors import explain, explained, problem_of
 from gracetune.storage.safetensors_files import file_pieces
+from gracetune.train.export_checks import about_other_programs
 from gracetune.train.pieces import whole
 from gracetune.train.trainee import Trainee
 
@@ -331,7 +332,8 @@ def check_format(trainee: Trainee, config: RunConfig) -> tuple[str, ...]:
         found = f"{config.checkpoints.format}: {error.problems[0].found}"
         expected = f"one of {', '.join(others)}" if others else "a kind of adapter that some format has a place for"
         raise ConfigError([Problem("checkpoints.format", found, expected, hint)]) from None
-    return (_FOR_COMFYUI_ALONE,) if by_base else ()
+    about = about_other_programs(trainee.attached[trainee.trained[0]].state(), config.checkpoints)
+    return (_FOR_COMFYUI_ALONE, *about) if by_base else about
 
 
 _FOR_COMFYUI_ALONE = (

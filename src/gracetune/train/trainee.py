@@ -31,6 +31,7 @@ from gracetune.models.spec import EightBits, Expert, ExpertName, Fp8Layouts, Mod
 from gracetune.optim.build import parameter_names
 from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
+from gracetune.train.export_checks import refuse_misread_files
 from gracetune.train.runtime import Runtime
 from gracetune.units import format_duration
 
@@ -172,6 +173,9 @@ def check_adapter(
             attached = _made_trainable(config, spec, facts, denoiser, expert)
             if expert.name in starts:
                 attached.load(starts[expert.name])
+            layout = attached.layout()
+            if layout is not None:
+                refuse_misread_files(layout, config.checkpoints)
             groups.append(ParamGroup(expert.name, cast(Stage, expert.name), attached.parameters()))
     return {name: tuple(parameter.shape) for name, parameter in parameter_names(groups).items()}
 

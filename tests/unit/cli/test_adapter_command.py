@@ -507,3 +507,107 @@ def test_what_verify_is_asked_wrongly(arguments, file, capsys) -> None:
     code, _, err = run(capsys, "verify", file, *arguments)
     assert code == 1
     assert "Traceback" not in err
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_convert_chooses_the_format_that_a_program_reads_right(tiny_model, tmp_path, capsys) -> None:
+    path = save(tmp_path / "x.safetensors", adapter(tiny_model, kind="lokr"), "lycoris", torch.float32)
+    for program, format in (("comfyui", "comfyui"), ("musubi", "kohya"), ("lycoris", "lycoris")):
+        output = tmp_path / f"for_{program}.safetensors"
+        code, found = answer(capsys, "convert", path, "--for", program, "--output", output)
+        assert code == 0
+        (written,) = found["written"]
+        assert written["format"] == open_adapter(output).detected.format == format
+        assert written["programs"][program] is None
+    _, out, _ = run(capsys, "convert", path, "--for", "musubi")
+    assert "loads as it was trained in ComfyUI, musubi-tuner" in out
+    code, _, err = run(capsys, "convert", path, "--for", "diffusers")
+    assert code == 1
+    assert "nothing else" in err
+    assert "--for comfyui or musubi or lycoris" in err
+    code, _, err = run(capsys, "convert", path, "--for", "sd-scripts")
+    assert code == 1
+    assert "an adapter for wan, whose files sd-scripts does not read" in err
+    code, _, err = run(capsys, "convert", path, "--for", "somebody")
+    assert code == 2
+
+
+def test_convert_for_a_program_with_a_lora_or_a_model(tiny_model, tmp_path, capsys) -> None:
+    lokr = save(tmp_path / "x.safetensors", adapter(tiny_model, kind="lokr"), "lycoris", torch.float32)
+    code, found = answer(capsys, "convert", lokr, "--for", "diffusers", "--lora-rank", "4")
+    assert code == 0
+    assert found["written"][0]["format"] == "diffusers"
+    state = adapter(tiny_model, kind="dora", stage="high_noise")
+    dora = save(tmp_path / "y.safetensors", state, "diffusers", torch.float32)
+    code, _, err = run(capsys, "convert", dora, "--for", "comfyui")
+    assert code == 1
+    assert "with --model MODEL" in err
+    model = tiny_model("wan", "t2v-14b-2.2")
+    code, found = answer(capsys, "convert", dora, "--for", "comfyui", "--model", model)
+    assert code == 0
+    assert [found["written"][0][key] for key in ("format", "algorithms")] == ["comfyui", ["dora"]]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "options", "format", "alone"),
+    [
+        ("wan", "dora", (), "kohya", ""),
+        ("wan", "diag_oft", (), "kohya", "comfyui"),
+        ("wan", "full_delta", (), "kohya", "comfyui"),
+        ("wan", "ia3", (), "kohya", ""),
+        ("wan", "lokr", ("both",), "kohya", "comfyui"),
+        ("qwen_image", "dora", (), "lycoris", "lycoris"),
+        ("flux", "full_delta", ("bias",), "lycoris", "lycoris"),
+    ],
+)
+def test_convert_writes_nothing_that_is_read_wrongly(
+    family, kind, options, format, alone, tiny_model, tmp_path, capsys
+) -> None:
+    state = adapter(tiny_model, family, kind, options=options)
+    path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
+    code, _, err = run(capsys, "convert", path, "--to", format, "--family", family)
+    assert code == 1
+    assert "as it was trained" in err
+    assert [*tmp_path.iterdir()] == [path]
+    if alone:
+        assert f"--to {format} --for {alone}" in " ".join(err.split())
+        assert run(capsys, "convert", path, "--to", format, "--for", alone, "--family", family, "-o",
+                   tmp_path / "y.safetensors")[0] == 0  # fmt: skip
+
+
+def test_a_difference_of_flux_with_biases_for_comfyui(tiny_model, tmp_path, capsys) -> None:
+    """ComfyUI cuts matrices up, and loads no bias into a part: whole matrices and biases are written."""
+    state = adapter(tiny_model, "flux", "full_delta", options=("bias",))
+    path = save(tmp_path / "x.safetensors", state, "lycoris", torch.float32)
+    assert run(capsys, "convert", path, "--for", "comfyui", "--family", "flux")[0] == 0
+    file = tmp_path / "x_comfyui.safetensors"
+    assert "diffusion_model.double_blocks.0.img_attn.qkv.diff_b" in load_file(file)
+    again = open_adapter(file, "flux").state()
+    assert again.layers.keys() == state.layers.keys()
+    for name, layer in state.layers.items():
+        assert all(torch.equal(layer.tensors[key], again.layers[name].tensors[key]) for key in layer.tensors)
+    code, found = answer(capsys, "inspect", file, "--family", "flux")
+    assert code == 0
+    assert found["files"][0]["programs"]["comfyui"] is None
+
+
+def test_verify_and_inspect_name_the_programs(tiny_model, tmp_path, capsys) -> None:
+    model = tiny_model("wan", "t2v-14b-2.2")
+    path = save(tmp_path / "x.safetensors", adapter(tiny_model, kind="lokr"), "kohya", torch.float32)
+    code, found = answer(capsys, "verify", path, "--model", model)
+    assert code == 0
+    assert [name for name, reason in found["programs"].items() if reason is None] == ["comfyui", "musubi"]
+    assert found["programs"]["diffusers"] == "it does not read kohya files of wan"
+    _, out, _ = run(capsys, "verify", path, "--model", model)
+    assert "right in" in out
+    assert "ComfyUI, musubi-tuner" in out
+    dora = save(tmp_path / "y.safetensors", adapter(tiny_model, kind="dora"), "kohya", torch.float32)
+    _, found = answer(capsys, "inspect", dora)
+    assert all(found["files"][0]["programs"].values())
+    assert "ignores DoRA's magnitudes" in found["files"][0]["programs"]["musubi"]
+    tensors = {f"transformer.{key}": value for key, value in load_file(path).items()}
+    save_file(tensors, tmp_path / "z.safetensors")
+    _, found = answer(capsys, "inspect", tmp_path / "z.safetensors")
+    assert all("--for PROGRAM" in reason for reason in found["files"][0]["programs"].values())

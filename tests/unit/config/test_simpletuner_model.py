@@ -230,7 +230,7 @@ def test_a_lycoris_file(tmp_path: Path) -> None:
         "kind": "lokr", "alpha": 8.0, "factor": 4, "dropout": 0.1, "decompose_both": True, "strength": 0.5,
         "targets": ("Attention", "proj_in"), "exclude": ("*.embed",), "by_module": {"Attention": {"factor": 4}},
     }  # fmt: skip
-    assert found.checkpoints.format == "lycoris"
+    assert (found.checkpoints.format, found.checkpoints.for_program) == ("lycoris", "lycoris")
 
 
 @pytest.mark.parametrize(

@@ -172,3 +172,11 @@ def test_every_key_is_named_once_or_counts(tmp_path: Path, asked: list[str], kin
 def test_the_table_names_keys_there_are(tmp_path: Path) -> None:
     rows: list[Switch] = [*switches(read(tmp_path).config, Draft("x"))]
     assert all(set(row.keys.split()) <= set(type(row.section).model_fields) for row in rows)
+
+
+@pytest.mark.parametrize("adapter", [{"kind": "ia3"}, {"kind": "lora", "by_module": {"Attention": {"algo": "ia3"}}}])
+def test_an_adapter_that_no_program_loads(tmp_path: Path, adapter: dict[str, Any]) -> None:
+    notes = [note for note in read(tmp_path, adapter=adapter).notes if "no program that we know loads" in note]
+    assert len(notes) == 1
+    assert "loads ia3 from a file; merge the result" in notes[0]
+    assert not any("no program" in note for note in read(tmp_path, adapter={"kind": "lokr"}).notes)

@@ -33,7 +33,10 @@ class Dora(LowRank):
     magnitude_by_rows = True
 
     file_tensors = ("lora_A.weight", "lora_B.weight", "dora_scale")
-    spellings = ((r"\.lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?", "magnitude"),)
+    spellings = (
+        (r"\.lora_magnitude_vector(?:\.(?!weight$)[^.]+)?(?:\.weight)?", "magnitude"),
+        (r"\.magnitude", "magnitude"),  # ai-toolkit
+    )
     always_fp32 = ("dora_scale", "lora_magnitude_vector")
     """Lengths of whole rows, of which training moves a thousandth: bf16 has steps of four. They are small."""
     marks = ("dora_scale", "magnitude")

@@ -32,6 +32,7 @@ class Ia3(Algorithm):
     file_tensors = ("weight", FLAG)
     needed = frozenset({"weight", FLAG})
     marks = (FLAG,)
+    loadable = False
 
     def shapes(self, layer: WeightShape, options: Options) -> dict[str, Dimensions]:
         ones = (1,) * len(layer.kernel)

@@ -88,6 +88,45 @@ def cheapest(split: Kronecker) -> Computation:
     return Computation("kronecker", "a product with W1 and one with W2", w1_first=w1_first <= w2_first)
 
 
+@dataclass(frozen=True)
+class _Split:
+    """The options that LyCORIS concludes from a file's factors."""
+
+    rank: int
+    factor: int
+    full_rank: bool
+    decompose_both: bool
+    dropout: float = 0.0
+
+
+def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
+    """Whether LyCORIS makes factors of the same sizes again when it loads them: otherwise it fails."""
+    if "lokr_t2" in tensors:
+        return False  # it takes another side of the second factor for the rank
+    first, second = (_sides(tensors, name) for name in ("lokr_w1", "lokr_w2"))
+    rows, columns = first[0] * second[0], first[1] * second[1]
+    factor = -1
+    if first != (factorization(rows, -1)[0], factorization(columns, -1)[0]):
+        largest = (max(first), max(second))
+        in_both = [one for one in largest if one in (first[0], second[0]) and one in (first[1], second[1])]
+        factor = in_both[0] if in_both else min(largest)
+    apart = ("lokr_w1_a" in tensors, "lokr_w2_a" in tensors)
+    options = _Split(rank or 1, factor, full_rank=not any(apart), decompose_both=all(apart))
+    if "lokr_w2" in tensors and tensors["lokr_w2"].ndim > 2:
+        rows_of, columns_of = factorization(rows, factor), factorization(columns, factor)
+        return (first[0], second[0], first[1], second[1]) == (*rows_of, *columns_of)
+    split = kronecker(columns, rows, options)
+    return (split.first, split.second, split.first_apart, split.second_apart) == (first, second, *apart)
+
+
+def _sides(tensors: Tensors, factor: str) -> tuple[int, int]:
+    """Rows and columns of a factor, without a kernel where it is whole."""
+    whole = tensors.get(factor)
+    if whole is not None:
+        return whole.shape[0], whole.shape[1]
+    return _rows(tensors, factor), tensors[f"{factor}_b"].shape[1]
+
+
 class Lokr(Algorithm):
     name = "lokr"
     lycoris_name = "lokr"

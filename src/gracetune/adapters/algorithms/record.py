@@ -171,6 +171,8 @@ class Algorithm(ABC):
     """Tensors whose rows are the weight's: with them a layer can be reordered by rows. Empty where it cannot be."""
     proportional_to: ClassVar[tuple[str, ...]] = ()
     """The change is proportional to the first of these tensors that is there: another alpha can be multiplied in."""
+    loadable: ClassVar[bool] = True
+    """Some program loads it from a file. Otherwise it is for further training here and for merging."""
     kohya_module: ClassVar[str] = "lycoris.kohya"
     """`ss_network_module` of a file's header."""
 

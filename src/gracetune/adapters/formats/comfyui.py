@@ -8,7 +8,8 @@ diffusers, so alpha is written for all LoRA layers or for none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,12 +18,16 @@ from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.delta import BASE_MAGNITUDE, MAGNITUDE
+from gracetune.adapters.formats.diffusers import misread_by_converter
 from gracetune.adapters.formats.reading import Reading, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
+    Fault,
     Spelling,
+    Stem,
     Written,
     alpha_in,
+    faults_by,
     original_refusal,
     original_stems,
     our_stems,
@@ -39,40 +44,79 @@ CONVENTION = Convention(without_alpha="rank")
 def write(state: AdapterState, dtype: torch.dtype) -> Written:
     plain = all(layer.alpha == layer.rank for layer in state.layers.values() if _is_lora(layer))
     spelling = Spelling("comfyui", "A", lambda layer: _alpha(layer, plain=plain), refusal)
-    stems = (
-        our_stems("{}.", ".") if KEY_MAPS[state.family].comfyui_takes_ours else original_stems("diffusion_model.", ".")
-    )
-    return write_with(state, dtype, spelling, stems)
+    return write_with(state, dtype, spelling, _stems if KEY_MAPS[state.family].comfyui_takes_ours else _ORIGINAL)
+
+
+_OURS, _ORIGINAL = our_stems("{}.", "."), original_stems("diffusion_model.", ".")
+
+
+def _stems(state: AdapterState, keys: KeyMap, faults: list[Fault]) -> Iterator[Stem]:
+    """Layers by diffusers' paths. Biases of a matrix that ComfyUI would cut up or reorder go with the whole matrix: it
+    loads none into a part."""
+    whole = {path for path, layer in state.layers.items() if _has_bias(layer) and _is_cut(path, keys)}
+    yield from _OURS(_only(state, state.layers.keys() - whole), keys, faults)
+    yield from _ORIGINAL(_only(state, whole), keys, faults)
+
+
+def _only(state: AdapterState, paths: Set[str]) -> AdapterState:
+    return replace(state, layers={path: layer for path, layer in state.layers.items() if path in paths})
+
+
+def _has_bias(layer: Layer) -> bool:
+    return algorithm(layer.algorithm).bias_tensor in layer.tensors
+
+
+def _is_cut(path: str, keys: KeyMap) -> bool:
+    original = keys.original(path)
+    return original is not None and (original.place.fused or original.place.halves_swapped)
 
 
 def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str) -> Reading:
     return read_states(tensors, metadata, family, CONVENTION)
 
 
+_OTHER_NORM = "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one"
+_WITH_MODEL = "with --model MODEL they are written so that the result is right"
+
+
 def refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
-    if row_magnitude(layer) is not None:
-        return (
-            "ComfyUI divides DoRA's magnitudes by the norm of the base weight instead of the adapted one; "
-            "with --model MODEL they are written so that the result is right"
-        )
-    reason = algorithm(layer.algorithm).refusal("comfyui", layer.tensors)
+    reason = _misreads(layer)
     if reason is not None:
-        return reason
-    return _cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else original_refusal(layer, path, keys)
+        return f"{reason}; {_WITH_MODEL}" if reason == _OTHER_NORM else reason
+    if not keys.comfyui_takes_ours:
+        return original_refusal(layer, path, keys)
+    return None if _has_bias(layer) else cut_refusal(layer, path, keys)
 
 
-def _cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
+def _misreads(layer: Layer) -> str | None:
+    """What ComfyUI gets wrong of a layer under any name."""
+    if row_magnitude(layer) is not None:
+        return _OTHER_NORM
+    return algorithm(layer.algorithm).refusal("comfyui", layer.tensors)
+
+
+def cut_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     """For families whose fused matrices ComfyUI cuts up: what it cannot put into a cut or a reordered matrix."""
     original = keys.original(path)
-    if original is None or not (original.place.fused or original.place.halves_swapped):
+    if original is None or not _is_cut(path, keys):
         return None
-    record = algorithm(layer.algorithm)
-    if record.bias_tensor in layer.tensors:
+    if _has_bias(layer):
         return "ComfyUI does not load a bias into a matrix it cuts up or reorders"
     decomposed = not {MAGNITUDE, BASE_MAGNITUDE}.isdisjoint(layer.tensors)
-    if original.place.halves_swapped and (record.depends_on_weight or decomposed):
+    if original.place.halves_swapped and (algorithm(layer.algorithm).depends_on_weight or decomposed):
         return "ComfyUI reorders the rows of this layer's change, but not what it is computed from"
     return None
+
+
+# -- what ComfyUI makes of files in the other formats -----------------------------------------------------------------
+
+
+def _wrong_by_our_names(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    return _misreads(layer) or (cut_refusal(layer, path, keys) if keys.comfyui_takes_ours else None)
+
+
+misread_by_original_names = faults_by(lambda layer, path, keys: _misreads(layer))
+misread_by_our_names = faults_by(_wrong_by_our_names)
 
 
 def _is_lora(layer: Layer) -> bool:
@@ -83,4 +127,11 @@ def _alpha(layer: Layer, *, plain: bool) -> float | None:
     return None if _is_lora(layer) and plain else alpha_in("comfyui", layer)
 
 
-FORMAT = Format(write, read)
+FORMAT = Format(
+    write,
+    read,
+    readers={"comfyui": faults_by(refusal), "diffusers": misread_by_converter},
+    made_for=("comfyui",),
+    all_families=("comfyui",),
+    alpha_is_optional=True,
+)

@@ -170,7 +170,8 @@ def _format(
     with_alpha = any(key.endswith(".alpha") for key in tensors) or not all(
         algorithm(kind).trained_by_peft for kind in kinds
     )
-    if HEADER_ENTRY not in metadata and keys.comfyui_takes_ours and (said == "comfyui" or with_alpha):
+    of_peft = prefix == "base_model.model."
+    if HEADER_ENTRY not in metadata and not of_peft and keys.comfyui_takes_ours and (said == "comfyui" or with_alpha):
         return "comfyui", f"format: comfyui, which takes {keys.component}.<path> for this family"
     return "diffusers", f"format: diffusers, keys begin with {prefix or 'the layer itself'}"
 

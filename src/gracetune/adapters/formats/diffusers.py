@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +19,13 @@ from gracetune.adapters.algorithms.assembly import Convention, LayerError, check
 from gracetune.adapters.algorithms.low_rank import PEFT_NAMES
 from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.files import PEFT_CONFIG
-from gracetune.adapters.formats.layers import common_alpha, common_rank
+from gracetune.adapters.formats.layers import common_alpha, common_rank, is_in_a_block, is_plain_lora
 from gracetune.adapters.formats.reading import Reading, Scale, read_states
 from gracetune.adapters.formats.record import Format
 from gracetune.adapters.formats.writing import (
     Written,
     cast,
+    faults_by,
     identity,
     refuse_what_does_not_fit,
     row_magnitude,
@@ -32,9 +33,12 @@ from gracetune.adapters.formats.writing import (
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import short
 from gracetune.models.key_maps import KEY_MAPS
+from gracetune.models.keys import KeyMap
 
 HEADER_ENTRY = "lora_adapter_metadata"
 _REPEATS, _NESTED = re.compile(r"[*+{]|(?<!\()\?"), re.compile(r"\)[*+{?]")
+_WITH_PLAIN_ALPHA = ("LOKR", "LOHA")
+"""PEFT's kinds whose configs call it `alpha`, and not `lora_alpha`."""
 _MOST_REPEATS, _LONGEST_PATTERN = 2, 2_000
 _MOST_PATTERNS, _MOST_REPEATING = 2_000, 16
 """Every layer is held against every pattern. Our own files have one for each layer, without repeats."""
@@ -63,6 +67,26 @@ def refusal(layer: Layer) -> str | None:
     if "dora_scale" in layer.tensors and row_magnitude(layer) is None:
         return "PEFT's DoRA has a magnitude for each output, this one for each input"
     return None
+
+
+def _wrong_in_comfyui(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    if not is_plain_lora(layer):
+        return "ComfyUI loads only LoRA from files of diffusers: it does not read their magnitudes"
+    if layer.alpha != layer.rank:
+        return "ComfyUI ignores the alpha in the header of a file of diffusers"
+    return None
+
+
+def _not_converted(layer: Layer, path: str, keys: KeyMap) -> str | None:
+    if not is_plain_lora(layer):
+        return "diffusers converts only LoRA from other programs' files"
+    if not is_in_a_block(path):
+        return "diffusers converts only layers of blocks from other programs' files"
+    return None
+
+
+misread_by_converter = faults_by(_not_converted)
+"""What diffusers rejects of files in other formats, which it converts. `diffusers` files have no such limits."""
 
 
 def _spelled(layer: Layer) -> dict[str, Tensor]:
@@ -122,33 +146,56 @@ def scale_in(metadata: Mapping[str, str], component: str) -> Scale | None:
     if not isinstance(found, dict):
         return _unreadable
     config = {name.removeprefix(f"{component}."): value for name, value in found.items()}
-    alpha, patterns = config.get("lora_alpha"), config.get("alpha_pattern")
+    lycoris = config.get("peft_type") in _WITH_PLAIN_ALPHA
+    alpha = config.get("alpha" if lycoris else "lora_alpha")
     if alpha is None:
         return None
-    values = patterns if isinstance(patterns, dict) else {}
-    if len(values) > _MOST_PATTERNS or sum(map(bool, map(_REPEATS.search, values))) > _MOST_REPEATING:
+    values = [config.get(key) for key in ("alpha_pattern", "rank_pattern")]
+    alphas, ranks = (value if isinstance(value, dict) else {} for value in values)
+    if any(len(one) > _MOST_PATTERNS or sum(map(_repeats, one)) > _MOST_REPEATING for one in (alphas, ranks)):
         return _too_many_patterns
-    given = {text: _compiled(text) for text in values}
+    alpha_of, rank_of = _by_pattern("alpha_pattern", alphas, alpha), _by_pattern("rank_pattern", ranks, config.get("r"))
     rank_stabilised = config.get("use_rslora") is True
 
-    def scale(path: str, rank: int) -> float:
-        value = alpha
-        for text, pattern in given.items():
-            if pattern is None:
-                raise LayerError(f"the header's alpha_pattern {short(text, 40)} cannot be followed")
-            if pattern.fullmatch(path):
-                value = values[text]
-                break
-        return checked_alpha(value, " in the header") * (math.sqrt(rank) if rank_stabilised else 1.0)
+    def scale(path: str, rank: int | None) -> float:
+        value = checked_alpha(alpha_of(path), " in the header")
+        if rank is None:
+            return value / _checked_rank(rank_of(path))
+        return value * (math.sqrt(rank) if rank_stabilised else 1.0)
 
     return scale
 
 
-def _unreadable(path: str, rank: int) -> float:
+def _by_pattern(entry: str, values: Mapping[str, Any], otherwise: object) -> Callable[[str], object]:
+    """The value of the first pattern that a path fits, as PEFT looks it up."""
+    given = {text: _compiled(text) for text in values}
+
+    def value(path: str) -> object:
+        for text, pattern in given.items():
+            if pattern is None:
+                raise LayerError(f"the header's {entry} {short(text, 40)} cannot be followed")
+            if pattern.fullmatch(path):
+                return values[text]
+        return otherwise
+
+    return value
+
+
+def _repeats(pattern: str) -> bool:
+    return bool(_REPEATS.search(pattern))
+
+
+def _checked_rank(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise LayerError(f"r in adapter_config.json is {short(repr(value), 20)}: it is a whole number above 0")
+
+
+def _unreadable(path: str, rank: int | None) -> float:
     raise LayerError(f"no alpha: {HEADER_ENTRY} in the header, or adapter_config.json beside it, is no JSON object")
 
 
-def _too_many_patterns(path: str, rank: int) -> float:
+def _too_many_patterns(path: str, rank: int | None) -> float:
     most = f"{_MOST_PATTERNS:,} entries, or {_MOST_REPEATING} that repeat something"
     raise LayerError(f"the header's alpha_pattern has more than {most}")
 
@@ -163,4 +210,10 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
         return None
 
 
-FORMAT = Format(write, read)
+FORMAT = Format(
+    write,
+    read,
+    readers={"diffusers": faults_by(lambda layer, path, keys: refusal(layer)), "comfyui": faults_by(_wrong_in_comfyui)},
+    made_for=("diffusers",),
+    all_families=("diffusers",),
+)

@@ -16,7 +16,9 @@ from gracetune.adapters.algorithms.assembly import (
     listed,
     sides,
 )
+from gracetune.adapters.algorithms.low_rank import LowRank
 from gracetune.adapters.algorithms.record import Algorithm
+from gracetune.adapters.algorithms.registry import algorithm
 from gracetune.adapters.algorithms.registry import algorithms as records
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.shapes import columns, outputs
@@ -96,3 +98,14 @@ def common_rank(state: AdapterState) -> int | None:
 def common_alpha(state: AdapterState) -> float | None:
     alphas = Counter(layer.alpha for layer in state.layers.values() if layer.rank is not None)
     return alphas.most_common(1)[0][0] if alphas else None
+
+
+def is_plain_lora(layer: Layer) -> bool:
+    """A down and an up matrix, and nothing else: neither DoRA nor a Tucker form."""
+    record = algorithm(layer.algorithm)
+    return isinstance(record, LowRank) and layer.tensors.keys() == {record.down, record.up}
+
+
+def is_in_a_block(path: str) -> bool:
+    """Whether the layer belongs to a block, and not to what is before or behind all of them."""
+    return any(part.endswith(("block", "blocks")) for part in path.split("."))

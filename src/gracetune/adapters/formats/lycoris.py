@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
+from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.delta import MAGNITUDE
+from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import Reading, read_states
 from gracetune.adapters.formats.record import Format
-from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, our_stems
+from gracetune.adapters.formats.writing import Spelling, Written, alpha_in, faults_by, our_stems, row_magnitude
 from gracetune.adapters.formats.writing import write as write_with
-from gracetune.adapters.state import AdapterState
+from gracetune.adapters.state import AdapterState, Layer
 
 CONVENTION = Convention(without_alpha="undefined", lora_is_locon=True)  # LyCORIS cannot rebuild a layer without alpha
 
@@ -29,4 +33,28 @@ def read(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], family: str
     return read_states(tensors, metadata, family, CONVENTION)
 
 
-FORMAT = Format(write, read)
+def _cannot_rebuild(layer: Layer) -> str | None:
+    tensors = layer.tensors
+    if MAGNITUDE in tensors and row_magnitude(layer) is None:
+        return "LyCORIS reads DoRA's magnitudes by rows only, and these are by columns"
+    if not algorithm(layer.algorithm).loadable:
+        return f"LyCORIS cannot load {layer.algorithm} from a file"
+    blocks = tensors.get("oft_blocks")
+    if blocks is not None and blocks.shape[0] < blocks.shape[1]:
+        return "LyCORIS makes at least as many blocks of OFT as a block has rows, and these are fewer"
+    if layer.algorithm == "lokr" and not split_as_lycoris_does(tensors, layer.rank):
+        return "LyCORIS splits a matrix of this size into other factors, and cannot load these"
+    return None
+
+
+misread = faults_by(lambda layer, path, keys: _cannot_rebuild(layer))
+"""What LyCORIS cannot rebuild. It makes a module of its own for a layer and copies the tensors into it."""
+
+FORMAT = Format(
+    write,
+    read,
+    readers={"lycoris": misread, "comfyui": misread_by_our_names},
+    made_for=("lycoris", "comfyui"),
+    all_families=("lycoris",),
+    keeps_all=True,
+)

@@ -65,6 +65,11 @@ class Located:
         """Named by a library that knows layers and no programs: no convention gives such a key a scale."""
         return not self.prefixes or self.prefixes[0] in _NO_COMPONENT
 
+    @property
+    def is_of_peft(self) -> bool:
+        """Named as PEFT names the layers of a model it wraps."""
+        return self.prefixes[:1] == ("base_model.model.",)
+
 
 def split(key: str) -> Split | None:
     """None for a key that ends like no tensor of an adapter."""

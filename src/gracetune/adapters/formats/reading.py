@@ -29,8 +29,8 @@ from gracetune.errors import Problem, short
 from gracetune.models.key_maps import KEY_MAPS
 from gracetune.models.keys import KeyMap
 
-Scale = Callable[[str, int], float]
-"""Alpha of a layer, by path and rank."""
+Scale = Callable[[str, int | None], float]
+"""Alpha of a layer, by path and rank. Without a rank, the factor of a change nothing of which is decomposed."""
 _SHOWN = 12
 _GIVE_ALPHA = (
     "give the folder with its adapter_config.json, or a checkpoint's file where it was written, beside its .json; "
@@ -128,6 +128,8 @@ class _Gathered:
     stem: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     alpha: float | None = None
+    of_aitoolkit: bool = False
+    """A DoRA as ai-toolkit names it, of a U-Net: alpha is not in the file, and its formula needs alpha = rank."""
 
 
 def read_states(
@@ -204,6 +206,7 @@ def _gather(tensors: Mapping[str, Tensor], keys: KeyMap) -> tuple[list[_Gathered
         if name in entry.tensors:
             broken[parts.stem] = f"{name} twice, once as {short(key)}"
         entry.tensors[name] = tensor
+        entry.of_aitoolkit |= key.endswith(".magnitude") and located.prefixes[:1] == ("lora_unet_",)
     return list(gathered.values()), unknown, broken
 
 
@@ -220,14 +223,19 @@ def _canonical(name: str, tensor: Tensor) -> tuple[str, Tensor]:
 
 def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> dict[str, Layer]:
     place = found.located.place
-    alpha, down = found.alpha, found.tensors.get("lora_A.weight")
-    if alpha is None and scale is not None and down is not None and down.ndim > 1:
-        alpha = scale(place.paths[0], down.shape[0])
-    if found.located.is_bare:
+    alpha = found.alpha
+    narrow = next((found.tensors[name] for name in _NARROW if name in found.tensors), None)
+    if alpha is None and scale is not None and narrow is not None and narrow.ndim > 1:
+        alpha = scale(place.paths[0], narrow.shape[0])
+    if found.located.is_bare or found.of_aitoolkit:
         convention = replace(convention, without_alpha="undefined")
     layer = assemble(found.tensors, alpha, convention)
+    if found.of_aitoolkit and layer.alpha != layer.rank:
+        raise LayerError("ai-toolkit's DoRA with another alpha than its rank: its formula is not DoRA's then")
+    if found.located.is_of_peft and "lokr_w1" in layer.tensors and layer.rank is None:
+        layer = _scaled_by_peft(layer, place.paths[0], scale)
     if convention.dora_by_base:
-        layer = _by_base(layer)
+        layer = by_base(layer)
     if place.fused:
         return fusing.parted(layer, place)
     if place.halves_swapped:
@@ -238,7 +246,26 @@ def _layers(found: _Gathered, convention: Convention, scale: Scale | None) -> di
     return {place.paths[0]: layer}
 
 
-def _by_base(layer: Layer) -> Layer:
+_NARROW = ("lora_A.weight", "lokr_w2_b", "lokr_w1_b", "hada_w1_b")
+"""Tensors with as many rows as the rank."""
+
+
+def _scaled_by_peft(layer: Layer, path: str, scale: Scale | None) -> Layer:
+    """PEFT multiplies a LoKr of whole factors by alpha / r too. Nobody else does: it becomes part of the first one."""
+    if scale is None:
+        raise LayerError(
+            "PEFT multiplies this LoKr by alpha / r, which are in its adapter_config.json: give the folder, or put "
+            "that file beside adapter_model.safetensors"
+        )
+    first = layer.tensors["lokr_w1"]
+    factor = scale(path, None)
+    if factor == 1.0:
+        return layer
+    return replace(layer, tensors={**layer.tensors, "lokr_w1": (first.float() * factor).to(first.dtype)})
+
+
+def by_base(layer: Layer) -> Layer:
+    """A DoRA whose magnitudes are taken for those measured against the base weight."""
     magnitude = row_magnitude(layer)
     if magnitude is None:
         return layer

@@ -129,6 +129,19 @@ def original_refusal(layer: Layer, path: str, keys: KeyMap) -> str | None:
     return None
 
 
+def faults_by(reason: Callable[[Layer, str, KeyMap], str | None]) -> Callable[[AdapterState], Iterator[Fault]]:
+    """The faults of a state, one layer at a time."""
+
+    def faults(state: AdapterState) -> Iterator[Fault]:
+        keys = KEY_MAPS[state.family]
+        for path, layer in state.layers.items():
+            found = reason(layer, path, keys)
+            if found is not None:
+                yield path, found
+
+    return faults
+
+
 def refuse_what_does_not_fit(
     state: AdapterState, format: FormatName, refusal: Callable[[Layer, str], str | None]
 ) -> None:

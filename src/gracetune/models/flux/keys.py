@@ -73,5 +73,12 @@ KEYS = KeyMap(
     comfyui_takes_ours=True,
     architecture="flux-1",
     base_version="flux1",
+    also_read_by=(
+        ("comfyui", "diffusers"),
+        ("diffusers", "comfyui"),
+        ("kohya", "musubi"),
+        ("kohya", "sd-scripts"),
+        ("lycoris", "comfyui"),
+    ),
     header_marks=("flux",),
 )

@@ -28,5 +28,12 @@ KEYS = KeyMap(
     depths=(("transformer_blocks", 60),),
     architecture="qwen-image",
     base_version="qwen_image",
+    also_read_by=(
+        ("comfyui", "diffusers"),
+        ("diffusers", "comfyui"),
+        ("kohya", "musubi"),
+        ("kohya", "diffusers"),
+        ("lycoris", "comfyui"),
+    ),
     header_marks=("qwen",),
 )

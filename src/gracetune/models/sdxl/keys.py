@@ -75,5 +75,11 @@ KEYS = KeyMap(
     ),
     architecture="stable-diffusion-xl-v1-base",
     base_version="sdxl_base_v1-0",
+    also_read_by=(
+        ("kohya", "sd-scripts"),
+        ("kohya", "lycoris"),
+        ("kohya", "diffusers"),
+        ("lycoris", "comfyui"),
+    ),
     header_marks=("sdxl", "stable-diffusion-xl"),
 )

@@ -37,5 +37,6 @@ KEYS = KeyMap(
     depths=(("blocks", 40),),
     architecture="wan",
     of_experts=("wan2.2", "wan_2.2_14b"),  # which Wan another adapter is for, only the caller can say
+    also_read_by=(("comfyui", "diffusers"), ("kohya", "musubi")),
     header_marks=("wan",),
 )

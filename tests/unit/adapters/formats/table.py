@@ -10,7 +10,9 @@ import torch
 
 from gracetune.adapters.delta import measured_by_base
 from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats.programs import misread_by
 from gracetune.adapters.formats.registry import FORMATS
+from gracetune.config.export_formats import PROGRAMS
 from unit.adapters.formats import making
 
 NOTES = {
@@ -54,3 +56,33 @@ def cell(format, state, shapes) -> str:
     assert written.keys() == tensors.keys()
     assert all(torch.equal(written[key], tensor) for key, tensor in tensors.items())
     return "tested"
+
+
+def of_programs(tiny_model: Callable[[str, str], Path]) -> str:
+    """Which formats each program reads right, by the records of the formats."""
+    lines = [f"| family | algorithm | {' | '.join(PROGRAMS.values())} |", f"|---|---|{'---|' * len(PROGRAMS)}"]
+    for family in making.FLAVOURS:
+        shapes = making.one_of_each(making.in_blocks(making.layer_shapes(family, tiny_model)))
+        for algorithm in making.ALGORITHMS:
+            options = ("bias",) if algorithm == "full_delta" else ()
+            rank = min(min(shape[:2]) for shape in shapes.values()) if algorithm == "lokr" else 2
+            state = as_trained(making.state(family, shapes, algorithm, options=options, rank=rank))
+            cells = [formats_right_in(program, state, shapes) for program in PROGRAMS]
+            lines.append(f"| {family} | {algorithm} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def as_trained(state):
+    """With alpha at half the rank: at the whole rank a lost alpha would do no harm."""
+    layers = {path: replace(one, alpha=one.rank / 2 if one.rank else 1.0) for path, one in state.layers.items()}
+    return replace(state, layers=layers)
+
+
+def formats_right_in(program, state, shapes) -> str:
+    right = []
+    for format in FORMATS:
+        if misread_by(state, format, program) is None:
+            right.append(f"`{format}`")
+        elif format == "comfyui" and misread_by(measured(state, shapes), format, program) is None:
+            right.append("`comfyui` with `--model`")
+    return ", ".join(right) or "–"

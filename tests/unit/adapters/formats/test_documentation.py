@@ -14,6 +14,11 @@ def test_every_cell_of_the_table_is_what_happens(tiny_model) -> None:
     assert table.made(tiny_model) in TEXT
 
 
+def test_the_table_of_programs_is_that_of_the_records(tiny_model) -> None:
+    """To mend it after a change: print `table.of_programs(tiny_model)`."""
+    assert table.of_programs(tiny_model) in TEXT
+
+
 def test_every_reason_in_the_table_is_explained() -> None:
     for reason, note in table.NOTES.items():
         assert f"- **{note}** " in TEXT

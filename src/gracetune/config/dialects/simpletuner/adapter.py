@@ -120,6 +120,7 @@ def _lycoris_file(options: PeerBlock) -> None:
     check(lycoris, LYCORIS)
     apply(lycoris, LYCORIS, None)
     options.default(("checkpoints", "format"), "lycoris")
+    options.default(("checkpoints", "for_program"), "lycoris")
 
 
 def _algorithm(lycoris: PeerBlock, _: None) -> None:

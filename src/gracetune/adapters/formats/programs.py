@@ -1,0 +1,137 @@
+"""Which programs load an adapter's file as it was trained. What each of them gets wrong is in the records of formats.
+
+A format is made for some programs. `--to FORMAT`, and `checkpoints.format` of a run, give a file that is right in all
+of them that have the model; `--for PROGRAM`, and `checkpoints.for_program`, give one that is right in this program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.delta import BASE_MAGNITUDE
+from gracetune.adapters.file_errors import CannotHoldError
+from gracetune.adapters.formats.layers import algorithms
+from gracetune.adapters.formats.registry import FORMATS
+from gracetune.adapters.formats.writing import Fault
+from gracetune.adapters.state import AdapterState
+from gracetune.config.export_formats import EXPORT_FORMATS, PROGRAMS, FormatName, Program
+from gracetune.errors import Problem
+from gracetune.models.key_maps import KEY_MAPS
+
+
+@dataclass(frozen=True)
+class Misread:
+    """Why a program would load an adapter wrongly, or not at all."""
+
+    program: Program
+    reason: str
+
+    def __str__(self) -> str:
+        name = PROGRAMS[self.program]
+        return self.reason if self.reason.startswith(name) else f"{name}: {self.reason}"
+
+
+def programs_of(family: str, format: FormatName) -> tuple[Program, ...]:
+    """Those that know the family's names in files of a format."""
+    record = FORMATS[format]
+    also = KEY_MAPS[family].also_read_by
+    return tuple(name for name in record.readers if name in record.all_families or (format, name) in also)
+
+
+def misread_by(state: AdapterState, format: FormatName, program: Program) -> Misread | None:
+    """None where the program reads a file of this format right."""
+    if program not in programs_of(state.family, format):
+        return Misread(program, f"it does not read {format} files of {state.family}")
+    if format != "comfyui" and any(BASE_MAGNITUDE in layer.tensors for layer in state.layers.values()):
+        return Misread(program, "its DoRA was converted for ComfyUI: use the file it came from")
+    faults = list(FORMATS[format].readers[program](state))
+    return Misread(program, _described(faults)) if faults else None
+
+
+def readable(state: AdapterState, format: FormatName) -> dict[Program, str | None]:
+    """For every program: None where it reads a file of this format right, else the reason."""
+    found = {program: misread_by(state, format, program) for program in PROGRAMS}
+    return {program: None if wrong is None else wrong.reason for program, wrong in found.items()}
+
+
+def misread_in(state: AdapterState, format: FormatName, program: Program | None = None) -> list[Misread]:
+    """What is wrong with writing this state in this format: for one program, or for all that the format is for."""
+    if program is not None:
+        wrong = misread_by(state, format, program)
+        return [] if wrong is None else [wrong]
+    record, known = FORMATS[format], programs_of(state.family, format)
+    if record.keeps_all:
+        state = _loadable(state)
+    made_for = [one for one in record.made_for if one in known]
+    return [wrong for one in made_for if (wrong := misread_by(state, format, one)) is not None]
+
+
+def refuse_misread(state: AdapterState, format: FormatName, program: Program | None = None) -> None:
+    wrong = misread_in(state, format, program)
+    if not wrong:
+        return
+    right = [name for name in formats_for(state) if name != format]
+    hints = [f"--to {' or '.join(right)}"] if right else []
+    alone = [one for one, reason in readable(state, format).items() if reason is None] if program is None else []
+    if alone:
+        hints.append(f"--to {format} --for {alone[0]} for {PROGRAMS[alone[0]]} alone")
+    hints.append("--lora-rank N (a LoRA that comes close), or --merge-into MODEL")
+    programs = ", ".join(PROGRAMS[one.program] for one in wrong)
+    raise CannotHoldError(
+        [
+            Problem(
+                key=f"{'+'.join(algorithms(state))} for {state.family} as {format}",
+                found="; ".join(map(str, wrong)),
+                expected=f"an adapter that {programs} would load from a {format} file as it was trained",
+                hint="; ".join(hints),
+            )
+        ]
+    )
+
+
+def formats_for(state: AdapterState, program: Program | None = None) -> list[FormatName]:
+    """Formats in which the state is right: in all programs that each is for, or in one."""
+    names: Iterable[FormatName] = FORMATS
+    if program is not None:
+        names = sorted(EXPORT_FORMATS.ours, key=lambda name: name != program)
+    return [name for name in names if FORMATS[name].made_for and not misread_in(state, name, program)]
+
+
+def format_for(state: AdapterState, program: Program) -> FormatName:
+    """The format that this program reads right. Raises `CannotHoldError` with the reasons where there is none."""
+    found = formats_for(state, program)
+    if found:
+        return found[0]
+    known = [name for name in EXPORT_FORMATS.ours if program in programs_of(state.family, name)]
+    wrong = {str(one): None for name in known for one in misread_in(state, name, program)}
+    others = [one for one in PROGRAMS if formats_for(state, one)]
+    hint = "--lora-rank N (a LoRA that comes close), or --merge-into MODEL"
+    raise CannotHoldError(
+        [
+            Problem(
+                key=f"--for {program}",
+                found="; ".join(wrong)
+                or f"an adapter for {state.family}, whose files {PROGRAMS[program]} does not read",
+                expected=f"an adapter that {PROGRAMS[program]} would load as it was trained",
+                hint=f"--for {' or '.join(others)}; {hint}" if others else hint,
+            )
+        ]
+    )
+
+
+def _loadable(state: AdapterState) -> AdapterState:
+    """Without layers that no program loads: there is no program to be right in, and the file is for training on."""
+    layers = {path: layer for path, layer in state.layers.items() if algorithm(layer.algorithm).loadable}
+    return AdapterState(state.family, state.stage, layers, state.metadata)
+
+
+def _described(faults: Iterable[Fault]) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for path, reason in faults:
+        by_reason.setdefault(reason, []).append(path)
+    return "; ".join(
+        f"{reason} ({paths[0]}{f' and {len(paths) - 1} more layers' if paths[1:] else ''})"
+        for reason, paths in by_reason.items()
+    )

@@ -31,6 +31,7 @@ from gracetune.config.export_formats import FormatName
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.optimizers import OptimizerName
+from gracetune.config.token_routes import TokenRouting
 from gracetune.config.trackers import TrackerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
@@ -153,6 +154,7 @@ class Training(Section):
     """Repeatable kernels only, so that two runs on one GPU agree to the last bit; slower."""
     ema: Ema = Ema()
     ramp: BatchRamp = BatchRamp()
+    token_routing: TokenRouting = TokenRouting()
 
 
 class AutomagicLimits(Section):

@@ -329,3 +329,9 @@ class RunConfig(Section):
     checkpoints: Checkpoints = Checkpoints()
     logging: Logging = Logging()
     memory: MemoryOptions = MemoryOptions()
+
+    @property
+    def keeps_masked_tokens(self) -> bool:
+        """Whether tokens skip blocks, but not those inside a mask: then their number is known with the batch."""
+        masks = any(dataset.has_masks and not dataset.disabled for dataset in self.datasets)
+        return masks and bool(self.training.token_routing.routes)

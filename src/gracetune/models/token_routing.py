@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from gracetune.cache.batches import Batch
 from gracetune.cache.collate import LOSS_MASK
 from gracetune.config.families import names_of
-from gracetune.config.run_config import RunConfig
 from gracetune.config.token_routes import Route
 from gracetune.models.spec import BlockRouting, ModelFacts, ModelSpec
 from gracetune.seeded_random import shuffled
@@ -120,12 +119,6 @@ def masked_tokens(mask: Tensor, patch: Sequence[int]) -> Mask:
     pool: Any = F.avg_pool3d if len(patch) == 3 else F.avg_pool2d
     inside: Tensor = pool(mask.float(), tuple(patch)) > 0.5
     return cast(Mask, inside.flatten(1).cpu().numpy())
-
-
-def keeps_masked_tokens(config: RunConfig) -> bool:
-    """Whether the number of kept tokens may differ between batches of one shape."""
-    masks = any(dataset.has_masks and not dataset.disabled for dataset in config.datasets)
-    return masks and bool(config.training.token_routing.routes)
 
 
 def _tokens_of(latents: Tensor, patch: Sequence[int]) -> int:

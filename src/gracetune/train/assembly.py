@@ -38,7 +38,7 @@ from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.facts import guidance_note
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
-from gracetune.models.token_routing import TokenRouter, keeps_masked_tokens
+from gracetune.models.token_routing import TokenRouter
 from gracetune.optim.build import build_optimizer, optimizer_notes
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
@@ -233,7 +233,7 @@ def assemble(
 ) -> Job:  # fmt: skip
     training = config.training
     gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
-    router = router_of(config, trainee)
+    router = router_of(config, trainee.spec, trainee.facts, trainee.host.module(trainee.trained[0]))
     step = TrainStep(
         trainee.spec, trainee.facts, beginning.goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
         base=trainee.base_for,
@@ -292,7 +292,7 @@ def _replay(
 def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
     """Of the model alone; None where nothing speaks against it."""
     adapter, prepared = config.adapter, trainee.prepared.values()
-    varying = keeps_masked_tokens(config)
+    varying = config.keeps_masked_tokens
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
         f"{trainee.facts.family} has not been captured on a GPU yet": trainee.spec.recorded_inputs is None,

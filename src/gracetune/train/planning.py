@@ -14,7 +14,6 @@ from gracetune.models.attention import attention_facts, choose_attention
 from gracetune.models.registry import footprint_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import AttentionCalls, Fp8Layouts, ModelFacts, ModelSpec
-from gracetune.models.token_routing import keeps_masked_tokens
 from gracetune.planning.demand import Demand
 from gracetune.planning.estimate import estimate
 from gracetune.planning.plan import CONFIG_VALUE, INPUTS, Plan, plan
@@ -172,7 +171,7 @@ def _repeating(recompute: bool, budget: float | None) -> str:
 
 def _shapes(config: RunConfig, shapes: int | None) -> Shapes:
     """Blocks in a route see fewer tokens than the others; masked tokens are always kept, whatever their number."""
-    if shapes != 1 or keeps_masked_tokens(config):
+    if shapes != 1 or config.keeps_masked_tokens:
         return "several"
     return "few" if config.training.token_routing.routes else "one"
 

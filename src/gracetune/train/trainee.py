@@ -161,11 +161,11 @@ def check_routes(config: RunConfig, spec: ModelSpec, source: ModelSource, facts:
         resolve_routes(routes, sum(map(len, block_lists(denoiser, spec.family))))
 
 
-def router_of(config: RunConfig, trainee: Trainee) -> TokenRouter | None:
+def router_of(config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module) -> TokenRouter | None:
     """None where no token skips a block."""
-    blocks = sum(map(len, block_lists(trainee.host.module(trainee.trained[0]), trainee.spec.family)))
+    blocks = sum(map(len, block_lists(denoiser, spec.family)))
     routes = resolve_routes(config.training.token_routing.routes, blocks)
-    return TokenRouter(trainee.spec, routes, trainee.facts, config.training.seed) if routes else None
+    return TokenRouter(spec, routes, facts, config.training.seed) if routes else None
 
 
 def check_adapter(

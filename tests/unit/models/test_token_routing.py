@@ -158,9 +158,7 @@ def test_a_samples_tokens_depend_on_the_seed_its_index_and_the_route_alone(tiny:
 
 
 @pytest.mark.parametrize(("ratio", "kept"), [(0.1, 14), (0.25, 12), (0.5, 8), (0.97, 1)])
-def test_the_number_of_kept_tokens_depends_on_the_shape_alone(
-    ratio: float, kept: int, tiny_model: TinyModel
-) -> None:
+def test_the_number_of_kept_tokens_depends_on_the_shape_alone(ratio: float, kept: int, tiny_model: TinyModel) -> None:
     flux = opened(tiny_model, "flux", "dev")
     for index in range(5):
         chosen = flux.router(Route(0, 0, ratio)).routed(flux.batch((index,))).tensors[KEPT.format(0)]

@@ -132,7 +132,7 @@ def _chosen(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _on(numbers: Numbers, device: torch.device) -> Tensor:
     """From page-locked memory the copy is only queued; the host does not wait for it."""
     tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 # -- through the blocks ------------------------------------------------------------------------------------------------

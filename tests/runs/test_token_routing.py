@@ -143,6 +143,7 @@ def test_a_family_without_routes_is_refused_by_the_check(
 ) -> None:
     config = config_for("sdxl", tiny_model, tmp_path)
     document = config.model_dump(mode="json", exclude_unset=True)
+    document |= {"gracetune": 1}
     document["training"]["token_routing"] = routed((0.5, 0, 1))
     (tmp_path / "config.json").write_text(json.dumps(document))
     assert gracetune("config", "check", str(tmp_path / "config.json")) != 0

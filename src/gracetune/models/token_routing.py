@@ -140,15 +140,16 @@ def _on(numbers: Numbers, device: torch.device) -> Tensor:
 
 def rows_of(x: Tensor, kept: Tensor) -> Tensor:
     """[B, tokens, ...] -> [B, kept, ...]. `x` may have one sample for all."""
-    if len(x) == 1:
-        return x[0].index_select(0, kept.flatten()).unflatten(0, kept.shape)
-    return x.flatten(0, 1).index_select(0, _flat(kept, x.shape[1])).unflatten(0, kept.shape)
+    numbers = kept.flatten() if len(x) == 1 else _flat(kept, x.shape[1])
+    rows: Tensor = x.flatten(0, 1).index_select(0, numbers).unflatten(0, kept.shape)
+    return rows
 
 
 def put_back(x: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
     """A copy of `x` [B, tokens, D] with `rows` [B, kept, D] in place of its kept tokens."""
     flat = x.flatten(0, 1).index_copy(0, _flat(kept, x.shape[1]), rows.flatten(0, 1).to(x.dtype))
-    return flat.unflatten(0, x.shape[:2])
+    whole: Tensor = flat.unflatten(0, x.shape[:2])
+    return whole
 
 
 def _flat(kept: Tensor, tokens: int) -> Tensor:
@@ -183,7 +184,7 @@ class RoutedBlock:
     def through(self, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """`run` is the block, or a function that computes it again in the backward pass: what happens here is not."""
         leg = self.leg
-        names = _argument_names(type(self.block))
+        names = _argument_names(type(self.block).forward)
         given = {**dict(zip(names, inputs, strict=False)), **named}
         new: dict[str, Any] = {}
         if self.is_first:
@@ -206,8 +207,8 @@ class RoutedBlock:
 
 
 @cache
-def _argument_names(kind: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 class RoutedBlocks(nn.ModuleList):

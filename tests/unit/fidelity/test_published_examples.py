@@ -23,17 +23,16 @@ REFUSED = {
 }
 """Examples of what is not implemented, and the key that says so."""
 LOW_BITS = "low-bit bases: branch l-bases"
-TREAD = "TREAD: branch l-tread; low-bit bases: branch l-bases"
 ASSISTANT = "assistant_lora_path: branch l-bases"
 PENDING = {
     "flux.peft-controlnet-lora": LOW_BITS,
     "flux.peft-lora": LOW_BITS,
-    "flux.peft-lora+TREAD": TREAD,
+    "flux.peft-lora+TREAD": LOW_BITS,
     "kontext.peft-lora": LOW_BITS + "; generated references",
     "qwen_image.peft-lora": LOW_BITS,
-    "wan-1.3b.peft-lora+TREAD": TREAD,
-    "wan-2.2-i2v-a14b-high.peft-lora+TREAD": TREAD,
-    "wan-2.2-i2v-a14b-low.peft-lora+TREAD": TREAD,
+    "wan-1.3b.peft-lora+TREAD": LOW_BITS,
+    "wan-2.2-i2v-a14b-high.peft-lora+TREAD": LOW_BITS,
+    "wan-2.2-i2v-a14b-low.peft-lora+TREAD": LOW_BITS,
     "modal_train_lora_flux_schnell_24gb": ASSISTANT,
     "train_lora_flux_schnell_24gb": ASSISTANT,
     "train_lora_qwen_image_24gb": LOW_BITS,

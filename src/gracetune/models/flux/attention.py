@@ -59,7 +59,7 @@ class OwnPositions(FluxAttnProcessor):
 
 def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (attn.get_submodule(names.format(part))(x) for part in "qkv")
-    return tuple(one.unflatten(-1, (-1, attn.head_dim)) for one in (query, key, value))  # type: ignore[return-value]
+    return tuple(one.unflatten(-1, (-1, attn.head_dim)) for one in (query, key, value))
 
 
 class WholeGradient(OwnPositions):

@@ -319,6 +319,15 @@ def test_blocks_in_a_route_see_fewer_tokens_and_the_others_all_of_them(tiny: Tin
     assert seen == [total] * len(tiny.blocks), "a batch that says nothing: held-out data"
 
 
+def test_a_capture_gets_the_choice_among_its_inputs(tiny: Tiny) -> None:
+    router = tiny.router(Route(0, 0, 0.25))
+    batch = router.routed(tiny.batch((0, 1))).tensors
+    assert tiny.spec.recorded_inputs is not None
+    assert router.spec.recorded_inputs is not None
+    given = {*router.spec.recorded_inputs(batch)}
+    assert given == {*tiny.spec.recorded_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
+
+
 def test_tokens_that_skip_reach_the_next_block_unchanged(tiny: Tiny) -> None:
     found: dict[str, Tensor] = {}
     total, last = (32 if tiny.spec.family == "wan" else 16), len(tiny.blocks) - 1

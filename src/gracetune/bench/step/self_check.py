@@ -34,8 +34,7 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> float:
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
     check = SelfProof(
-        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view,
-        steps=job.length.steps,
+        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view, steps=job.length.steps
     )  # fmt: skip
     check.start(RunStarts(replace(job.position), job.length.steps))
     seconds = 0.0

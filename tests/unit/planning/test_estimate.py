@@ -335,7 +335,7 @@ class TestTokenRouting:
         footprint, _ = footprint_of(run_config(family).model)
         if len(footprint.blocks) == 1:
             (block,) = footprint.blocks
-            width = sum(entry.width for entry in block.enters if entry.stream == "image")
+            width = sum(entry.width for entry in block.enters if entry.stream in ("image", "joint"))
             assert self.kept(plain, "full") - self.kept(routed, "full") == 2 * width * 2048 * (blocks - 3)
         assert self.kept(plain, "full") > self.kept(routed, "full") > self.kept(plain, "full") // 2
         assert plain.training_peak("full") > routed.training_peak("full")

@@ -71,9 +71,9 @@ def plainly_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tens
     return torch.stack((a * c - b * s, b * c + a * s), -1).flatten(2)
 
 
-def tables(tokens: int, head: int) -> tuple[Tensor, Tensor]:
+def tables(tokens: int, head: int, samples: int = 1) -> tuple[Tensor, Tensor]:
     """With another angle in the places that are not to be read."""
-    angles = 3 * noise(1, tokens, 1, head, dtype=torch.float32)
+    angles = 3 * noise(samples, tokens, 1, head, dtype=torch.float32)
     return angles.cos(), angles.sin()
 
 
@@ -97,6 +97,18 @@ def test_normed_and_turned(
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.dtype == torch.bfloat16
         assert error(ours, theirs) <= ROUNDING
+
+
+@compiled_or_not
+def test_normed_and_turned_with_positions_of_each_samples_own(compiled: bool) -> None:
+    """As routed tokens have them."""
+    from gracetune.kernels.fused_rope import normed_turned
+
+    x, gradient = 2 * noise(3, 77, 1536), noise(3, 77, 1536)
+    others = (1 + noise(1536), EPS, *tables(77, 128, samples=3))
+    found = both_ways(run_as(normed_turned, compiled), gradient, x, *others)
+    wanted = both_ways(plainly_turned, gradient, x.float(), *others)
+    assert max(error(ours, theirs) for ours, theirs in zip(found, wanted, strict=True)) <= ROUNDING
 
 
 @compiled_or_not

@@ -26,6 +26,7 @@ from torch import nn
 from gracetune.adapters.attach import attach
 from gracetune.adapters.files import write as write_tensors
 from gracetune.adapters.formats.registry import FORMATS
+from gracetune.cache.batches import Batch
 from gracetune.cache.places import places_of
 from gracetune.cache.session import needs
 from gracetune.config.run_config import RunConfig
@@ -34,7 +35,7 @@ from gracetune.data.backends.pool import BackendPool, sharing_notes
 from gracetune.data.build import build_index
 from gracetune.data.copies.local import Copies
 from gracetune.data.loader import Loader
-from gracetune.data.refs import BatchRef
+from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.diffusion.noise import draw_noise
 from gracetune.diffusion.weighting import huber_delta, sample_losses
 from gracetune.hub.access import HubAccess
@@ -339,6 +340,25 @@ def learning(config: RunConfig) -> Any:
             ema.update()
             averages.append({name: digest(one) for name, one in ema.averages.items()})
     return windows, digest(weights["a"].grad), norm, averages
+
+
+def skipped_tokens(config: RunConfig) -> Any:
+    """What the denoiser answers to one batch, as a training step asks it."""
+    from gracetune.models.token_routing import install
+    from gracetune.train.trainee import router_of
+
+    spec, source = spec_of(config.model.family), open_source(config.model)
+    facts = facts_of(config, spec, source)
+    denoiser = spec.load_denoiser(source, facts.experts[0], Placement(CPU, torch.float32))
+    install(denoiser, config.model.family)
+    router = router_of(config, spec, facts, denoiser)
+    assert router is not None
+    generator = torch.Generator().manual_seed(0)
+    latents, text = torch.randn(1, 16, 2, 8, 8, generator=generator), torch.randn(1, 6, 32, generator=generator)
+    sample = SampleRef("d", "0.png", "0", Bucket(64, 64), None, CaptionRef(""))
+    batch = Batch(BatchRef((sample,), Bucket(64, 64), (4,), 0, 1), {"latents": latents, "prompt_embeds": text})
+    answer = router.spec.predict(denoiser, latents, torch.full((1,), 0.5), router.routed(batch).tensors, facts)
+    return digest(answer)
 
 
 def choices(config: RunConfig) -> Any:

@@ -396,6 +396,12 @@ CHANGES = [
         "training.ramp.target_effective_batch_size": 6,
         "training.ramp.batch_rampup_steps": 20,
     }),
+    Changes(probes.skipped_tokens, "wan", {"training.token_routing": {
+                "routes": [{"skip_ratio": 0.5, "first_block": 0, "last_block": 1}]}}, {
+        "training.token_routing.routes[].skip_ratio": 0.25,
+        "training.token_routing.routes[].first_block": 1,
+        "training.token_routing.routes[].last_block": 0,
+    }),
     Changes(probes.length, "sdxl", {}, {"training.max_steps": 7}),
     Changes(probes.length, "sdxl", {"training.max_steps": None, "training.epochs": 2}, {"training.epochs": 3}),
     # -- memory

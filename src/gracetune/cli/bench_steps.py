@@ -42,6 +42,9 @@ Optimizer = Annotated[Literal["adamw", "automagic"], typer.Option(help="As in a 
 Limit = Annotated[str | None, typer.Option("--memory-limit", metavar="SIZE", help="Of GPU memory, such as 45GiB.")]
 Baseline = Annotated[bool, typer.Option("--baseline", help="Also time diffusers with peft or lycoris-lora.")]
 Steps = Annotated[int, typer.Option(metavar="N", help="Timed steps.")]
+Routing = Annotated[
+    float, typer.Option(metavar="SHARE", help="Also time a step in which this share of the tokens skips blocks.")
+]
 Smoke = Annotated[bool, typer.Option("--smoke", help="A tiny model, on a CPU too: does everything run?")]
 
 
@@ -64,6 +67,7 @@ def _add(app: typer.Typer, name: str, words: str) -> None:
         memory_limit: Limit = None,
         baseline: Baseline = False,
         steps: Steps = 20,
+        token_routing: Routing = 0.0,
         smoke: Smoke = False,
         output: Output = None,
         as_json: AsJson = False,
@@ -73,12 +77,12 @@ def _add(app: typer.Typer, name: str, words: str) -> None:
         width, height = parse_resolution(resolution)
         job = StepJob(
             name, adapter, precision, batch, width, height, frames, checkpointing, optimizer, _bytes(memory_limit),
-            baseline, steps, smoke,
+            baseline, steps, smoke, token_routing,
         )  # fmt: skip
         job = checked(job)
         with _opened() as (bench, machine):
-            row = bench.row(job)
-        _finish(name, [row], machine, output, as_json=as_json)
+            rows = bench.rows(job)
+        _finish(name, rows, machine, output, as_json=as_json)
 
 
 def suite(
@@ -174,6 +178,9 @@ def _figures(row: StepRow) -> Iterator[tuple[str, str]]:
     yield "once", f"{row.compile_s:.1f} s"
     if row.baseline_ms is not None and row.ratio is not None:
         yield "baseline", f"{row.baseline_ms:.1f} ms: {row.baseline}; ours is {row.ratio:.2f}x as fast"
+    if row.unrouted_ms is not None:
+        ratio = row.unrouted_ms / row.ms_per_step
+        yield "routing", f"{row.token_routing:.0%} of the tokens skip blocks; {ratio:.2f}x as fast as with all"
     if row.numerics is not None:
         numbers = row.numerics
         yield (

@@ -308,6 +308,11 @@ class Dataset(Section):
         return self.local_copy is not None or (self.type == "local" and "://" in self.path)
 
     @property
+    def has_masks(self) -> bool:
+        """Whether its loss is masked (of a dataset of masks: whether it masks another's)."""
+        return self.mask.path is not None or self.mask.from_alpha or self.conditioning_type == "mask"
+
+    @property
     def encodes_each_visit(self) -> bool:
         """Whether latents are not cached at all."""
         changing = bool(self.augmentation.transforms) and self.augmentation.cache_mode == "disable_cache"

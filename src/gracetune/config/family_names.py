@@ -200,5 +200,8 @@ class FamilyNames:
     """Its tokenizer tells one space from two; the others take them for one."""
     told_sizes: bool = False
     """The denoiser is told an image's size and crop (`model.size_conditioning`)."""
+    routed_blocks: tuple[str, ...] = ()
+    """The denoiser's lists of blocks that tokens can skip, in the order of their numbers in `training.token_routing`;
+    `ModelSpec.token_routing` says how. Empty: token routing is rejected."""
     simpletuner: SimpleTunerNames = SimpleTunerNames()
     aitoolkit: AiToolkitNames = AiToolkitNames()

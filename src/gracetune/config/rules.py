@@ -11,7 +11,7 @@ from gracetune.config.adapter_kinds import algorithms
 from gracetune.config.dataset_backends import is_installed, validated
 from gracetune.config.dataset_config import ACCESS_PROTOCOLS, BACKEND_SECTIONS, Dataset
 from gracetune.config.draft import Path, describe
-from gracetune.config.families import Flavour, find_flavour, flavours
+from gracetune.config.families import FAMILIES, Flavour, find_flavour, flavours, names_of
 from gracetune.config.limits import LARGEST_RANK, MOST_MEGAPIXELS, MOST_PROBLEMS
 from gracetune.config.optimizers import reads_key
 from gracetune.config.run_config import RunConfig
@@ -69,6 +69,15 @@ def _determinism(config: RunConfig) -> Iterator[Broken]:
     if training.deterministic and training.attention in ("flash_attn_2", "flash_attn_3"):
         yield Broken(("training", "attention"), training.attention, "one of torch's own, with training.deterministic",
                      "write `auto`, or turn training.deterministic off", (("training", "deterministic"),))  # fmt: skip
+
+
+def _token_routing(config: RunConfig) -> Iterator[Broken]:
+    routes, family = config.training.token_routing.routes, config.model.family
+    if routes and not names_of(family).routed_blocks:
+        able = ", ".join(name for name in FAMILIES if names_of(name).routed_blocks)
+        yield Broken(("training", "token_routing", "routes"), f"{len(routes)} with model.family {family}",
+                     f"none: only tokens of {able} can skip blocks", "--set 'training.token_routing.routes=[]'",
+                     (("model", "family"),))  # fmt: skip
 
 
 def known_flavour(config: RunConfig) -> Flavour | None:
@@ -379,6 +388,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Broken]], ...] = (
     _length,
     _ramp,
     _determinism,
+    _token_routing,
     _model,
     _adapter,
     _precision,

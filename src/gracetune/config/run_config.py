@@ -31,6 +31,7 @@ from gracetune.config.export_formats import FormatName, Program
 from gracetune.config.families import Family
 from gracetune.config.memory_options import MemoryOptions
 from gracetune.config.optimizers import OptimizerName
+from gracetune.config.token_routes import TokenRouting
 from gracetune.config.trackers import TrackerName
 
 Rank = Annotated[int, Strict(), Field(ge=1, le=10**10)]
@@ -159,6 +160,7 @@ class Training(Section):
     """Repeatable kernels only, so that two runs on one GPU agree to the last bit; slower."""
     ema: Ema = Ema()
     ramp: BatchRamp = BatchRamp()
+    token_routing: TokenRouting = TokenRouting()
 
 
 class AutomagicLimits(Section):
@@ -336,3 +338,9 @@ class RunConfig(Section):
     checkpoints: Checkpoints = Checkpoints()
     logging: Logging = Logging()
     memory: MemoryOptions = MemoryOptions()
+
+    @property
+    def keeps_masked_tokens(self) -> bool:
+        """Whether tokens skip blocks, but not those inside a mask: then their number is known with the batch."""
+        masks = any(dataset.has_masks and not dataset.disabled for dataset in self.datasets)
+        return masks and bool(self.training.token_routing.routes)

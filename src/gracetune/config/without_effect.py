@@ -166,8 +166,7 @@ def _of_a_dataset(dataset: Dataset, where: str, named: str) -> Iterator[Switch]:
     anyway = {"style": crop.style == "center", "aspect": crop.aspect == "preserve", "aspect_buckets": False}
     yield Switch(not crop.enabled, f"{where}.crop", crop, " ".join(name for name, same in anyway.items() if not same),
                  "the dataset's crop.enabled is false", f"--set {named}.crop.enabled=true")  # fmt: skip
-    masks = dataset.mask.path is not None or dataset.mask.from_alpha or dataset.conditioning_type == "mask"
-    yield Switch(not masks, f"{where}.mask", dataset.mask, "min_weight invert normalise",
+    yield Switch(not dataset.has_masks, f"{where}.mask", dataset.mask, "min_weight invert normalise",
                  "the dataset names no mask (a dataset of masks has its own options)",
                  f"--set {named}.mask.path=FOLDER")  # fmt: skip
     yield Switch(captions.dropout == 0, f"{where}.captions", captions, "dropped_caption",

@@ -65,12 +65,12 @@ def _turn(values, c, s, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _norm_and_turn(
-    x, weight, cos, sin, out, rstd, tokens, eps,
+    x, weight, cos, sin, out, rstd, angles, eps,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0)
-    token = (row % tokens).to(tl.int64)  # the batch shares the angles
+    token = (row % angles).to(tl.int64)  # the batch shares the angles, or each row has its own
     first = row.to(tl.int64) * WIDTH
     column = tl.arange(0, TILE)
     held = ()
@@ -97,12 +97,12 @@ def _norm_and_turn(
 @triton.jit
 @no_type_check
 def _norm_and_turn_backward(
-    dy, x, weight, cos, sin, rstd, dx, tokens,
+    dy, x, weight, cos, sin, rstd, dx, angles,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0)
-    token = (row % tokens).to(tl.int64)
+    token = (row % angles).to(tl.int64)
     first = row.to(tl.int64) * WIDTH
     column = tl.arange(0, TILE)
     scale = tl.load(rstd + row)
@@ -146,10 +146,10 @@ def _forward(
     batch, tokens, width = x.shape
     x, weight = x.contiguous(), weight.contiguous()
     out, rstd = x.new_empty(batch, tokens, width), x.new_empty(batch * tokens, dtype=torch.float32)
-    angles, head = _angle_tables(cos, sin, weight)
+    tables, rows, head = _angle_tables(cos, sin, weight)
     sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_norm_and_turn)
-    kernel[(batch * tokens,)](x, weight, *angles, out, rstd, tokens, eps, **sizes, HEAD=head, num_warps=warps)
+    kernel[(batch * tokens,)](x, weight, *tables, out, rstd, rows, eps, **sizes, HEAD=head, num_warps=warps)
     return out, rstd
 
 
@@ -160,18 +160,19 @@ def _backward(
     batch, tokens, width = x.shape
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dx = x.new_empty(batch, tokens, width)
-    angles, head = _angle_tables(cos, sin, weight)
+    tables, rows, head = _angle_tables(cos, sin, weight)
     sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_norm_and_turn_backward)
-    kernel[(batch * tokens,)](dy, x, weight, *angles, rstd, dx, tokens, **sizes, HEAD=head, num_warps=warps)
+    kernel[(batch * tokens,)](dy, x, weight, *tables, rstd, dx, rows, **sizes, HEAD=head, num_warps=warps)
     return dx
 
 
-def _angle_tables(cos: Tensor | None, sin: Tensor | None, unread: Tensor) -> tuple[tuple[Tensor, Tensor], int]:
-    """And how many channels they are for: 0 where nothing is turned; something has to be given all the same."""
+def _angle_tables(cos: Tensor | None, sin: Tensor | None, unread: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
+    """Their rows, and how many channels they are for: 0 where nothing is turned; something has to be given all the
+    same."""
     if cos is None or sin is None:
-        return (unread, unread), 0
-    return (cos.contiguous(), sin.contiguous()), cos.shape[-1]
+        return (unread, unread), 1, 0
+    return (cos.contiguous(), sin.contiguous()), cos.shape[0] * cos.shape[1], cos.shape[-1]
 
 
 class _NormedTurned(torch.autograd.Function):
@@ -190,7 +191,8 @@ class _NormedTurned(torch.autograd.Function):
 
 
 def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """x [batch, tokens, width] normed by rows with a weight [width], and turned by cos and sin [1, tokens, 1, head].
+    """x [batch, tokens, width] normed by rows with a weight [width], and turned by cos and sin [1, tokens, 1, head], or
+    [batch, tokens, 1, head].
 
     The width is that of a number of whole heads. Only x gets a gradient: the weight is frozen. Without angles it is the
     norm alone.

@@ -169,6 +169,23 @@ class FromEmbeddings:
 
 
 @dataclass(frozen=True)
+class BlockRouting:
+    """How tokens skip the blocks that `FamilyNames.routed_blocks` lists (`models.token_routing`)."""
+
+    patch: tuple[int, ...]
+    """Latent cells of one token along each side of the latents."""
+    select: Callable[[Mapping[str, Any], Tensor], Mapping[str, Any]]
+    """Of a block's arguments by name: those beside the image tokens that have a row for each of these, with the rows of
+    the kept tokens [B, kept]."""
+    answer: int | None = None
+    """Place of the image tokens in what a block returns; None: they are all of it."""
+    references: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = lambda batch: ()
+    """Latents of a batch whose tokens stand behind the image's, and are routed as these are."""
+    always: Callable[[Tensor, Mapping[str, Tensor], ModelFacts], int] = lambda latents, batch, facts: 0
+    """So many of the first tokens skip nothing: latents that are given, and not predicted."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """One family. The functions are small; none keeps state."""
 
@@ -206,6 +223,8 @@ class ModelSpec:
     check_sample: Callable[[SampleRequest, ModelFacts], None] = lambda request, facts: None
     """ConfigError for a request that `sample` would refuse: asked before anything is loaded. A problem's key is what
     the value is called in `validation.prompts`."""
+    token_routing: BlockRouting | None = None
+    """For families with `FamilyNames.routed_blocks`."""
     rescales_guidance: bool = False
     """Whether its pipeline takes `guidance_rescale`."""
     from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"

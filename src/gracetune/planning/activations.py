@@ -12,13 +12,14 @@ do it again on the meta device). What an adapter adds depends on how it is compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
 from gracetune.adapters.computation import Computation
 from gracetune.adapters.trainable import Selection, Target
+from gracetune.config.token_routes import Route
 from gracetune.models.footprint import STAYING, Block, Footprint, Kept, Stream, Tokens
 
 Policy = Literal["off", "half", "quarter", "tenth", "full"]
@@ -66,13 +67,36 @@ class Activations:
         return batch * (self.kept + self.working - (self.parkable if parked else 0)) + self.rebuilt
 
 
-def activations(footprint: Footprint, tokens: Tokens, selection: Selection, method: Method) -> tuple[Activations, ...]:
-    """One entry per policy, from most memory to least."""
-    costs = [_cost(block, tokens, selection, method) for block in footprint.blocks]
-    # The last norm works in fp32 and the loss on top of it, whatever the blocks do.
-    ends = 8 * footprint.width * tokens["image"]
+def activations(
+    footprint: Footprint, tokens: Tokens, selection: Selection, method: Method, routes: Sequence[Route] = ()
+) -> tuple[Activations, ...]:
+    """One entry per policy, from most memory to least. Blocks in a route see the tokens it keeps."""
+    costs = [
+        replace(_cost(block, seen, selection, method), count=count)
+        for block, seen, count in _seen(footprint, tokens, routes)
+    ]
+    # The last norm works in fp32 and the loss on top of it, whatever the blocks do. The gradient of tokens that skip
+    # blocks waits beside these.
+    ends = (8 + (method.compute_bytes if routes else 0)) * footprint.width * tokens["image"]
     working = max(cost.working for cost in costs) + ends
     return tuple(_under(policy, costs, working, method) for policy in method.policies)
+
+
+def _seen(footprint: Footprint, tokens: Tokens, routes: Sequence[Route]) -> Iterator[tuple[Block, Tokens, int]]:
+    """The blocks, with the tokens they see and how many blocks of a kind see these."""
+    begins = 0
+    for block in footprint.blocks:
+        numbers = range(begins, begins + block.count)
+        begins += block.count
+        plain = block.count
+        for route in routes:
+            count = len(range(max(route.first, numbers.start), min(route.last + 1, numbers.stop)))
+            if count:
+                kept = route.kept(tokens["image"])
+                yield block, {**tokens, "image": kept, "joint": kept + tokens["text"]}, count
+                plain -= count
+        if plain:
+            yield block, tokens, plain
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from gracetune.adapters.trainable import (
 )
 from gracetune.config.dataset_config import Dataset
 from gracetune.config.run_config import RunConfig
+from gracetune.config.token_routes import Route, resolve_routes
 from gracetune.errors import ConfigError
 from gracetune.memory.placement import hints_of
 from gracetune.models.footprint import Block, Footprint, Shape
@@ -305,8 +306,20 @@ def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape])
         key=f"datasets[{index}].batch_size" if own else "training.batch_size",
         label=f"{dataset.id}, {tokens['image']} + {tokens['text']} tokens",
         batch=dataset.batch_size or job.config.training.batch_size,
-        activations=activations(job.footprint, tokens, job.selection, job.method),
+        activations=activations(job.footprint, tokens, job.selection, job.method, _routes(job)),
     )
+
+
+def _routes(job: _Job) -> tuple[Route, ...]:
+    """Those that the footprint's blocks can have. With masks more tokens may be kept: then nothing is counted as
+    skipped."""
+    routes = job.config.training.token_routing.routes
+    if job.config.keeps_masked_tokens:
+        return ()
+    try:
+        return resolve_routes(routes, sum(block.count for block in job.footprint.blocks))
+    except ConfigError:
+        return ()
 
 
 def _batch_ring(job: _Job, shapes: dict[str, Shape]) -> Need:
@@ -388,6 +401,9 @@ def _remarks(job: _Job) -> list[str]:
     if not footprint.measured:
         words = "counted on the model's own code, not yet compared with a GPU's counters"
         remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
+    if any(route.skip_ratio for route in config.training.token_routing.routes) and not _routes(job):
+        why = "masked tokens are always kept" if config.keeps_masked_tokens else "no routes through this model's blocks"
+        remarks.append(f"training.token_routing: no token is counted as skipped: {why}")
     if config.training.attention == "math":
         remarks.append("training.attention math: the attention matrix it keeps is not counted; use auto")
     if not any(target.linear.is_spatial for target in job.selection.targets):

@@ -38,6 +38,7 @@ from gracetune.models.experts import ExpertHost, choose_parking, trained_experts
 from gracetune.models.facts import guidance_note
 from gracetune.models.registry import spec_of
 from gracetune.models.spec import ExpertName, ModelFacts
+from gracetune.models.token_routing import TokenRouter
 from gracetune.optim.build import build_optimizer, optimizer_notes
 from gracetune.optim.ema import Ema
 from gracetune.optim.ramp import Ramp, ramp_of
@@ -55,7 +56,7 @@ from gracetune.train.runtime import Runtime
 from gracetune.train.scaling import LossScale, NoScale
 from gracetune.train.state import TrainingState
 from gracetune.train.step import Goal, TrainStep
-from gracetune.train.trainee import Trainee
+from gracetune.train.trainee import Trainee, router_of
 from gracetune.train.view import View
 
 
@@ -232,10 +233,11 @@ def assemble(
 ) -> Job:  # fmt: skip
     training = config.training
     gradients = {name: _gradients(trainee, name, runtime) for name in trainee.trained}
+    router = router_of(config, trainee.spec, trainee.facts, trainee.host.module(trainee.trained[0]))
     step = TrainStep(
         trainee.spec, trainee.facts, beginning.goal, seed=training.seed, dtype=trainee.dtype, autocast=runtime.autocast,
         base=trainee.base_for,
-        replay=_replay(config, trainee, gradients, ready, live, memory, runtime, view),
+        replay=_replay(config, trainee, gradients, ready, live, memory, runtime, view, router), router=router,
     )  # fmt: skip
     return Job(
         runtime=runtime,
@@ -268,7 +270,7 @@ def _gradients(trainee: Trainee, expert: str, runtime: Runtime) -> Gradients:
 
 def _replay(
     config: RunConfig, trainee: Trainee, gradients: Mapping[ExpertName, Gradients], ready: Ready, live: Live,
-    memory: UnifiedMemory | None, runtime: Runtime, view: View,
+    memory: UnifiedMemory | None, runtime: Runtime, view: View, router: TokenRouter | None,
 ) -> Replay | None:  # fmt: skip
     """CUDA graphs, for runs whose step is the same every time, on the same addresses, with GPU memory to itself."""
     if runtime.device.type != "cuda":
@@ -284,12 +286,13 @@ def _replay(
         view.say(f"CUDA graph: off: {why}")
         return None
     flat = {trainee.host.module(name): one for name, one in gradients.items() if isinstance(one, FlatGradients)}
-    return Replay(trainee.spec, flat, say=view.say)
+    return Replay(trainee.spec if router is None else router.spec, flat, say=view.say)
 
 
 def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
     """Of the model alone; None where nothing speaks against it."""
     adapter, prepared = config.adapter, trainee.prepared.values()
+    varying = config.keeps_masked_tokens
     drops = [adapter.dropout, *(options.get("dropout") for options in adapter.by_module.values())]
     reasons = {
         f"{trainee.facts.family} has not been captured on a GPU yet": trainee.spec.recorded_inputs is None,
@@ -299,6 +302,7 @@ def why_not_captured(config: RunConfig, trainee: Trainee) -> str | None:
         "the adapter has dropout": any(drops),
         "datasets have strengths of their own": bool(trainee.strengths),
         "experts leave the GPU": trainee.host.moves,
+        "token routing keeps masked tokens, and every batch has another number of them": varying,
     }
     return next((why for why, holds in reasons.items() if holds), None)
 

@@ -19,10 +19,13 @@ from torch import nn
 
 from gracetune.kernels import fused_products as onto
 from gracetune.models.activation_parking import ActivationParking
+from gracetune.models.token_routing import outside_of
 
-Shapes = Literal["one", "several"]
-"""`one`: graphs for exactly the shape they meet; should another come all the same, torch makes one for any. `several`:
-for any shape from the first; a batch of one sample has a graph of its own, as torch always makes it."""
+Shapes = Literal["one", "few", "several"]
+"""`one`: graphs for exactly the shape they meet; should another come all the same, torch makes one for any. `few`: for
+exactly each shape they meet. `several`: for any shape from the first; a batch of one sample has a graph of its own, as
+torch always makes it."""
+_DYNAMIC: Final = {"one": None, "few": False, "several": True}
 GRAPHS: Final = 64
 """Of one kind of block: beyond this torch runs it uncompiled. Training, evaluation and each way of taking an adapter
 (without, with, at a strength) have their own; torch's limit of 8 is soon reached."""
@@ -52,11 +55,14 @@ class Preparation:
 def prepare_blocks(
     denoiser: Any, names: Collection[str], *, checkpointing: bool, compiled: bool, budget: float | None = None,
     shapes: Shapes = "several", backend: str = "inductor", parking: ActivationParking | None = None,
+    routed: bool = False,
 ) -> Preparation:  # fmt: skip
     """`names` are the classes of the blocks; `budget` is the part of the activations that compiled blocks may keep;
-    `parking` is where the inputs of checkpointed blocks wait, if not on the device."""
+    `parking` is where the inputs of checkpointed blocks wait, if not on the device; `routed`: tokens may skip blocks.
+    """
     if checkpointing:
-        denoiser.enable_gradient_checkpointing(None if parking is None else parking.checkpoint)
+        checkpoint = None if parking is None else parking.checkpoint
+        denoiser.enable_gradient_checkpointing(outside_of(checkpoint) if routed else checkpoint)
     blocks = [module for module in denoiser.modules() if type(module).__name__ in names]
     done = Preparation(len(blocks), compiled, checkpointing)
     if compiled:
@@ -81,7 +87,7 @@ def _compile(block: nn.Module, compiler: Budgeted, shapes: Shapes) -> None:
     # that is read in every call, and compiling it takes a C++ compiler and up to a minute. torch has this setting for
     # the whole process only.
     torch._dynamo.config.specialize_float = True
-    options: dict[str, Any] = {"backend": compiler, "dynamic": True if shapes == "several" else None}
+    options: dict[str, Any] = {"backend": compiler, "dynamic": _DYNAMIC[shapes]}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:  # younger than the oldest torch we run on
         options["recompile_limit"] = GRAPHS
     else:  # one number for the process: blocks beyond it would run uncompiled, and nobody would say so

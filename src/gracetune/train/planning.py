@@ -21,6 +21,7 @@ from gracetune.planning.plan import BASE, CONFIG_VALUE, INPUTS, Plan, plan
 from gracetune.planning.processes import ONE_PROCESS, Processes
 from gracetune.planning.samples import survey
 from gracetune.planning.tiers import free_on_disk
+from gracetune.train.blocks import Shapes
 from gracetune.train.runtime import Runtime
 from gracetune.train.trainee import BasePrecision, Choices
 from gracetune.units import format_bytes
@@ -163,12 +164,12 @@ def choose(
     lines = (
         f"attention: {attention.reason}",
         f"gradient checkpointing {_repeating(recompute, budget)}: {why}",
-        f"torch.compile {_compiling(shapes) if compiled else 'off'}",
+        f"torch.compile {_compiling(config, shapes) if compiled else 'off'}",
         *(() if why_base is None else (f"base weights {base}: {why_base}",)),
     )
     return Choices(
         recompute, budget, compiled, attention.backend, base_precision=base, fp8_layouts=planned.fp8_layouts,
-        park_inputs=parks, shapes="one" if shapes == 1 else "several",
+        park_inputs=parks, shapes=_shapes(config, shapes),
     ), lines  # fmt: skip
 
 
@@ -206,9 +207,21 @@ def _repeating(recompute: bool, budget: float | None) -> str:
     return "off" if budget is None or budget == 1 else f"in part (torch.compile's activation budget {budget:g})"
 
 
-def _compiling(shapes: int | None) -> str:
+def _shapes(config: RunConfig, shapes: int | None) -> Shapes:
+    """Blocks in a route see fewer tokens than the others; masked tokens are always kept, whatever their number."""
+    if shapes != 1 or config.keeps_masked_tokens:
+        return "several"
+    return "few" if config.training.token_routing.routes else "one"
+
+
+def _compiling(config: RunConfig, shapes: int | None) -> str:
     if shapes == 1:
-        return "on: repeated blocks, for the one shape all samples have"
+        routed = {
+            "one": "",
+            "few": ", and for the tokens that each route keeps",
+            "several": ", and any number of kept tokens",
+        }
+        return f"on: repeated blocks, for the one shape all samples have{routed[_shapes(config, shapes)]}"
     why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} of them"
     return f"on: repeated blocks, once for any shape ({why})"
 

@@ -66,7 +66,7 @@ from gracetune.train.resume import (
     refuse_other_optimizer,
 )
 from gracetune.train.runtime import Launch, Runtime, check_launch, open_runtime
-from gracetune.train.trainee import check_adapter
+from gracetune.train.trainee import check_adapter, check_routes
 from gracetune.train.view import View
 
 T = TypeVar("T")
@@ -187,6 +187,7 @@ def preflight(
         checks.run(lambda: check_objective(config, model.value.facts, model.value.trained))
         checks.run(lambda: check_requests(config, model.value.spec, model.value.facts, view.warn))
         checks.run(lambda: _check_attention(config, model.value, planned.value, runtime.device))
+        checks.run(lambda: check_routes(config, model.value.spec, model.value.source, model.value.facts))
         shapes = checks.run(lambda: _check_adapter(config, model.value, init_from=not checks.is_known(_INIT_FROM)))
         if runtime.is_main:
             room = checkpoint_bytes(shapes.value.values()) if shapes.is_known else 0

@@ -27,6 +27,7 @@ from gracetune.diffusion.weighting import Weighting, huber_delta, sample_losses
 from gracetune.models.common.flow_shift import shift_along
 from gracetune.models.experts import window_of_levels
 from gracetune.models.spec import ExpertName, ModelFacts, ModelSpec
+from gracetune.models.token_routing import TokenRouter
 from gracetune.train.replay import Replay
 
 LATENTS_PER_TOKEN = 4
@@ -79,14 +80,17 @@ class TrainStep:
         autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
         base: Callable[[Batch, ExpertName], AbstractContextManager[None] | None] = lambda batch, expert: None,
         replay: Replay | None = None,
+        router: TokenRouter | None = None,
     ) -> None:
         """`dtype` is what the denoiser is given. `base` says of a batch that the base model's own answer is its target,
         and makes the denoiser the base model (`Trainee.base_for`). `replay` asks the denoiser that is trained."""
-        self._spec, self._facts, self._goal = spec, facts, goal
-        self._replay = replay
+        self._spec, self._facts, self._goal = spec if router is None else router.spec, facts, goal
+        self._replay, self._router = replay, router
         self._seed, self._dtype, self._autocast, self._base = seed, dtype, autocast, base
 
     def __call__(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> StepLoss:
+        if self._router is not None:
+            batch = self._router.routed(batch)
         base = self._base(batch, expert)
         return self.at(denoiser, batch, self._levels(batch, expert), self._seed, batch.ref.indexes, base)
 

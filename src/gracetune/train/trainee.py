@@ -22,12 +22,14 @@ from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.state import AdapterState, Stage
 from gracetune.cache.batches import Batch
 from gracetune.config.run_config import RunConfig
+from gracetune.config.token_routes import resolve_routes
 from gracetune.errors import ConfigError, Problem
 from gracetune.models.activation_parking import ActivationParking
 from gracetune.models.eight_bits import eight_bit_line
 from gracetune.models.experts import ExpertHost, trained_experts
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import EightBits, Expert, ExpertName, Fp8Layouts, ModelFacts, ModelSpec, Placement
+from gracetune.models.token_routing import TokenRouter, block_lists, install
 from gracetune.optim.build import parameter_names
 from gracetune.optim.record import ParamGroup
 from gracetune.train.blocks import Preparation, Shapes, prepare_blocks
@@ -158,6 +160,21 @@ class Trainee:
                     module.training = training
 
 
+def check_routes(config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts) -> None:
+    """Token routes that these weights cannot have: all denoisers of a model have as many blocks."""
+    routes = config.training.token_routing.routes
+    if routes:
+        denoiser = spec.build_denoiser(source, facts.experts[0])
+        resolve_routes(routes, sum(map(len, block_lists(denoiser, spec.family))))
+
+
+def router_of(config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module) -> TokenRouter | None:
+    """None where no token skips a block."""
+    blocks = sum(map(len, block_lists(denoiser, spec.family)))
+    routes = resolve_routes(config.training.token_routing.routes, blocks)
+    return TokenRouter(spec, routes, facts, config.training.seed) if routes else None
+
+
 def check_adapter(
     config: RunConfig, spec: ModelSpec, source: ModelSource, facts: ModelFacts, assistant: AssistantFile | None = None
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
@@ -199,6 +216,7 @@ def load_trainee(
     parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
     held: list[str] = []
     assisting: Assistant | None = None
+    routed = bool(config.training.token_routing.routes)
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
         if placement.eight_bits is not None:
@@ -211,8 +229,10 @@ def load_trainee(
         denoiser.train()
         prepared[name] = prepare_blocks(
             denoiser, spec.repeated_blocks, checkpointing=choices.checkpointing, compiled=choices.compiled,
-            budget=choices.memory_budget, shapes=choices.shapes, parking=parking,
+            budget=choices.memory_budget, shapes=choices.shapes, parking=parking, routed=routed,
         )  # fmt: skip
+        if routed:
+            install(denoiser, spec.family)
         if runtime.is_sharded:
             runtime.shard(denoiser, spec.repeated_blocks)
         else:

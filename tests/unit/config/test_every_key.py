@@ -259,6 +259,7 @@ GIVEN: dict[str, list[Any]] = {
     "optimizer_beta2": [0.7],
     "resolution_type": ["pixel", "area"],
     "target_downsample_size": [1400],
+    "tread_config": [{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}],
     "user_prompt_library": ["prompts.json"],
     "validation_input": [[{"path": "a.png", "prompt": "b"}]],
 }

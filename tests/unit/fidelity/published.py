@@ -29,13 +29,8 @@ REFUSED = {
     "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
 }
 """Examples of what is not implemented, and the key that says so."""
-TREAD = "TREAD: branch l-tread"
 PENDING = {
-    "flux.peft-lora+TREAD": TREAD,
     "kontext.peft-lora": "generated references: Canny edges of the images (`conditioning` of type canny)",
-    "wan-1.3b.peft-lora+TREAD": TREAD,
-    "wan-2.2-i2v-a14b-high.peft-lora+TREAD": TREAD,
-    "wan-2.2-i2v-a14b-low.peft-lora+TREAD": TREAD,
 }
 """Examples that wait for a part that is made on another branch. Remove an entry when its part is merged."""
 

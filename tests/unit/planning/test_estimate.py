@@ -318,3 +318,48 @@ class TestRemarks:
         demand = demand_of(run_config(family))
         assert all(entry.bytes > 0 for entry in demand.needs)
         assert demand.training_peak("off") > demand.training_peak("full") > 2 * footprint.parameters
+
+
+class TestTokenRouting:
+    HALF = {"routes": [{"skip_ratio": 0.5, "first_block": 2, "last_block": -2}]}  # noqa: RUF012
+
+    @staticmethod
+    def kept(demand: Demand, policy: str) -> int:
+        return next(one.kept for one in demand.workloads[0].activations if one.policy == policy)
+
+    @pytest.mark.parametrize(("family", "blocks"), [("wan", 40), ("flux", 57), ("qwen_image", 60)])
+    def test_blocks_in_a_route_keep_what_its_tokens_take(self, family: str, blocks: int) -> None:
+        """Inputs of repeated blocks: in all but three blocks half of the image's tokens, and all of the caption's."""
+        plain = demand_of(run_config(family))
+        routed = demand_of(run_config(family, training={"token_routing": self.HALF}))
+        footprint, _ = footprint_of(run_config(family).model)
+        if len(footprint.blocks) == 1:
+            (block,) = footprint.blocks
+            width = sum(entry.width for entry in block.enters if entry.stream in ("image", "joint"))
+            assert self.kept(plain, "full") - self.kept(routed, "full") == 2 * width * 2048 * (blocks - 3)
+        assert self.kept(plain, "full") > self.kept(routed, "full") > self.kept(plain, "full") // 2
+        assert plain.training_peak("full") > routed.training_peak("full")
+        assert plain.training_peak("off") > routed.training_peak("off")
+
+    def test_several_routes_through_both_kinds_of_blocks(self) -> None:
+        """A route that goes on into FLUX.1's blocks with one stream is the sum of one for each kind."""
+        across, apart = (
+            demand_of(run_config("flux", training={"token_routing": {"routes": [
+                {"skip_ratio": 0.5, "first_block": first, "last_block": last} for first, last in spans]}}))
+            for spans in ([(10, 30)], [(10, 18), (19, 30)])
+        )  # fmt: skip
+        assert self.kept(across, "off") == self.kept(apart, "off")
+
+    @pytest.mark.parametrize(
+        ("routes", "data", "why"),
+        [
+            ([{"skip_ratio": 0.5, "first_block": 2, "last_block": 90}], {}, "no routes through this model's blocks"),
+            ([{"skip_ratio": 0.5, "first_block": 2, "last_block": 9}], {"mask": {"path": "/masks"}},
+             "masked tokens are always kept"),
+        ],
+    )  # fmt: skip
+    def test_what_is_not_counted_is_said(self, routes: list[Any], data: dict[str, Any], why: str) -> None:
+        datasets = [{"id": "data", "path": "/nowhere", **data}]
+        demand = demand_of(run_config(datasets=datasets, training={"token_routing": {"routes": routes}}))
+        assert f"training.token_routing: no token is counted as skipped: {why}" in demand.assumptions
+        assert self.kept(demand, "full") == self.kept(demand_of(run_config()), "full")

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from gracetune.config.run_config import Adapter
+from gracetune.config.token_routes import Route
 from gracetune.models.registry import spec_of
 from gracetune.train.assembly import why_not_captured
 from gracetune.train.blocks import Preparation
 from gracetune.train.gradients import Clip, FlatGradients
 from gracetune.train.replay import MOST, PROBES, STATES, WORTH, CapturedPass, CaptureError, Gpu, Replay, Run, Turns
 from gracetune.units import GIB
+from unit.models.test_token_routing import TinyModel, opened
 
 FACTS: Any = None
 WARM_UP = 1 + PROBES
@@ -448,3 +450,23 @@ def test_a_family_that_was_never_recorded_is_not() -> None:
         prepared={"": Preparation(2, compiled=True)}, host=SimpleNamespace(moves=False),
     )  # fmt: skip
     assert why_not_captured(config, trainee) == "stable_audio has not been captured on a GPU yet"
+
+
+def test_a_replay_reads_which_tokens_are_kept_from_its_inputs(tiny_model: TinyModel) -> None:
+    """Every sample keeps others; one capture serves them all."""
+    flux = opened(tiny_model, "flux", "dev")
+    router = flux.router(Route(0, 2, 0.5))
+    weights = {name: one for name, one in flux.denoiser.named_parameters() if name.endswith("attn.to_q.weight")}
+    for one in weights.values():
+        one.requires_grad_(True)
+    gradients, device = FlatGradients(weights, small=10), Device(True, None, 8 * GIB, synchronises=False)
+    replay = Replay(router.spec, {flux.denoiser: gradients}, gpu=device)
+    for index in range(WARM_UP + 3):
+        batch, level = router.routed(flux.batch((index,))), torch.full((1,), 0.5)
+        gradients.open()
+        answer = replay(flux.denoiser, batch.tensors["latents"], level, batch.tensors, flux.facts)
+        answer.square().sum().backward()
+        gradients.collect()
+        torch.testing.assert_close(answer, flux.answer(batch, router.spec))
+        gradients.close()
+    assert (device.recorded, replay.counters["cuda_graph.replays"]) == (1, 3)

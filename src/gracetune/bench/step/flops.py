@@ -19,6 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from gracetune.bench.step.job import StepJob
 from gracetune.bench.step.random_data import random_batch
 from gracetune.bench.step.random_model import RandomModel
+from gracetune.config.token_routes import TokenRoute, resolve_routes
+from gracetune.models.spec import ModelSpec
+from gracetune.models.token_routing import KEPT, TokenRouter, block_lists, install
 from gracetune.planning.activations import Policy
 
 
@@ -69,12 +72,25 @@ def count(job: StepJob, model: RandomModel, targets: Sequence[str]) -> StepFlops
     with sdpa_kernel(SDPBackend.MATH):
         forward = FlopCounterMode(display=False)
         with forward:
-            answer = model.spec.predict(denoiser, noisy, level, batch, model.facts)
+            answer = _routed(job, model, denoiser, batch).predict(denoiser, noisy, level, batch, model.facts)
         backward = FlopCounterMode(display=False)
         with backward:
             answer.sum().backward()
     main = max(shapes, key=lambda shape: shape.flops * shapes[shape])
     return StepFlops(forward.get_total_flops(), backward.get_total_flops(), main)
+
+
+def _routed(job: StepJob, model: RandomModel, denoiser: nn.Module, batch: dict[str, Tensor]) -> ModelSpec:
+    """The family's own, or one that routes; `batch` then says how many tokens are kept."""
+    if not job.routes:
+        return model.spec
+    blocks = sum(map(len, block_lists(denoiser, model.spec.family)))
+    routes = resolve_routes([TokenRoute(**route) for route in job.routes], blocks)
+    for number, route in enumerate(routes):
+        shape = (job.batch, route.kept(job.tokens))
+        batch[KEPT.format(number)] = torch.empty(shape, dtype=torch.int64, device="meta")
+    install(denoiser, model.spec.family)
+    return TokenRouter(model.spec, routes, model.facts, seed=0).spec
 
 
 def _with_something_trained(trained: Tensor, shapes: Counter[Gemm]):  # type: ignore[no-untyped-def]

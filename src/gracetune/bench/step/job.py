@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
+from gracetune.config.families import names_of
 from gracetune.config.run_config import RunConfig
 from gracetune.config.spelling import nearest
 from gracetune.errors import ConfigError, Problem
@@ -128,6 +129,15 @@ class StepJob:
     baseline: bool = False
     steps: int = FEWEST_SAMPLES
     smoke: bool = False
+    token_routing: float = 0.0
+    """Share of the tokens that skip blocks: all but the first two and the last one, of a tiny model all."""
+
+    @property
+    def routes(self) -> list[dict[str, Any]]:
+        if not self.token_routing:
+            return []
+        first, last = (0, -1) if self.smoke else (2, -2)
+        return [{"skip_ratio": self.token_routing, "first_block": first, "last_block": last}]
 
     @property
     def preset(self) -> Preset:
@@ -189,6 +199,12 @@ def checked(job: StepJob) -> StepJob:
     if job.steps < FEWEST_SAMPLES:
         expected = f"at least {FEWEST_SAMPLES}: a median of fewer says little"
         problems.append(Problem("--steps", str(job.steps), expected, f"--steps {FEWEST_SAMPLES}"))
+    if not 0 <= job.token_routing < 1:
+        found = f"{job.token_routing:g}"
+        problems.append(Problem("--token-routing", found, "a share from 0, below 1", "--token-routing 0.5"))
+    elif job.token_routing and not names_of(job.preset.family).routed_blocks:
+        expected = f"0: tokens of {job.bench} cannot skip blocks"
+        problems.append(Problem("--token-routing", f"{job.token_routing:g}", expected, "leave --token-routing out"))
     if problems:
         raise ConfigError(problems)
     return job
@@ -225,6 +241,7 @@ def config_of(job: StepJob, folder: Path, output: Path) -> RunConfig:
                 "max_steps": 1 + WARM_UP + job.steps,
                 "batch_size": job.batch,
                 "gradient_checkpointing": job.checkpointing,
+                "token_routing": {"routes": job.routes},
             },
             "optimizer": {"name": job.optimizer, "lr": 1e-4},
             "validation": {"enabled": False},

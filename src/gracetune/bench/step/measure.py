@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -85,9 +85,18 @@ class Bench:
         with self._limited(job):
             return self._row(job, name)
 
+    def rows(self, job: StepJob) -> list[StepRow]:
+        """Of a routed step, the step with all tokens first."""
+        if not checked(job).token_routing:
+            return [self.row(job)]
+        plain = self.row(replace(job, token_routing=0.0), "all tokens")
+        routed = self.row(replace(job, baseline=False), "routed")
+        return [plain, replace(routed, unrouted_ms=plain.ms_per_step)]
+
     def _row(self, job: StepJob, name: str) -> StepRow:
         model = self._model(job)
-        config = config_of(job, model.source.folder, self.folder / "out")
+        # A row's own: files of another one with the same name would not be replaced.
+        config = config_of(job, model.source.folder, Path(tempfile.mkdtemp(dir=self.folder)) / "out")
         decided = decide(job, config, self.machine, model, self.device)
         for line in decided.reasons:
             self.say(line)
@@ -168,6 +177,7 @@ class Bench:
             loss=_figures(ours.loss),
             numerics=numerics.as_json(),
             self_check_s=round(self_check, 3),
+            token_routing=job.token_routing,
             reasons=reasons,
         )
 
@@ -187,7 +197,7 @@ class Bench:
         return made
 
     def _flops(self, job: StepJob, model: RandomModel, targets: tuple[str, ...]) -> StepFlops:
-        key = ("flops", job.bench, job.scale, job.batch, job.shape)
+        key = ("flops", job.bench, job.scale, job.batch, job.shape, job.token_routing)
         found: StepFlops = self._once(key, lambda: count(job, model, targets))
         return found
 

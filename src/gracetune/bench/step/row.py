@@ -92,6 +92,10 @@ class StepRow:
     numerics: dict[str, float] | None = None
     self_check_s: float | None = None
     """The run's self-check of this model's adapter and its first file, which happens once in a run."""
+    token_routing: float = 0.0
+    """Share of the tokens that skip blocks. `tokens_per_s` counts all tokens, `model_flops` what is computed."""
+    unrouted_ms: float | None = None
+    """A step with all tokens, measured in the same run."""
     reasons: tuple[str, ...] = ()
     bar: str = ""
     ok: bool | None = None

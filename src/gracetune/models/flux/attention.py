@@ -1,4 +1,7 @@
-"""FLUX's attention as cuDNN can take it back.
+"""FLUX's attention with positions of each sample's own, and as cuDNN can take it back.
+
+diffusers turns all samples of a batch by the same positions; each sample's routed tokens have others
+(`models.token_routing`).
 
 In the blocks with one stream what attention answers lies beside the feed-forward's part in one wide tensor, and so does
 its gradient: rows far apart. From such a one cuDNN's backward pass computes other gradients, without an error, or reads
@@ -10,25 +13,63 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
 
+from gracetune.models.common.pairs import turned
 
-def use_whole_gradients(denoiser: nn.Module) -> None:
+
+def use_own_processors(denoiser: nn.Module) -> None:
     for module in denoiser.modules():
-        if isinstance(module, FluxAttention) and module.pre_only:
-            module.set_processor(cast(Any, WholeGradient)())
+        if isinstance(module, FluxAttention):
+            module.set_processor(cast(Any, WholeGradient if module.pre_only else OwnPositions)())
 
 
-class WholeGradient(FluxAttnProcessor):
+class OwnPositions(FluxAttnProcessor):
+    def __call__(
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
+        """Under diffusers' own names for the arguments: it looks at them. The caption's tokens come first.
+
+        `image_rotary_emb`: cosine and sine [tokens, channels], or [B, tokens, channels]."""
+        if image_rotary_emb is None or image_rotary_emb[0].ndim == 2:
+            libraries: Any = super().__call__
+            return libraries(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        query, key, value = _by_heads(hidden_states, attn, "to_{}")
+        query, key = attn.norm_q(query), attn.norm_k(key)
+        if encoder_hidden_states is not None:
+            own_query, own_key, own_value = _by_heads(encoder_hidden_states, attn, "add_{}_proj")
+            query = torch.cat([attn.norm_added_q(own_query), query], dim=1)
+            key = torch.cat([attn.norm_added_k(own_key), key], dim=1)
+            value = torch.cat([own_value, value], dim=1)
+        cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is there twice
+        answer = dispatch_attention_fn(
+            turned(query, cos, sin), turned(key, cos, sin), value, attn_mask=attention_mask,
+            backend=self._attention_backend, parallel_config=self._parallel_config,
+        )  # fmt: skip
+        answer = answer.flatten(2, 3).to(query.dtype)
+        if encoder_hidden_states is None:
+            return answer
+        caption = encoder_hidden_states.shape[1]
+        result = attn.to_out[1](attn.to_out[0](answer[:, caption:].contiguous()))
+        return result, attn.to_add_out(answer[:, :caption].contiguous())
+
+
+def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (attn.get_submodule(names.format(part))(x) for part in "qkv")
+    return tuple(one.unflatten(-1, (-1, attn.head_dim)) for one in (query, key, value))
+
+
+class WholeGradient(OwnPositions):
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
     ) -> Tensor:  # fmt: skip
         """Under diffusers' own names for the arguments: it looks at them."""
-        call: Any = super().__call__
         answer: Tensor = _Whole.apply(  # type: ignore[no-untyped-call]
-            call(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         )
         return answer
 

@@ -17,7 +17,7 @@ from gracetune.models.common.flow_shift import read_shift
 from gracetune.models.common.gelu import use_sigmoid
 from gracetune.models.common.packing import PATCH
 from gracetune.models.common.pipelines import assemble
-from gracetune.models.flux.attention import use_whole_gradients
+from gracetune.models.flux.attention import use_own_processors
 from gracetune.models.layout import (
     CONFIG,
     SCHEDULER,
@@ -82,7 +82,7 @@ def _flavour(pipeline: str, *, guided: bool) -> str:
 
 def made_ready(denoiser: nn.Module) -> None:
     """What the denoiser computes stays the same."""
-    use_whole_gradients(denoiser)
+    use_own_processors(denoiser)
     use_sigmoid(denoiser)
 
 

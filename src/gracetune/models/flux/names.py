@@ -82,6 +82,7 @@ NAMES = FamilyNames(
         Flavour("kontext", "black-forest-labs/FLUX.1-Kontext-dev", "image", edits=True),
     ),
     objective="flow",
+    routed_blocks=("transformer_blocks", "single_transformer_blocks"),
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

@@ -79,8 +79,8 @@ def _by_heads(x: Tensor, attn: Any) -> Tensor:
 
 
 def _normed_turned(x: Tensor, norm: nn.Module, attn: Any, angles: Tensor) -> Tensor:
-    """`angles` [tokens, pairs, 2]"""
-    cos, sin = angles.unsqueeze(1).unbind(-1)
+    """`angles` [tokens, pairs, 2], or for each sample its own"""
+    cos, sin = angles.unsqueeze(-3).unbind(-1)
     return turned(norm(_by_heads(x, attn)), cos, sin)
 
 

@@ -64,6 +64,7 @@ NAMES = FamilyNames(
     ),
     objective="flow",
     spaces_count=True,
+    routed_blocks=("transformer_blocks",),
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

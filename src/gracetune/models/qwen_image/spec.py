@@ -10,6 +10,7 @@ from gracetune.models.qwen_image.encode import load_latent_encoder, load_text_en
 from gracetune.models.qwen_image.keys import KEYS
 from gracetune.models.qwen_image.load import build_denoiser, inspect, load_denoiser, load_pipeline, with_fewer_passes
 from gracetune.models.qwen_image.predict import predict
+from gracetune.models.qwen_image.routing import ROUTING
 from gracetune.models.qwen_image.sample import NO_WISH, check_sample, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
@@ -48,4 +49,5 @@ SPEC = ModelSpec(
     adjust=with_fewer_passes,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_pictures, NO_WISH),
     attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
+    token_routing=ROUTING,
 )

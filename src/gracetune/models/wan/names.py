@@ -99,6 +99,7 @@ NAMES = FamilyNames(
         Flavour("i2v-14b-720p-2.1", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers", "video", from_picture=True),
     ),
     objective="flow",
+    routed_blocks=("blocks",),
     simpletuner=_SIMPLETUNER,
     aitoolkit=_AI_TOOLKIT,
 )

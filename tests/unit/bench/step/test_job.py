@@ -59,3 +59,20 @@ def test_what_the_issue_calls_its_shapes() -> None:
 def test_a_smoke_test_says_what_it_really_computed() -> None:
     smoke = replace(JOB, frames=81, smoke=True)
     assert (smoke.resolution, smoke.shape.frames, smoke.tokens) == (64, 5, 32)
+
+
+def test_a_routed_step_is_measured_beside_one_with_all_tokens(tmp_path: Path) -> None:
+    job = checked(replace(JOB, token_routing=0.5))
+    (route,) = config_of(job, tmp_path, tmp_path).training.token_routing.routes
+    assert (route.skip_ratio, route.first_block, route.last_block) == (0.5, 2, -2)
+    assert not config_of(JOB, tmp_path, tmp_path).training.token_routing.routes
+
+
+@pytest.mark.parametrize(
+    ("bench", "share", "expected"), [("sdxl", 0.5, "tokens of sdxl cannot skip blocks"), ("flux", 1.0, "below 1")]
+)
+def test_a_share_that_cannot_be_skipped(bench: str, share: float, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked(StepJob(bench, token_routing=share))
+    (problem,) = caught.value.problems
+    assert (problem.key, expected in problem.expected) == ("--token-routing", True)

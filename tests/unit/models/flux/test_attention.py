@@ -10,7 +10,7 @@ import torch
 from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
-from gracetune.models.flux.attention import use_whole_gradients
+from gracetune.models.flux.attention import use_own_processors
 
 
 def tiny() -> Any:
@@ -45,7 +45,7 @@ def test_it_is_whole_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(transformer_flux, "dispatch_attention_fn", watched)
     theirs = tiny()
     ours = deepcopy(theirs)
-    use_whole_gradients(ours)
+    use_own_processors(ours)
     wanted = answered(theirs)
     assert whole == [False, False, True], "of two blocks with one stream, and one with two"
     whole.clear()

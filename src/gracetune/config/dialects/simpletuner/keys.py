@@ -219,7 +219,6 @@ _REGULARISER = "this auxiliary loss is not implemented"
 NOT_DONE = (
     _not_done("controlnet", False, "ControlNet training is not implemented"),
     _not_done("control", False, "control-input training is not implemented"),
-    _not_done("tread_config", None, "TREAD token routing is not implemented"),
     _not_done("diffusion_blocks_config", None, "block-wise training is not implemented"),
     _not_done("distillation_method", None, "distillation is not implemented"),
     _not_done("crepa_enabled", False, _REGULARISER),

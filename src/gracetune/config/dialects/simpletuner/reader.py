@@ -32,7 +32,7 @@ from gracetune.config.dialects.simpletuner.keys import (
 )
 from gracetune.config.dialects.simpletuner.model import MODEL, lacks_flavour, read_family
 from gracetune.config.dialects.simpletuner.optimizer import OPTIMIZER
-from gracetune.config.dialects.simpletuner.training import TRAINING
+from gracetune.config.dialects.simpletuner.training import ROUTE, TRAINING, TREAD
 from gracetune.config.dialects.simpletuner.validation import INPUT, PROMPT, VALIDATION
 from gracetune.config.dialects.table import Effect, Key, KeyRule, KeyTable, apply, decline
 from gracetune.config.dialects.values import as_text, is_off
@@ -159,7 +159,8 @@ _MARKS = frozenset(name for name in KNOWN if "_" in name) - {"output_dir"} | set
 TABLES: Mapping[str, KeyTable[Any]] = {
     "the file": OPTIONS, "lycoris_config": LYCORIS, "lycoris_config.apply_preset": PRESET,
     "lycoris_config.apply_preset.module_algo_map{}": PER_MODULE, "user_prompt_library{}": PROMPT,
-    "validation_input[]": INPUT, "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,
+    "validation_input[]": INPUT, "tread_config": TREAD, "tread_config.routes[]": ROUTE,
+    "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,
     "datasets[].parquet": PARQUET, "datasets[].caption_shuffle": SHUFFLE, "datasets[].in_memory": gh200.IN_MEMORY,
     "datasets[].huggingface": HUGGINGFACE, "datasets[].huggingface.filter_func": FILTER,
     "datasets[].huggingface.composite_image_config": COMPOSITE, "datasets[].webshart": WEBSHART,

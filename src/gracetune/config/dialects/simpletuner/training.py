@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.files import line
 from gracetune.config.dialects.simpletuner.model import stage_shift
 from gracetune.config.dialects.simpletuner.optimizer import is_prodigy
-from gracetune.config.dialects.table import Key, KeyRule, KeyTable
-from gracetune.config.dialects.values import as_flag, as_list, as_number, as_text, choice, is_number, not_zero
+from gracetune.config.dialects.table import Key, KeyRule, KeyTable, apply, check, read_elsewhere
+from gracetune.config.dialects.values import (
+    as_flag,
+    as_list,
+    as_number,
+    as_text,
+    choice,
+    from_json,
+    is_number,
+    is_off,
+    not_zero,
+)
 from gracetune.config.draft import OUR_DEFAULT
-from gracetune.config.families import names_of
+from gracetune.config.families import FAMILIES, names_of
 
 
 def _checkpointing(value: Any) -> Any:
@@ -300,6 +311,42 @@ def _repository(name: str) -> str:
     return re.split(r"[?#]", plain)[0].strip("/")
 
 
+def _token_routing(options: PeerBlock, family: str) -> None:
+    """TREAD. `selection_ratio` is the share that skips, whatever its name says."""
+    value = from_json(options.take("tread_config"))
+    if is_off(value, {}):
+        return
+    if family and not names_of(family).routed_blocks:
+        able = ", ".join(name for name in FAMILIES if names_of(name).routed_blocks)
+        options.refuse("tread_config", f"token routing is for {able}: tokens of {family} cannot skip blocks")
+        return
+    if not isinstance(value, Mapping):
+        options.problem("tread_config", 'a mapping with "routes"', f"write {_TREAD}")
+        return
+    block = options.without_nulls(value, options.key("tread_config"))
+    check(block, TREAD)
+    routes = block.take("routes")
+    if not isinstance(routes, list) or not all(isinstance(route, Mapping) for route in routes):
+        block.problem("routes", "a list of routes", f"write {_TREAD}")
+        return
+    for number, route in enumerate(routes):
+        one = block.without_nulls(route, f"{block.key('routes')}[{number}]")
+        path = ("training", "token_routing", "routes", number)
+        for name in set(ROUTE) - set(one.values):
+            options.draft.missing((*path, *(ROUTE.keys[name].path or ())), one.key(name), "a number", f"write {_TREAD}")
+        check(one, ROUTE)
+        apply(one, ROUTE, None, path)
+
+
+_TREAD = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 2, "end_layer_idx": -2}]}'
+ROUTE: KeyTable[None] = KeyTable(
+    Key("selection_ratio", ("skip_ratio",), as_number),
+    Key("start_layer_idx", ("first_block",), as_number),
+    Key("end_layer_idx", ("last_block",), as_number),
+    expected="a key of a route",
+)
+TREAD: KeyTable[None] = KeyTable(*read_elsewhere("routes"), expected="a key of tread_config")
+
 TRAINING: KeyTable[str] = KeyTable(
     Key("train_batch_size", ("training", "batch_size"), as_number, default=4),
     Key("gradient_accumulation_steps", ("training", "gradient_accumulation_steps"), as_number),
@@ -336,6 +383,7 @@ TRAINING: KeyTable[str] = KeyTable(
     ),
     KeyRule(_guidance, "flux_guidance_value"),
     KeyRule(_trackers, "report_to"),
+    KeyRule(_token_routing, "tread_config"),
     KeyRule(_push, "push_to_hub push_checkpoints_to_hub hub_model_id model_card_private"),
 )
 """A default is SimpleTuner's, where it differs from ours and changes what is learnt."""

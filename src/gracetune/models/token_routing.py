@@ -1,0 +1,269 @@
+"""Token routing (TREAD): while training, part of an image's tokens skips some blocks of the denoiser.
+
+    router = TokenRouter(spec, routes, seed)         # routes: config.token_routes.resolve_routes
+    install(denoiser, spec)
+    step = TrainStep(router.spec, ...)               # `predict` routes where a batch says which tokens are kept
+    batch = router.routed(batch)
+
+In front of a route's first block the kept tokens are taken out of the sequence, with their rows of the positions.
+Behind its last block they are put back among the others, which have passed unchanged. The caption's tokens are never
+routed.
+
+Which tokens are kept is a function of (seed, global sample index, route): the same in every process and after a resume.
+It is decided once, on the host, and travels as tensors of the batch. So a forward pass that is computed again in the
+backward pass keeps the same tokens, and a CUDA graph reads the choice from its own inputs: nothing inside a capture is
+random or waits for the host. How many tokens are kept depends on the shape alone, and a graph is compiled or captured
+for it as for any other shape. The one exception are loss masks: masked tokens are always kept, their number is read
+from the device, and such runs are not captured (`train.assembly.why_not_captured`).
+
+Samples, held-out losses and a base model's own answer see all tokens: routing acts on passes with gradients.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Final, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from gracetune.cache.batches import Batch
+from gracetune.cache.collate import LOSS_MASK
+from gracetune.config.families import names_of
+from gracetune.config.token_routes import Route
+from gracetune.models.spec import BlockRouting, ModelFacts, ModelSpec
+from gracetune.seeded_random import shuffled
+
+KEPT: Final = "token_routing_{}"
+"""Name in a batch: [B, kept], the numbers of the tokens that go through the blocks of a route, in rising order."""
+_TOKENS: Final = "hidden_states"
+"""diffusers' name of the image tokens among a block's arguments."""
+Numbers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Checkpoint = Callable[..., Any]
+
+
+# -- which tokens are kept ---------------------------------------------------------------------------------------------
+
+
+class TokenRouter:
+    """The routes of a run."""
+
+    def __init__(self, spec: ModelSpec, routes: Sequence[Route], facts: ModelFacts, seed: int) -> None:
+        assert spec.token_routing is not None, "the config's rules reject other families"
+        self._spec, self._how, self._routes, self._facts, self._seed = spec, spec.token_routing, routes, facts, seed
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The family's own, whose `predict` routes a batch that says how."""
+        inputs = self._spec.recorded_inputs
+        return replace(
+            self._spec, predict=self._predict,
+            recorded_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_chosen(batch)},
+        )  # fmt: skip
+
+    def routed(self, batch: Batch) -> Batch:
+        """The batch with the tokens that each route keeps."""
+        latents = batch.tensors["latents"]
+        own = _tokens_of(latents, self._how.patch)
+        total = own + sum(_tokens_of(one, self._how.patch) for one in self._how.references(batch.tensors))
+        always = np.zeros((len(latents), total), dtype=np.bool_)
+        always[:, : self._how.always(latents, batch.tensors, self._facts)] = True
+        masked = np.array([sample.mask is not None for sample in batch.ref.samples])
+        if masked.any():
+            always[masked, :own] |= masked_tokens(batch.tensors[LOSS_MASK], self._how.patch)[masked]
+        chosen = {}
+        for number, route in enumerate(self._routes):
+            orders = [shuffled(total, self._seed, "token routing", number, one) for one in batch.ref.indexes]
+            kept = kept_tokens(np.stack(orders), route.kept(total), always)
+            if kept.shape[1] < total:
+                chosen[KEPT.format(number)] = _on(kept, latents.device)
+        return replace(batch, tensors={**batch.tensors, **chosen})
+
+    def _predict(
+        self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
+    ) -> Tensor:
+        """See `models.spec.Predict`."""
+        chosen = {route: batch.get(KEPT.format(number)) for number, route in enumerate(self._routes)}
+        legs = {route: _Leg(self._how, kept) for route, kept in chosen.items() if kept is not None}
+        if not legs or not torch.is_grad_enabled():
+            return self._spec.predict(denoiser, noisy, level, batch, facts)
+        with _under_way(denoiser, self._spec.family, legs):
+            return self._spec.predict(denoiser, noisy, level, batch, facts)
+
+
+def kept_tokens(orders: Numbers, count: int, always: Mask) -> Numbers:
+    """[B, kept]: of each sample the first `count` tokens of its random order [B, tokens], those in `always` first.
+
+    Where a sample has more of those, all samples of the batch keep as many.
+    """
+    count = max(count, int(always.sum(axis=1).max()))
+    rows = []
+    for order, forced in zip(orders, always, strict=True):
+        first = order[np.argsort(~forced[order], kind="stable")] if forced.any() else order
+        rows.append(np.sort(first[:count]))
+    return np.stack(rows)
+
+
+def masked_tokens(mask: Tensor, patch: Sequence[int]) -> Mask:
+    """[B, tokens]: tokens of which more than half is inside the loss mask [B, 1, ...]. Waits for the device."""
+    pool: Any = F.avg_pool3d if len(patch) == 3 else F.avg_pool2d
+    inside: Tensor = pool(mask.float(), tuple(patch)) > 0.5
+    return cast(Mask, inside.flatten(1).cpu().numpy())
+
+
+def _tokens_of(latents: Tensor, patch: Sequence[int]) -> int:
+    return math.prod(side // cells for side, cells in zip(latents.shape[2:], patch, strict=True))
+
+
+def _chosen(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch.items() if name.startswith(KEPT.format(""))}
+
+
+def _on(numbers: Numbers, device: torch.device) -> Tensor:
+    """From page-locked memory the copy is only queued; the host does not wait for it."""
+    tensor = torch.from_numpy(numbers)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+# -- through the blocks ------------------------------------------------------------------------------------------------
+
+
+def rows_of(x: Tensor, kept: Tensor) -> Tensor:
+    """[B, tokens, ...] -> [B, kept, ...]. `x` may have one sample for all."""
+    numbers = kept.flatten() if len(x) == 1 else _flat(kept, x.shape[1])
+    rows: Tensor = x.flatten(0, 1).index_select(0, numbers).unflatten(0, kept.shape)
+    return rows
+
+
+def put_back(x: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
+    """A copy of `x` [B, tokens, D] with `rows` [B, kept, D] in place of its kept tokens."""
+    flat = x.flatten(0, 1).index_copy(0, _flat(kept, x.shape[1]), rows.flatten(0, 1).to(x.dtype))
+    whole: Tensor = flat.unflatten(0, x.shape[:2])
+    return whole
+
+
+def _flat(kept: Tensor, tokens: int) -> Tensor:
+    begins = torch.arange(len(kept), device=kept.device) * tokens
+    return (kept + begins[:, None]).flatten()
+
+
+@dataclass(eq=False)
+class _Leg:
+    """One route in one forward pass."""
+
+    how: BlockRouting
+    kept: Tensor
+    waiting: Tensor | None = None
+    """All tokens, as they came to the first block."""
+    beside: Mapping[str, Any] = field(default_factory=dict)
+    """The blocks' other arguments that have a row for each token, with the kept rows. All blocks are given the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedBlock:
+    """A block in a route, called as the block itself."""
+
+    block: nn.Module
+    leg: _Leg
+    is_first: bool
+    is_last: bool
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        return self.through(self.block, inputs, named)
+
+    def through(self, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """`run` is the block, or a function that computes it again in the backward pass: what happens here is not."""
+        leg = self.leg
+        names = _argument_names(type(self.block).forward)
+        given = {**dict(zip(names, inputs, strict=False)), **named}
+        new: dict[str, Any] = {}
+        if self.is_first:
+            leg.waiting = given[_TOKENS]
+            leg.beside = leg.how.select(given, leg.kept)
+            new[_TOKENS] = rows_of(leg.waiting, leg.kept)
+        new |= leg.beside
+        answer = run(
+            *(new.get(name, one) for name, one in zip(names, inputs, strict=False)),
+            **{name: new.get(name, one) for name, one in named.items()},
+        )
+        if not self.is_last:
+            return answer
+        waiting, leg.waiting, leg.beside = leg.waiting, None, {}
+        assert waiting is not None, "the first block of the route came before"
+        at = leg.how.answer
+        if at is None:
+            return put_back(waiting, leg.kept, answer)
+        return tuple(put_back(waiting, leg.kept, one) if number == at else one for number, one in enumerate(answer))
+
+
+@cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+class RoutedBlocks(nn.ModuleList):
+    """A denoiser's list of blocks. While a routed pass is under way, going through it gives blocks in routes wrapped;
+    modules, names and weights are those of the list itself."""
+
+    legs: tuple[Mapping[Route, _Leg], int] = ({}, 0)
+    """Of the pass under way, and the number of this list's first block among all."""
+
+    def __iter__(self) -> Iterator[Any]:
+        legs, begins = self.legs
+        for number, block in enumerate(super().__iter__(), start=begins):
+            found = next((route for route in legs if route.first <= number <= route.last), None)
+            if found is None:
+                yield block
+            else:
+                yield RoutedBlock(block, legs[found], number == found.first, number == found.last)
+
+
+def install(denoiser: nn.Module, family: str) -> None:
+    """Prepare the denoiser's lists of blocks. Nothing changes outside routed passes."""
+    for blocks in block_lists(denoiser, family):
+        blocks.__class__ = RoutedBlocks
+
+
+def block_lists(denoiser: nn.Module, family: str) -> list[nn.ModuleList]:
+    return [cast(nn.ModuleList, denoiser.get_submodule(name)) for name in names_of(family).routed_blocks]
+
+
+@contextmanager
+def _under_way(denoiser: nn.Module, family: str, legs: Mapping[Route, _Leg]) -> Iterator[None]:
+    lists, begins = block_lists(denoiser, family), 0
+    try:
+        for blocks in lists:
+            assert isinstance(blocks, RoutedBlocks), "install() comes before"
+            blocks.legs = (legs, begins)
+            begins += len(blocks)
+        yield
+    finally:
+        for blocks in lists:
+            vars(blocks).pop("legs", None)
+
+
+def outside_of(checkpoint: Checkpoint | None) -> Checkpoint:
+    """For diffusers' `enable_gradient_checkpointing`: of a routed block only the block itself is computed again, with
+    the kept tokens as its input. None: torch's own way."""
+
+    def repeated(block: Any, *inputs: Any, **named: Any) -> Any:
+        if checkpoint is None:
+            return torch_checkpoint(block, *inputs, use_reentrant=False, **named)
+        return checkpoint(block, *inputs, **named)
+
+    def run(block: Any, *inputs: Any, **named: Any) -> Any:
+        if not isinstance(block, RoutedBlock):
+            return repeated(block, *inputs, **named)
+        return block.through(lambda *given, **others: repeated(block.block, *given, **others), inputs, named)
+
+    return run

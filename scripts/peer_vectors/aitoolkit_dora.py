@@ -15,7 +15,7 @@ OUTPUTS, INPUTS, RANK = 6, 5, 2
 
 def values(peer: Path) -> Any:
     prepare(peer)
-    from toolkit.models.DoRA import DoRAModule  # type: ignore[import-not-found]
+    from toolkit.models.DoRA import DoRAModule
 
     torch.manual_seed(0)
     base = torch.nn.Linear(INPUTS, OUTPUTS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gracetune.adapters.assistant import assist, read_assistant
+from gracetune.adapters.assistant import as_assistant, assist
 from gracetune.adapters.attach import attach
 from gracetune.adapters.merge import merge_into, merge_module
 from gracetune.adapters.opening import open_adapter, save
@@ -219,7 +219,8 @@ def test_from_a_hub(tiny_model: TinyModel, tmp_path: Path, assistant: Path, hub:
 def test_weights_in_8_bits_are_rounded_without_it(tiny_model: TinyModel, assistant: Path, held: Any) -> None:
     """On and off, on the layers as they are held; the change is that of the assistant on bf16."""
     spec, source = spec_of("flux"), ModelSource("tiny", tiny_model("flux", "dev"))  # the same blocks
-    file = read_assistant(assistant / ASSISTANT_FILE, "flux")
+    path = assistant / ASSISTANT_FILE
+    file = as_assistant(path, open_adapter(path, "flux").state(), "flux")
 
     def loaded(eight_bits: EightBits | None) -> torch.nn.Module:
         placement = Placement(CPU, torch.bfloat16, eight_bits=eight_bits)

@@ -23,7 +23,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gracetune.adapters.algorithms.registry import algorithm
-from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.shapes import misfit
 from gracetune.adapters.state import AdapterState, Layer
 from gracetune.errors import ConfigError, Problem
@@ -107,8 +106,8 @@ class AssistantFile:
     state: AdapterState
 
 
-def read_assistant(path: Path, family: str) -> AssistantFile:
-    state = open_adapter(path, family).state()
+def as_assistant(path: Path, state: AdapterState, family: str) -> AssistantFile:
+    """`state` is what the file holds."""
     problems = [_problem(f"made for {state.family}", f"one for {family}", path)] if state.family != family else []
     if state.stage:
         problems.append(_problem(f"of the {state.stage} expert", "one of a model with a single denoiser", path))
@@ -147,7 +146,7 @@ def _unfit(module: nn.Module | None, layer: Layer) -> str | None:
 
 def _assisted(module: nn.Module, layer: Layer, device: torch.device, dtype: torch.dtype) -> Assisted:
     factors = _factors(layer)
-    assert factors is not None, "`read_assistant` has looked"
+    assert factors is not None, "`as_assistant` has looked"
     down, up = factors
     module.__class__ = _KINDS[type(module)]
     assert isinstance(module, Assisted)

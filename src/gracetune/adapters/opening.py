@@ -51,8 +51,8 @@ class Opened:
             raise self.reading.errors(str(self.file.path))[0]
 
     def programs(self) -> dict[Program, str | None]:
-        """For every program: None where it loads this file as it was trained, else the reason. Empty where anything in
-        the file is wrong."""
+        """For every program: None where it loads this file as it was trained, else the reason. Empty where that is not
+        known: something in the file is wrong, or its layers have other names than we write."""
         if self.reading.errors() or not self.reading.states:
             return {}
         if len(self.reading.states) > 1:
@@ -60,7 +60,7 @@ class Opened:
         (state,) = self.reading.states.values()
         name = self.detected.format
         if name == "other" or not self._is_spelled_as(state, name):
-            return dict.fromkeys(PROGRAMS, "another program's names: gracetune adapter convert --for PROGRAM")
+            return {}
         return readable(state, name)
 
     def _is_spelled_as(self, state: AdapterState, format: FormatName) -> bool:

@@ -2,8 +2,7 @@
 those of processes that were killed.
 
 A file for each rank in the run's folder, `.gracetune-made-<rank>.jsonl`. A line is written before the entries that it
-names: {"store": "/cache/text", "keys": ["0f…", …]}. It is not flushed: it is for processes that are killed. After a
-power cut entries may stay, and that is all.
+names: {"store": "/cache/text", "keys": ["0f…", …]}.
 """
 
 from __future__ import annotations

@@ -123,7 +123,8 @@ def other_run(path: Path, different: Sequence[str]) -> OtherRunError:
             "a checkpoint of another run",
             "; ".join(different),
             "a checkpoint of the run that is configured",
-            "the configuration of that run, or another folder for this one: --set output_dir=FOLDER; to begin there "
+            "the configuration of that run (config.yaml in its folder), or another folder for this one: "
+            "--set output_dir=FOLDER; to begin there "
             f"with this state all the same (of an adapter of the same shape), add --resume {path} --allow-other-run",
             str(path),
         )

@@ -179,6 +179,8 @@ class AiToolkitNames:
     blocks: tuple[str, ...] = ()
     """Names of the modules, as in their paths, inside which it adapts every linear layer; empty: the family's own
     choice of layers."""
+    default_is_blocks: bool = False
+    """The family's own choice of layers is every linear layer of these modules."""
     conv_blocks: tuple[str, ...] = ()
     """Further ones, if convolutions are adapted too."""
     unguided: tuple[str, ...] = ()

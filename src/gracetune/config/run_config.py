@@ -342,5 +342,9 @@ class RunConfig(Section):
     @property
     def keeps_masked_tokens(self) -> bool:
         """Whether tokens skip blocks, but not those inside a mask: then their number is known with the batch."""
-        masks = any(dataset.has_masks and not dataset.disabled for dataset in self.datasets)
-        return masks and bool(self.training.token_routing.routes)
+        return self.skips_blocks and any(dataset.has_masks and not dataset.disabled for dataset in self.datasets)
+
+    @property
+    def skips_blocks(self) -> bool:
+        """Whether any token skips any block."""
+        return any(route.skip_ratio > 0 for route in self.training.token_routing.routes)

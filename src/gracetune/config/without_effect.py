@@ -103,6 +103,8 @@ def _of_the_model(config: RunConfig) -> Iterator[Switch]:
                  "rank alpha dropout conv_rank conv_alpha within by_module strength",
                  "adapter.kind is full_finetune, which trains the weights themselves",
                  "--set adapter.kind=lora")  # fmt: skip
+    yield Switch(adapter.kind == "full_finetune", "checkpoints", config.checkpoints, "for_program",
+                 "adapter.kind is full_finetune, whose result is a model and no adapter file", "remove it")  # fmt: skip
 
 
 def _of_training(config: RunConfig) -> Iterator[Switch]:

@@ -149,4 +149,5 @@ def check_fp8(device: torch.device) -> None:
 
 
 def _problem(found: str, expected: str) -> Problem:
-    return Problem("model.base_precision", found, expected, "--set model.base_precision=bf16")
+    hint = "--set model.base_precision=auto (bf16 where the plan fits, else int8)"
+    return Problem("model.base_precision", found, expected, hint)

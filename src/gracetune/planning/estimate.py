@@ -401,7 +401,7 @@ def _remarks(job: _Job) -> list[str]:
     if not footprint.measured:
         words = "counted on the model's own code, not yet compared with a GPU's counters"
         remarks.append(f"activations of {footprint.family} {footprint.flavour}: {words}")
-    if any(route.skip_ratio for route in config.training.token_routing.routes) and not _routes(job):
+    if config.skips_blocks and not _routes(job):
         why = "masked tokens are always kept" if config.keeps_masked_tokens else "no routes through this model's blocks"
         remarks.append(f"training.token_routing: no token is counted as skipped: {why}")
     if config.training.attention == "math":

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gracetune.adapters.formats.programs import misread_in, readable
+from gracetune.adapters.formats.programs import loadable, misread_in, readable
 from gracetune.adapters.formats.reading import by_base
 from gracetune.adapters.formats.registry import FORMATS
 from gracetune.adapters.state import AdapterState
@@ -24,7 +24,9 @@ def refuse_misread_files(layout: AdapterState, checkpoints: Checkpoints) -> None
     others = [other for other in FORMATS if FORMATS[other].made_for
               and not misread_in(_as_written(layout, other), other, program)]  # fmt: skip
     hints = [f"--set checkpoints.format={other}" for other in others]
-    if program is None:
+    if program is not None:
+        hints += [] if misread_in(_as_written(layout, name), name) else ["--set checkpoints.for_program=null"]
+    else:
         right = readable(_as_written(layout, name), name)
         hints += [f"--set checkpoints.for_program={one}, for {PROGRAMS[one]} alone"
                   for one in PROGRAMS if right[one] is None]  # fmt: skip
@@ -43,7 +45,10 @@ def about_other_programs(layout: AdapterState, checkpoints: Checkpoints) -> tupl
 
 
 def _as_written(layout: AdapterState, name: FormatName) -> AdapterState:
-    """A run measures DoRA's magnitudes against the base weights where they are for ComfyUI (`output.for_format`)."""
+    """What a program has to load of it. A run measures DoRA's magnitudes against the base weights where they are for
+    ComfyUI (`output.for_format`). Layers that no program loads are for training on: a note says so."""
+    if FORMATS[name].keeps_all:
+        return loadable(layout)
     if name != "comfyui":
         return layout
     return replace(layout, layers={path: by_base(layer) for path, layer in layout.layers.items()})

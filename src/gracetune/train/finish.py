@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from gracetune.cache.errors import CacheBusyError
+from gracetune.cache.errors import CacheBusyError, CacheError
 from gracetune.cache.keys import Key
 from gracetune.cache.refresh import remove_epochs
-from gracetune.cache.session import remove_entries
+from gracetune.cache.session import is_cache, remove_entries
 from gracetune.errors import GracetuneError
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
@@ -132,13 +132,17 @@ def _remove_caches(job: Job, cached: Cached, renewal: Renewal | None, view: View
     # Past the first one an epoch's entries were made through stores of their own, which are gone with their last entry.
     of_epochs = {folder for _, folder in cached.caches.places.epochs()}
     for folder, keys in cached.inherited.items():
-        lasting.setdefault(folder, set()).update(keys)
+        if is_cache(folder):  # an epoch's store may have been collected since
+            lasting.setdefault(folder, set()).update(keys)
     for folder in [*lasting.keys() & (epochs.keys() | of_epochs)]:
         epochs.setdefault(folder, set()).update(lasting.pop(folder))
     try:
         removed = remove_entries(lasting).entries + remove_epochs(epochs).entries
     except CacheBusyError as busy:
         view.warn(f"persistent_cache is false, but another process uses the cache: {busy}")
+        return
+    except CacheError as error:  # the result is written: a cache that cannot be changed any more is no reason to fail
+        view.warn(f"persistent_cache is false, but entries of this run cannot be removed: {error}")
         return
     if cached.made is not None:
         cached.made.forget()

@@ -164,12 +164,12 @@ def choose(
     lines = (
         f"attention: {attention.reason}",
         f"gradient checkpointing {_repeating(recompute, budget)}: {why}",
-        f"torch.compile {_compiling(config, shapes) if compiled else 'off'}",
+        f"torch.compile {_compiling(config, shapes, calls) if compiled else 'off'}",
         *(() if why_base is None else (f"base weights {base}: {why_base}",)),
     )
     return Choices(
         recompute, budget, compiled, attention.backend, base_precision=base, fp8_layouts=planned.fp8_layouts,
-        park_inputs=parks, shapes=_shapes(config, shapes),
+        park_inputs=parks, shapes=_shapes(config, shapes, calls),
     ), lines  # fmt: skip
 
 
@@ -207,21 +207,24 @@ def _repeating(recompute: bool, budget: float | None) -> str:
     return "off" if budget is None or budget == 1 else f"in part (torch.compile's activation budget {budget:g})"
 
 
-def _shapes(config: RunConfig, shapes: int | None) -> Shapes:
-    """Blocks in a route see fewer tokens than the others; masked tokens are always kept, whatever their number."""
+def _shapes(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> Shapes:
+    """Blocks in a route see fewer tokens than the others; masked tokens are always kept, whatever their number. Where
+    captions differ in length, exact shapes would be one graph for each length."""
     if shapes != 1 or config.keeps_masked_tokens:
         return "several"
-    return "few" if config.training.token_routing.routes else "one"
+    if not config.skips_blocks:
+        return "one"
+    return "several" if calls.masked else "few"
 
 
-def _compiling(config: RunConfig, shapes: int | None) -> str:
+def _compiling(config: RunConfig, shapes: int | None, calls: AttentionCalls) -> str:
     if shapes == 1:
         routed = {
             "one": "",
             "few": ", and for the tokens that each route keeps",
             "several": ", and any number of kept tokens",
         }
-        return f"on: repeated blocks, for the one shape all samples have{routed[_shapes(config, shapes)]}"
+        return f"on: repeated blocks, for the one shape all samples have{routed[_shapes(config, shapes, calls)]}"
     why = "their shapes are not known yet" if shapes is None else f"samples have {shapes} of them"
     return f"on: repeated blocks, once for any shape ({why})"
 

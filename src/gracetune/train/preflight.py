@@ -27,7 +27,8 @@ from typing import TypeVar
 
 import torch
 
-from gracetune.adapters.assistant import AssistantFile, read_assistant
+from gracetune.adapters.assistant import AssistantFile, as_assistant
+from gracetune.adapters.opening import open_adapter
 from gracetune.cache.places import places_of
 from gracetune.checkpoint.resume import Start, resolve
 from gracetune.checkpoint.store import CheckpointStore
@@ -243,7 +244,8 @@ def _check_settings(config: RunConfig, runtime: Runtime, checks: Checks, *, is_o
 def _open_model(config: RunConfig, device: torch.device, fetch: Fetch) -> OpenedModel:
     """The assistant adapter first: it is small, and what is wrong with it is known before the weights are there."""
     file = find_assistant(config.model, fetch)
-    assistant = None if file is None else read_assistant(file, config.model.family)
+    family = config.model.family
+    assistant = None if file is None else as_assistant(file, open_adapter(file, family).state(), family)
     encoders = encoders_of(config, device, fetch=fetch)
     facts = facts_of(config, encoders.spec, encoders.source)
     if assistant is not None and len(facts.experts) > 1:

@@ -171,7 +171,7 @@ def check_routes(config: RunConfig, spec: ModelSpec, source: ModelSource, facts:
 def router_of(config: RunConfig, spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module) -> TokenRouter | None:
     """None where no token skips a block."""
     blocks = sum(map(len, block_lists(denoiser, spec.family)))
-    routes = resolve_routes(config.training.token_routing.routes, blocks)
+    routes = resolve_routes(config.training.token_routing.routes, blocks) if config.skips_blocks else ()
     return TokenRouter(spec, routes, facts, config.training.seed) if routes else None
 
 
@@ -216,7 +216,7 @@ def load_trainee(
     parking = ActivationParking.on(runtime.device) if choices.park_inputs else None
     held: list[str] = []
     assisting: Assistant | None = None
-    routed = bool(config.training.token_routing.routes)
+    routed = config.skips_blocks
     for name in trained_experts(config.model.experts, facts):
         denoiser = spec.load_denoiser(source, experts[name], placement)
         if placement.eight_bits is not None:

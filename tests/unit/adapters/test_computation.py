@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lycoris.modules.lokr import LokrModule
 from torch import nn
 
-from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker
+from gracetune.adapters.algorithms.lokr import KEPT_SHARE, Kronecker, cheapest, kronecker, split_as_lycoris_does
 from gracetune.adapters.algorithms.registry import algorithm
 
 
@@ -69,6 +70,19 @@ def test_on_the_feed_forward_of_wan_14b(kind: str, options: Options, form: str, 
     found = algorithm(kind).computation(5120, 13824, options)
     assert (found.form, found.kept) == (form, kept)
     assert found.why
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(320, 320), (320, 640), (640, 640), (640, 1280), (1280, 1280)])
+@pytest.mark.parametrize("rank", [1, 4, 16, 64])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_lycoris_loads_what_it_split_itself(inputs: int, outputs: int, rank: int, kernel: int) -> None:
+    layer = nn.Conv2d(inputs, outputs, kernel)
+    module = LokrModule("", layer, 1.0, rank, rank)
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    given = [tensors.get(name) for name in LokrModule.weight_list[:8]]
+    with torch.no_grad():
+        LokrModule.make_module_from_state_dict("", layer, *given, torch.tensor(float(rank)), None)  # does not raise
+    assert split_as_lycoris_does(tensors, rank)
 
 
 @given(st.sampled_from([8, 24, 30, 64, 96]), st.sampled_from([6, 16, 60]), st.integers(1, 20), st.booleans(),

@@ -610,4 +610,4 @@ def test_verify_and_inspect_name_the_programs(tiny_model, tmp_path, capsys) -> N
     tensors = {f"transformer.{key}": value for key, value in load_file(path).items()}
     save_file(tensors, tmp_path / "z.safetensors")
     _, found = answer(capsys, "inspect", tmp_path / "z.safetensors")
-    assert all("--for PROGRAM" in reason for reason in found["files"][0]["programs"].values())
+    assert found["files"][0]["programs"] == {}  # other names than ours: what reads them is not known

@@ -51,7 +51,10 @@ def test_locon_where_ai_toolkit_does_less_says_so(tmp_path: Path) -> None:
 def test_layers_inside_some_modules_are_adapted(tmp_path: Path, keys: dict[str, Any], within: tuple[str, ...]) -> None:
     found = adapter(tmp_path, {"linear": 8, **keys}, model=SDXL, train=DDPM)
     assert found.config.adapter.within == within
-    assert adapter(tmp_path, {"linear": 8}).config.adapter.within == ("blocks",)
+    # Wan's own choice of layers is every linear layer of its blocks.
+    assert adapter(tmp_path, {"linear": 8}).config.adapter.within == ()
+    words = {"linear": 8, "network_kwargs": {"only_if_contains": ["attn"]}}
+    assert adapter(tmp_path, words).config.adapter.within == ("blocks",)
 
 
 def test_kinds_we_lack_are_refused_and_unknown_ones_corrected(tmp_path: Path) -> None:

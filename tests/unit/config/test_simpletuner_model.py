@@ -231,6 +231,12 @@ def test_a_lycoris_file(tmp_path: Path) -> None:
         "targets": ("Attention", "proj_in"), "exclude": ("*.embed",), "by_module": {"Attention": {"factor": 4}},
     }  # fmt: skip
     assert (found.checkpoints.format, found.checkpoints.for_program) == ("lycoris", "lycoris")
+    # Files of another format are for all programs that it is for.
+    chosen = config(tmp_path, lycoris(tmp_path, changes), overrides=["checkpoints.format=comfyui"])
+    assert (chosen.checkpoints.format, chosen.checkpoints.for_program) == ("comfyui", None)
+    both = ["checkpoints.format=kohya", "checkpoints.for_program=musubi"]
+    named = config(tmp_path, lycoris(tmp_path, changes), overrides=both)
+    assert (named.checkpoints.format, named.checkpoints.for_program) == ("kohya", "musubi")
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,21 @@ def test_adapters_learn_on_it_what_they_learn_on_the_same_numbers(kind: str) -> 
     assert distance(grads[0], grads[1]) < 0.01
 
 
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_a_compiled_graph_keeps_no_16_bit_weight(budget: float) -> None:
+    """torch's partitioner would rather keep it than make it twice."""
+    torch._dynamo.reset()
+    layers = nn.Sequential(held(plain(96, 96)), nn.GELU(), held(plain(96, 96)))
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        compiled = torch.compile(layers, backend="aot_eager_decomp_partition", fullgraph=True)
+        kept: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+            answer = compiled(rows(5, 96).requires_grad_())
+        answer.float().square().sum().backward()
+    assert any(one.dtype == torch.int8 for one in kept)
+    assert not [one.shape for one in kept if one.shape == (96, 96) and one.dtype != torch.int8]
+
+
 def test_a_compiled_graph_computes_the_same() -> None:
     layer, x, gradient = held(plain()), rows(5, 96), rows(5, 160, seed=2)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

@@ -93,3 +93,14 @@ def test_every_kind_has_a_format(tiny_model: TinyModel) -> None:
     for kind in making.ALGORITHMS:
         adapter = Adapter(kind=kind, rank=2).model_dump(exclude_defaults=True) | {"kind": kind}
         checked(tiny_model, "wan", adapter, format="lycoris")
+        # A SimpleTuner job's files are for LyCORIS. (IA)3 is for training on: no program loads it.
+        if kind != "full_delta":
+            checked(tiny_model, "wan", adapter, format="lycoris", for_program="lycoris")
+
+
+def test_a_program_that_does_not_read_a_format_at_all(tiny_model: TinyModel) -> None:
+    with pytest.raises(ConfigError) as refused:
+        checked(tiny_model, "wan", {"kind": "lokr", "rank": 2}, format="comfyui", for_program="lycoris")
+    (problem,) = refused.value.problems
+    assert "--set checkpoints.format=lycoris" in problem.hint
+    assert "--set checkpoints.for_program=null" in problem.hint

@@ -434,7 +434,7 @@ def test_a_second_forward_pass_before_the_backward_pass_is_an_error(other: int) 
 def test_what_may_be_recorded(
     adapter: dict[str, Any], strengths: dict[str, float], prepared: Preparation, moves: bool, recorded: bool
 ) -> None:
-    config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter))
+    config: Any = SimpleNamespace(adapter=Adapter.model_validate(adapter), keeps_masked_tokens=False)
     experts = {"high_noise": Preparation(2, compiled=True), "low_noise": prepared}
     trainee: Any = SimpleNamespace(
         spec=spec_of("wan"), facts=SimpleNamespace(family="wan"), prepared=experts, strengths=strengths,
@@ -444,7 +444,7 @@ def test_what_may_be_recorded(
 
 
 def test_a_family_that_was_never_recorded_is_not() -> None:
-    config: Any = SimpleNamespace(adapter=Adapter())
+    config: Any = SimpleNamespace(adapter=Adapter(), keeps_masked_tokens=False)
     trainee: Any = SimpleNamespace(
         spec=spec_of("stable_audio"), facts=SimpleNamespace(family="stable_audio"), strengths={},
         prepared={"": Preparation(2, compiled=True)}, host=SimpleNamespace(moves=False),

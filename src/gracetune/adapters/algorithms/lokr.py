@@ -115,8 +115,13 @@ def split_as_lycoris_does(tensors: Tensors, rank: int | None) -> bool:
     if "lokr_w2" in tensors and tensors["lokr_w2"].ndim > 2:
         rows_of, columns_of = factorization(rows, factor), factorization(columns, factor)
         return (first[0], second[0], first[1], second[1]) == (*rows_of, *columns_of)
-    split = kronecker(columns, rows, options)
-    return (split.first, split.second, split.first_apart, split.second_apart) == (first, second, *apart)
+    # A decomposed factor does not say whether its columns include a kernel: those of these models are 1 x 1 or 3 x 3.
+    for kernel in (1, 9) if apart[1] and second[1] % 9 == 0 else (1,):
+        without = (second[0], second[1] // kernel)
+        split = kronecker(first[1] * without[1], rows, options)
+        if (split.first, split.second, split.first_apart, split.second_apart) == (first, without, *apart):
+            return True
+    return False
 
 
 def _sides(tensors: Tensors, factor: str) -> tuple[int, int]:

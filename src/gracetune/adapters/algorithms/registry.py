@@ -21,6 +21,11 @@ def algorithm(name: str) -> Algorithm:
     return record
 
 
+def is_loadable(name: str) -> bool:
+    """Whether some program loads it from a file. Of an algorithm of another package nothing is known."""
+    return name in ALGORITHMS.ours and algorithm(name).loadable
+
+
 @cache
 def algorithms() -> tuple[Algorithm, ...]:
     """Every record, in the order of the names. One that cannot be used is left out."""

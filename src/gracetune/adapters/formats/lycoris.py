@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gracetune.adapters.algorithms.assembly import Convention
 from gracetune.adapters.algorithms.lokr import split_as_lycoris_does
-from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import MAGNITUDE
 from gracetune.adapters.formats.comfyui import misread_by_our_names
 from gracetune.adapters.formats.reading import Reading, read_states
@@ -37,7 +37,7 @@ def _cannot_rebuild(layer: Layer) -> str | None:
     tensors = layer.tensors
     if MAGNITUDE in tensors and row_magnitude(layer) is None:
         return "LyCORIS reads DoRA's magnitudes by rows only, and these are by columns"
-    if not algorithm(layer.algorithm).loadable:
+    if not is_loadable(layer.algorithm):
         return f"LyCORIS cannot load {layer.algorithm} from a file"
     blocks = tensors.get("oft_blocks")
     if blocks is not None and blocks.shape[0] < blocks.shape[1]:

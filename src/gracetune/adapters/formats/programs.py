@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gracetune.adapters.algorithms.registry import algorithm
+from gracetune.adapters.algorithms.registry import is_loadable
 from gracetune.adapters.delta import BASE_MAGNITUDE
 from gracetune.adapters.file_errors import CannotHoldError
 from gracetune.adapters.formats.layers import algorithms
@@ -51,7 +51,10 @@ def misread_by(state: AdapterState, format: FormatName, program: Program) -> Mis
 
 
 def readable(state: AdapterState, format: FormatName) -> dict[Program, str | None]:
-    """For every program: None where it reads a file of this format right, else the reason."""
+    """For every program: None where it reads a file of this format right, else the reason. Nothing is known of a format
+    of another package, so there it is empty."""
+    if not FORMATS[format].readers:
+        return {}
     found = {program: misread_by(state, format, program) for program in PROGRAMS}
     return {program: None if wrong is None else wrong.reason for program, wrong in found.items()}
 
@@ -63,7 +66,7 @@ def misread_in(state: AdapterState, format: FormatName, program: Program | None 
         return [] if wrong is None else [wrong]
     record, known = FORMATS[format], programs_of(state.family, format)
     if record.keeps_all:
-        state = _loadable(state)
+        state = loadable(state)
     made_for = [one for one in record.made_for if one in known]
     return [wrong for one in made_for if (wrong := misread_by(state, format, one)) is not None]
 
@@ -121,9 +124,9 @@ def format_for(state: AdapterState, program: Program) -> FormatName:
     )
 
 
-def _loadable(state: AdapterState) -> AdapterState:
+def loadable(state: AdapterState) -> AdapterState:
     """Without layers that no program loads: there is no program to be right in, and the file is for training on."""
-    layers = {path: layer for path, layer in state.layers.items() if algorithm(layer.algorithm).loadable}
+    layers = {path: layer for path, layer in state.layers.items() if is_loadable(layer.algorithm)}
     return AdapterState(state.family, state.stage, layers, state.metadata)
 
 

@@ -84,6 +84,7 @@ _AI_TOOLKIT = AiToolkitNames(
         ),
     },
     blocks=("blocks",),
+    default_is_blocks=True,
     text_encoder_qtype="qtype",  # upstream's Wan quantises both alike
 )
 

@@ -139,7 +139,8 @@ def _blocks(block: PeerBlock, job: AiToolkitJob) -> None:
     names = job.target.names.aitoolkit
     convolutions = block.get("conv") is not None or _kind_of(block) == "locon" or _is_full_rank(block)
     within = (*names.blocks, *(names.conv_blocks if convolutions else ()))
-    if within:
+    words = block.inner("network_kwargs").get("only_if_contains")
+    if within and (words or not names.default_is_blocks):
         block.default(("adapter", "within"), list(within))
 
 

@@ -1,9 +1,15 @@
 """The SimpleTuner dialect: what people already have, read into our own config."""
 
+from gracetune.config.dialects.simpletuner.adapter import settle_program
 from gracetune.config.dialects.simpletuner.reader import TABLES, looks_like, read
 from gracetune.config.dialects.table import Dialect
 from gracetune.config.peer_samples import settle_samples
 
 SIMPLETUNER = Dialect(
-    "simpletuner", recognises=looks_like, read=read, tables=TABLES, settle=(settle_samples,), finds_beside=True
+    "simpletuner",
+    recognises=looks_like,
+    read=read,
+    tables=TABLES,
+    settle=(settle_samples, settle_program),
+    finds_beside=True,
 )

@@ -23,7 +23,7 @@ from gracetune.config.dialects.table import (
     report_unknown_keys,
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, is_number
-from gracetune.config.draft import Origin
+from gracetune.config.draft import Draft, Origin
 from gracetune.config.families import names_of
 from gracetune.config.family_names import LoraTargets
 
@@ -121,6 +121,14 @@ def _lycoris_file(options: PeerBlock) -> None:
     apply(lycoris, LYCORIS, None)
     options.default(("checkpoints", "format"), "lycoris")
     options.default(("checkpoints", "for_program"), "lycoris")
+
+
+def settle_program(draft: Draft) -> None:
+    """SimpleTuner's LyCORIS files are for LyCORIS; those of a format that was chosen are for all that read it."""
+    program, format = ("checkpoints", "for_program"), ("checkpoints", "format")
+    own, chosen = draft.origins.get(program), draft.origins.get(format)
+    if own is not None and own.kind == "default" and (chosen is None or chosen.kind != "default"):
+        draft.put(program, None, own)
 
 
 def _algorithm(lycoris: PeerBlock, _: None) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +36,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from gracetune.cache.batches import Batch
 from gracetune.cache.collate import LOSS_MASK
 from gracetune.config.families import names_of
 from gracetune.config.token_routes import Route
 from gracetune.models.spec import BlockRouting, ModelFacts, ModelSpec
 from gracetune.seeded_random import shuffled
+
+if TYPE_CHECKING:
+    from gracetune.cache.batches import Batch
 
 KEPT: Final = "token_routing_{}"
 """Name in a batch: [B, kept], the numbers of the tokens that go through the blocks of a route, in rising order."""

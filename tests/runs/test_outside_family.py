@@ -60,7 +60,11 @@ def test_the_command_line_knows_it(installed: dict[str, str], tmp_path: Path) ->
     )
     checked = gracetune("config", "check", "--no-paths", str(config))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    plan = json.loads(gracetune("estimate", str(config), "--json").stdout)
+    machine = str(tmp_path / "machine.json")  # with room for the weights as they are
+    gracetune(
+        "doctor", "--from-recording", str(ROOT / "tests" / "fixtures" / "machines" / "x86-h200"), "--output", machine
+    )
+    plan = json.loads(gracetune("estimate", str(config), "--machine", machine, "--json").stdout)
     weights = next(line for line in plan["lines"] if line["name"] == "transformer")
     assert weights["bytes"] == 2 * 6_858_605_568
     upstream = tmp_path / "simpletuner.json"

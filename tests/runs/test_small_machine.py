@@ -90,8 +90,8 @@ def test_the_floor_follows_the_size_of_the_machine(commands: Commands, tiny_mode
     file, out = write_config(config, tmp_path / "c.yaml"), Path(config.output_dir)
     machine = Machine(tmp_path, 3072 * MIB, 200 * MIB)
 
-    def train() -> Ended:
-        return commands.run(["train", str(file)], instead={MEMINFO: machine.file})
+    def train(*options: str) -> Ended:
+        return commands.run(["train", str(file), *options], instead={MEMINFO: machine.file})
 
     for _ in range(2):  # the same again: nothing makes it loop
         ended = train()
@@ -109,8 +109,9 @@ def test_the_floor_follows_the_size_of_the_machine(commands: Commands, tiny_mode
 
     machine.leave(1536 * MIB)
     log = out / "logs" / "events.jsonl"
+    # The test's thread may get no core for as long as 30 steps take: so many steps that the run cannot end before.
     with when(lambda: log.exists() and b'"step":2' in log.read_bytes(), lambda: machine.leave(100 * MIB)):
-        ended = train()
+        ended = train("--max-steps", "2000")
     assert ended.code == 3, ended.errors
     assert "interrupted, and saved at step" in ended.out
     machine.leave(1536 * MIB)

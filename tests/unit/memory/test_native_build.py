@@ -7,8 +7,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,20 @@ from gracetune.memory.native.binding import BUILD_FAILURE
 ROOT = Path(__file__).parents[3]
 NATIVE = Path("gracetune/memory/native")
 
-if find_spec("setuptools") is None or int(version("setuptools").split(".")[0]) < 77:
+
+
+def installed(package: str) -> int:
+    """The major version; 0 without it. find_spec("pip") is not used: with it, setuptools' import hook gives up
+    replacing distutils for the whole process, and torch's compiler then fails in every later test."""
+    try:
+        return int(version(package).split(".")[0])
+    except PackageNotFoundError:
+        return 0
+
+
+if installed("setuptools") < 77:
     pytest.skip("setup.py needs setuptools >= 77, and this environment has none", allow_module_level=True)
-needs_pip = pytest.mark.skipif(find_spec("pip") is None, reason="pip is not in this environment")
+needs_pip = pytest.mark.skipif(not installed("pip"), reason="pip is not in this environment")
 
 
 @pytest.fixture
@@ -151,7 +161,7 @@ def test_an_editable_install_finds_its_library_or_its_reason(checkout, tmp_path,
     target = tmp_path / "venv"
     run(checkout, "-m", "venv", "--without-pip", str(target))
     site = next(target.glob("lib/python*/site-packages"))
-    shared = {str(Path(find_spec(name).origin).parents[1]) for name in ("pip", "setuptools")}
+    shared = {str(distribution(name).locate_file("")) for name in ("pip", "setuptools")}
     (site / "build-tools.pth").write_text("\n".join(sorted(shared)))
     command = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index", "-e", "."]
     python = str(target / "bin/python")

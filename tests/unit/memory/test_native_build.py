@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[3]
 NATIVE = Path("gracetune/memory/native")
 
 
-
 def installed(package: str) -> int:
     """The major version; 0 without it. find_spec("pip") is not used: with it, setuptools' import hook gives up
     replacing distutils for the whole process, and torch's compiler then fails in every later test."""

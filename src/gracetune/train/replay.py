@@ -315,8 +315,8 @@ class Replay:
 
     @contextmanager
     def no_capture(self) -> Iterator[None]:
-        """Inside, captures that are there are replayed, and other passes are launched: they are no steps of training, and
-        do not count for whether a shape is captured."""
+        """Inside, existing captures are replayed and other passes are launched, which do not count for whether a shape
+        is captured."""
         self._is_aside = True
         try:
             yield

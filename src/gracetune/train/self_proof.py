@@ -1,10 +1,11 @@
 """The self-check of a run: training has an effect, and the saved files reproduce it.
 
-An expert is checked after its first three applied steps: its denoiser's output for the first batch must differ from what
-it was before the first step. An adapter that begins as the identity gave the base model's output then, so the difference
-is its effect. After a resume or with `init_from`, it is what was learnt since. Either way only the adapter's values have
-changed, so they reach the output. Layers that still change nothing are named in a warning. The first file of each expert
-is read back into the trained layers: every tensor must be the trained one in the file's precision.
+An expert is checked after its first three applied steps: its denoiser's output for the first batch must differ from
+what it was before the first step. A new adapter is the identity, so that was the base model's output, and the
+difference is the adapter's effect. After a resume or with `init_from` it is what was learnt since. Either way only the
+adapter's values have changed, so they reach the output. Layers that still change nothing are named in a warning. The
+first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
+precision.
 
 The output before the first step comes from the dry batch (`dry.Example`), which runs anyway, twice: so it is known what
 two equal passes differ by. The check adds one forward pass of a training step for each expert, with the step's own

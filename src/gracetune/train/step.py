@@ -67,7 +67,7 @@ class StepLoss:
     level: Tensor
     """[B]"""
     answer: Tensor
-    """Detached: what the denoiser predicted. A CUDA graph's own memory where there is one: the next pass writes to it."""
+    """Detached: what the denoiser predicted. The next pass may overwrite it: a CUDA graph has one place for it."""
 
 
 class TrainStep:
@@ -102,8 +102,8 @@ class TrainStep:
         return _on(self._goal.levels[expert].levels(self._seed, batch.ref.indexes, tokens), latents.device)
 
     def answer(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
-        """What the denoiser predicts in a step with this batch. The same forward pass: a compiled denoiser needs no other
-        graphs for it, and a captured one is replayed. Nothing is captured for it."""
+        """What the denoiser predicts in a step with this batch. It is the same forward pass: a compiled denoiser needs
+        no graphs of its own for it, a captured one is replayed, and nothing is captured."""
         with nullcontext() if self._replay is None else self._replay.no_capture():
             return self(denoiser, batch, expert).answer.clone()
 

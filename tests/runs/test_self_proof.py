@@ -20,6 +20,7 @@ from gracetune.config.run_config import RunConfig
 from gracetune.errors import ConfigError
 from gracetune.telemetry.events import RunEnded, SelfChecked
 from gracetune.telemetry.sinks.jsonl import read_log
+from gracetune.train.blocks import Preparation, prepare_blocks
 from gracetune.train.output import WrongFileError
 from gracetune.train.self_proof import STEPS, SelfProof
 from gracetune.train.step import TrainStep
@@ -96,6 +97,53 @@ def test_two_experts_are_proven_each_on_its_own_and_nothing_else_changes(
     run(plain)
     assert losses(proven) == losses(plain)
     assert_same_end(proven, plain, 8)
+
+
+def test_an_adapter_that_has_learnt_before_is_compared_with_what_it_was(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Resumed, and with `init_from`. Dropout repeats, or it would pass for an effect of a rate that changes nothing."""
+    adapter = {"kind": "lora", "rank": 4, "dropout": 0.5}
+    first = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 3})
+    run(first)
+    view = Heard()
+    longer = config_for("flux", tiny_model, tmp_path, adapter=adapter, training={"max_steps": 6})
+    assert run(longer, view).step == 6
+    assert lines(view)[0].startswith("self-check: training changes the output by ")
+    assert events(longer, SelfChecked)[-2].amplified == 1
+
+    begun = {**adapter, "init_from": str(tmp_path / "out" / "tiny.safetensors")}
+    still = config_for(
+        "flux", tiny_model, tmp_path / "still", adapter=begun, training={"max_steps": 3}, optimizer={"lr": 1e-30}
+    )
+    run(still, view := Heard())
+    assert lines(view)[0].startswith("self-check: training changes the output by ")
+    assert events(still, SelfChecked)[0].amplified > 1
+
+
+@pytest.mark.full  # compiles each run
+@pytest.mark.parametrize("family", ["flux", "sdxl"])
+def test_of_a_compiled_denoiser_the_check_needs_no_graph_of_its_own(
+    family: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[Preparation] = []
+
+    def compiled(*args: Any, **options: Any) -> Preparation:
+        prepared.append(prepare_blocks(*args, **{**options, "compiled": True, "backend": "aot_eager"}))
+        return prepared[-1]
+
+    monkeypatch.setattr("gracetune.train.trainee.prepare_blocks", compiled)
+    sections: dict[str, Any] = {"training": {"max_steps": 5, "batch_size": 2}, "checkpoints": {"every_steps": 4}}
+    configs = [config_for(family, tiny_model, tmp_path / name, **sections) for name in ("with", "without")]
+    view = Heard()
+    torch._dynamo.reset()
+    run(configs[0], view)
+    assert "the adapter changes the output by " in lines(view)[0]
+    torch._dynamo.reset()
+    monkeypatch.setattr("gracetune.train.callbacks.SelfProof", Absent)
+    run(configs[1])
+    first, second = (one.stats.graphs for one in prepared)
+    assert first == second > 0
+    assert losses(configs[0]) == losses(configs[1])
+    assert_same_end(*configs, 5)
 
 
 def test_magnitudes_in_comfyuis_terms_are_read_back_as_they_were_trained(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -56,9 +56,7 @@ class Example:
     def ask(self, step: TrainStep, trainee: Trainee, denoiser: nn.Module, expert: ExpertName) -> Tensor:
         """The prediction for it now."""
         assert self._batch is not None, "asked before it is released"
-        # A dataset with an adapter strength of 0 would hide any effect.
-        is_hidden = trainee.strengths.get(self._batch.ref.samples[0].dataset) == 0
-        with nullcontext() if is_hidden else trainee.strength_for(self._batch, expert), _repeatable(self._batch):
+        with trainee.strength_for(self._batch, expert), _repeatable(self._batch):
             return step.answer(denoiser, self._batch, expert)
 
     def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:

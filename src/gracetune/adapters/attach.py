@@ -298,8 +298,7 @@ class _LayersAttached(Attached):
         acting = {f"{path}.{number}": one for path, some in self.acting().items() for number, one in enumerate(some)}
         with _restored(acting):
             with torch.no_grad():
-                for parameter in acting.values():
-                    local(parameter).mul_(factor)
+                torch._foreach_mul_([local(parameter) for parameter in acting.values()], factor)
             yield
 
     @contextmanager
@@ -324,13 +323,19 @@ class _LayersAttached(Attached):
 @contextmanager
 def _restored(parameters: Mapping[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
     """Copies of this process's part, put back in place afterwards: whatever points at a parameter still does."""
-    own = {name: local(parameter).detach().clone() for name, parameter in parameters.items()}
+    parts = [local(parameter).detach() for parameter in parameters.values()]
+    own = [*map(torch.empty_like, parts)]
+    _copy_all(own, parts)
     try:
-        yield own
+        yield dict(zip(parameters, own, strict=True))
     finally:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                local(parameter).copy_(own[name])
+        _copy_all(parts, own)
+
+
+def _copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """A few kernels for all of them."""
+    if to:
+        torch._foreach_copy_([*to], [*values])
 
 
 def _layers(count: int) -> str:

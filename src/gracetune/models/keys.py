@@ -85,7 +85,7 @@ class _Template:
         return tuple(found for wanted, found in zip(self.numbers, numbers, strict=True) if wanted is None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one of each: a key of caches, by identity
 class KeyMap:
     """All layers of one family."""
 

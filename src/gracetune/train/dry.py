@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from gracetune.cache.batches import Batch
 from gracetune.errors import GracetuneError, Problem
@@ -15,6 +16,8 @@ from gracetune.models.spec import ExpertName
 from gracetune.train.control import Stop
 from gracetune.train.job import Job
 from gracetune.train.planning import Planned
+from gracetune.train.step import TrainStep
+from gracetune.train.trainee import Trainee
 from gracetune.units import format_bytes
 
 
@@ -39,19 +42,34 @@ class DryBatch:
 
 
 class Example:
-    """One sample of the first batch, kept for checks until they are done with it."""
+    """The first batch, and what each expert predicted for it before the first step: kept until the self-check is done.
+
+    Passes with equal weights are equal passes: noise, levels and dropout repeat. What two of them differ by comes from
+    kernels that do not repeat their results bit for bit.
+    """
 
     def __init__(self, batch: Batch) -> None:
-        """Its first sample, in memory of its own: the source reuses a batch's."""
-        ref = replace(batch.ref, samples=batch.ref.samples[:1], indexes=batch.ref.indexes[:1], global_samples=1)
-        self._kept = [Batch(ref, {name: tensor[:1].clone() for name, tensor in batch.tensors.items()})]
+        """In memory of its own: the source reuses a batch's."""
+        self._batch: Batch | None = Batch(batch.ref, {name: _copied(one) for name, one in batch.tensors.items()})
+        self._before: dict[ExpertName, tuple[Tensor, Tensor]] = {}
 
-    @property
-    def batch(self) -> Batch:
-        return self._kept[0]
+    def ask(self, step: TrainStep, trainee: Trainee, denoiser: nn.Module, expert: ExpertName) -> Tensor:
+        """The prediction for it now."""
+        assert self._batch is not None, "asked before it is released"
+        with trainee.strength_for(self._batch, expert), _repeatable(self._batch):
+            return step.answer(denoiser, self._batch, expert)
+
+    def keep(self, expert: ExpertName, one: Tensor, again: Tensor) -> None:
+        """Two predictions before the first step."""
+        self._before[expert] = one, (one.float() - again.float()).square().sum()
+
+    def before(self, expert: ExpertName) -> tuple[Tensor, Tensor]:
+        """The prediction, and the sum of the squared differences from the other one."""
+        return self._before[expert]
 
     def release(self) -> None:
-        self._kept.clear()
+        self._batch = None
+        self._before.clear()
 
 
 def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]:
@@ -64,7 +82,7 @@ def dry_batch(job: Job, size: int, planned: Planned) -> tuple[DryBatch, Example]
         with torch.random.fork_rng(devices=devices):
             batch = _batch(job, size)
             example = Example(batch)
-            times = {expert: (_once(job, batch, expert), _once(job, batch, expert)) for expert in job.trainee.trained}
+            times = {expert: _twice(job, batch, expert, example) for expert in job.trainee.trained}
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -108,11 +126,18 @@ def _batch(job: Job, size: int) -> Batch:
     return outcome
 
 
-def _once(job: Job, batch: Batch, expert: ExpertName) -> float:
+def _twice(job: Job, batch: Batch, expert: ExpertName, example: Example) -> tuple[float, float]:
+    """The seconds of both. What they predict is the base model's answer where the adapter has learnt nothing yet."""
+    (one, first), (again, second) = _once(job, batch, expert), _once(job, batch, expert)
+    example.keep(expert, one, again)
+    return first, second
+
+
+def _once(job: Job, batch: Batch, expert: ExpertName) -> tuple[Tensor, float]:
     began = time.perf_counter()
     denoiser = job.trainee.host.activate(expert)
     job.gradients[expert].open()
-    with job.trainee.strength_for(batch, expert):
+    with job.trainee.strength_for(batch, expert), _repeatable(batch):
         loss = job.step(denoiser, batch, expert)
         loss.total.backward()
     if not bool(loss.total.isfinite()):  # the one place where a loss is waited for
@@ -122,7 +147,24 @@ def _once(job: Job, batch: Batch, expert: ExpertName) -> float:
             "--set model.base_precision=bf16 or fp32, --set training.mixed_precision=bf16; look at that batch's files"
         )
         raise DryBatchError(str(Problem("first batch", found, "a number", hint)))
-    return time.perf_counter() - began
+    return loss.answer.clone(), time.perf_counter() - began
+
+
+@contextmanager
+def _repeatable(batch: Batch) -> Iterator[None]:
+    """Inside, what layers draw by themselves (dropout) is the same every time; the generators are restored."""
+    device = batch.tensors["latents"].device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """With the same strides, and a view of as much if it is one: compiled blocks have guards on both."""
+    if not tensor._is_view() or not tensor.numel():
+        return tensor.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided((extent,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 def _out_of_memory(job: Job, size: int, planned: Planned, error: BaseException) -> DryBatchError:

@@ -279,7 +279,7 @@ class Replay:
         self._shapes: dict[Key, _Shape] = {}
         self._turns: Turns | None = None
         self._anchor: Tensor | None = None
-        self._off = False
+        self._off = self._is_aside = False
         self._captures = self._replays = 0
         self._reported: set[str] = set()
         self._accumulators = [self._gpu.accumulators(one.parameters) for one in gradients.values()]
@@ -301,7 +301,7 @@ class Replay:
         shape = self._shapes.setdefault(key, _Shape(noisy.shape))
         if shape.captured is not None and shape.addresses != _addresses(shape.tensors):
             self.release()  # a replay would read what is at the old addresses now
-        if shape.captured is None and shape.passes > PROBES and not shape.rejected:
+        if shape.captured is None and shape.passes > PROBES and not shape.rejected and not self._is_aside:
             self._capture(shape, run, inputs, denoiser, gradients)
         if shape.captured is not None:
             self._replays += 1
@@ -312,6 +312,16 @@ class Replay:
     @property
     def counters(self) -> dict[str, int]:
         return {"cuda_graph.captures": self._captures, "cuda_graph.replays": self._replays}
+
+    @contextmanager
+    def no_capture(self) -> Iterator[None]:
+        """Inside, existing captures are replayed and other passes are launched, which do not count for whether a shape
+        is captured."""
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = False
 
     def release(self) -> None:
         """Release the captures' memory, for samples or weights that move. The next steps are captured again."""
@@ -328,10 +338,10 @@ class Replay:
         self._make_room(shape)
         # Compiled blocks have guards on what a view is a view of: they are to meet what will be captured.
         given = [one.clone() if one._is_view() else one for one in inputs]
-        shape.passes += 1
+        shape.passes += not self._is_aside
         if self._off:
             return run(given)
-        if shape.rejected or shape.passes == 1:
+        if shape.rejected or shape.passes <= 1 or self._is_aside:
             with self._gpu.side_stream():
                 return run(given)
         self._gpu.finish()  # the work of earlier steps tells nothing about this one

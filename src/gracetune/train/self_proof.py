@@ -1,24 +1,27 @@
 """The self-check of a run: training has an effect, and the saved files reproduce it.
 
-An expert is checked after its first three applied steps: one sample goes through its denoiser with the adapter and
-without it, and the outputs must differ. Layers that still change nothing are named in a warning. The first file of each
-expert is read back into the trained layers: every tensor must be the trained one in the file's precision.
+An expert is checked after its first three applied steps: its denoiser's output for the first batch must differ from
+what it was before the first step. A new adapter is the identity, so that was the base model's output, and the
+difference is the adapter's effect. After a resume or with `init_from` it is what was learnt since. Either way only the
+adapter's values have changed, so they reach the output. Layers that still change nothing are named in a warning. The
+first file of each expert is read back into the trained layers: every tensor must be the trained one in the file's
+precision.
 
-These passes have no gradients, run uncompiled and take one sample. So nothing is compiled for them, they need little
-memory, and they advance no random generator. Afterwards all parameters are restored bit for bit. The cost for each
-expert is three passes (base model twice, adapter) and one file to read. If the effect of three steps is
-below the model's precision, one or two passes are added (`_FACTORS`).
+The output before the first step comes from the dry batch (`dry.Example`), which runs anyway, twice: so it is known what
+two equal passes differ by. The check adds one forward pass of a training step for each expert, with the step's own
+graphs: nothing is compiled or captured for it, and it takes the memory of a step at most. If the effect of three steps
+is below the model's precision, one or two passes are added (`_FACTORS`). No random generator is advanced, and all
+parameters are restored bit for bit.
 
-A full fine-tune has no base model to compare with: its weights must have changed, and some tensors of its file are
-compared.
+A full fine-tune needs no pass: its weights must have changed, and some tensors of its file are compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -53,8 +56,8 @@ _FACTORS: Final = (1.0, 2.0**10, 2.0**20)
 """The change of three warm-up steps may be below the precision of bf16. Then the adapter is amplified by these factors:
 one that is connected to the model has an effect at some factor, any other at none."""
 _NOISE: Final = 2.0
-"""An effect is a change above this many times the difference of two passes of the base model. That difference is 0
-where kernels repeat their results bit for bit, as most kernels of forward passes do."""
+"""An effect is a change above this many times the difference of two equal passes. That difference is 0 where kernels
+repeat their results bit for bit, as most kernels of forward passes do."""
 _CLOSE: Final = 2.0**-12
 """The largest relative difference of a tensor read back from the trained one, rounded to the file's precision. They are
 equal bit for bit unless a format stores them in another form, which is computed in float32."""
@@ -75,12 +78,14 @@ class _Expert:
     applied: Tensor | None = None
     """On the device: steps that were not skipped and had a loss. A loss of 0 teaches nothing: all of the samples are
     masked, or regularisation data asks an adapter that has learnt nothing for the base model's answer."""
+    begins_as_base: bool = True
+    """When this process began, the adapter changed nothing."""
     judged: bool = False
     effect: str = ""
     """In words, once the adapter is checked."""
     file: str = ""
     """The difference its file makes, in words, once that is checked."""
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    sums: Tensor | None = None
     """Of a full fine-tune's tensors, when the run began."""
 
 
@@ -91,11 +96,13 @@ class SelfProof(Callback):
         self, config: RunConfig, folder: RunFolder, model: EvaluatedModel, example: Example, control: Control,
         pauses: Pauses, telemetry: Telemetry, view: View, *, steps: int,
     ) -> None:  # fmt: skip
-        """`example` is the sample that the passes take. `steps`: of the whole run."""
+        """`example` is what the passes take. `steps`: of the whole run."""
         self._config, self._folder, self._telemetry, self._view = config, folder, telemetry, view
         self._model, self._example, self._control, self._pauses = model, example, control, pauses
         self._steps = steps
         self._is_full = config.adapter.kind == "full_finetune"
+        if self._is_full:
+            example.release()
         self._experts = {name: _Expert() for name in model.trainee.trained}
         self._rates: dict[ExpertName, float] = {}
         self._begins_anew = True
@@ -105,9 +112,11 @@ class SelfProof(Callback):
     def start(self, begun: RunStarts) -> None:
         self._rates = _rates(self._model, "lr")
         self._begins_anew = begun.position.step == 0
-        if self._is_full:
-            for name, expert in self._experts.items():
+        for name, expert in self._experts.items():
+            if self._is_full:
                 expert.sums = _bit_sums(self._model.trainee.attached[name])
+            else:
+                expert.begins_as_base = not any(self._learnt(name).values())
 
     def window(self, done: WindowDone) -> None:
         expert, rate = self._experts[done.expert], self._rates[done.expert]
@@ -162,13 +171,14 @@ class SelfProof(Callback):
         self._show()
 
     def _judge_adapter(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        acting = self._model.trainee.attached[done.expert].acting()
-        largest = dict(zip(acting, _read(self._model, [_largest(some) for some in acting.values()]), strict=True))
-        idle = tuple(path for path, value in largest.items() if value == 0)
-        if len(idle) == len(largest):
+        learnt = self._learnt(done.expert)
+        idle = tuple(path for path, has_learnt in learnt.items() if not has_learnt)
+        if len(idle) == len(learnt):
             self._stop(_nothing_learnt(self._model, done, f"all {len(idle):,} layers are unchanged"))
             return None
         measured = self._with_room(lambda: self._measure(done.expert))
+        if all(one.judged for one in self._experts.values()):
+            self._example.release()
         if measured is None:
             return None
         change, factor = measured
@@ -176,7 +186,7 @@ class SelfProof(Callback):
             self._stop(
                 Problem(
                     _judged(done.expert),
-                    "its values have changed, but the denoiser's output is the same without it",
+                    "its values have changed, but the denoiser's output is the same as before the first step",
                     "an adapter that changes the denoiser's output",
                     "other layers: --set 'adapter.targets=[...]'; if these are the right ones, please report this",
                 ),
@@ -186,28 +196,51 @@ class SelfProof(Callback):
         if factor > 1:
             expert.effect = f"by {change:.1e} at {factor:,.0f} times its strength (at its own: below the precision)"
         return SelfChecked(
-            step=done.step, expert=done.expert, layers=len(largest), idle=idle, change=change, amplified=factor
+            step=done.step, expert=done.expert, layers=len(learnt), idle=idle, change=change, amplified=factor
         )
 
+    def _learnt(self, name: ExpertName) -> dict[str, bool]:
+        """By layer, whether it changes anything."""
+        acting = self._model.trainee.attached[name].acting()
+        owners = [path for path, some in acting.items() for _ in some]
+        largest = _read(self._model, _largest([one for some in acting.values() for one in some]))
+        found = dict.fromkeys(acting, False)
+        for path, value in zip(owners, largest, strict=True):
+            found[path] |= value != 0
+        return found
+
     def _measure(self, name: ExpertName) -> tuple[float, float]:
-        """The change of the answer, and the factor at which it shows; 0 where it shows at none."""
-        with _asking(self._model, self._example, name) as answer:
-            with self._model.trainee.attached[name].disabled():
-                base = answer()
-                noise = _difference(self._model, answer(), base, base)
-            for factor in _FACTORS:
-                with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
-                    change = _difference(self._model, answer(), base, base)
-                if not change <= _NOISE * noise:  # NaN: fp16 overflows on this sample, which proves nothing
-                    return change, factor
+        """The relative change of the output, and the factor at which it shows; 0 where it shows at none."""
+        before, noise = self._example.before(name)
+        for factor in _FACTORS:
+            with nullcontext() if factor == 1 else self._model.trainee.attached[name].amplified(factor):
+                now = self._ask(name)
+            changed = (now.float() - before.float()).square().sum()
+            read = _read(self._model, torch.stack([changed, noise, before.float().square().sum()]))
+            change, least, size = map(math.sqrt, read)
+            if not change <= _NOISE * least:  # NaN: fp16 overflows in this batch, which proves nothing
+                return change / size if size > 0 else change, factor
         return 0.0, 0.0
 
+    def _ask(self, name: ExpertName) -> Tensor:
+        host = self._model.trainee.host
+        active = host.active
+        try:
+            denoiser: nn.Module = host.activate(name)
+            found = self._example.ask(self._model.step, self._model.trainee, denoiser, name)
+            self._model.runtime.reshard(denoiser)  # values may change before the next pass: none is to stay gathered
+            return found
+        finally:
+            if active is not None:
+                host.activate(active)
+
     def _judge_weights(self, done: WindowDone, expert: _Expert) -> SelfChecked | None:
-        now = _bit_sums(self._model.trainee.attached[done.expert])
-        moved = _read(self._model, [(now[name] != before).double() for name, before in expert.sums.items()])
-        still = [name for name, value in zip(expert.sums, moved, strict=True) if value == 0]
-        if len(still) == len(now):
-            problem = _nothing_learnt(self._model, done, f"all {len(now):,} tensors are unchanged")
+        attached = self._model.trainee.attached[done.expert]
+        assert expert.sums is not None, "taken at the start"
+        moved = dict(zip(attached.parameters(), _read(self._model, _bit_sums(attached) != expert.sums), strict=True))
+        still = [name for name, value in moved.items() if value == 0]
+        if len(still) == len(moved):
+            problem = _nothing_learnt(self._model, done, f"all {len(moved):,} tensors are unchanged")
             if self._begins_anew:
                 self._stop(problem)
             else:  # the last steps of a falling schedule may be too small for float32
@@ -215,8 +248,8 @@ class SelfProof(Callback):
             return None
         declared = (*self._model.trainee.spec.untrained, *self._model.trainee.facts.untrained)
         idle = tuple(name for name in still if not any(names(pattern, name) for pattern in declared))
-        expert.effect = f"in {len(now) - len(still):,} of {len(now):,} tensors"
-        return SelfChecked(step=done.step, expert=done.expert, layers=len(now), idle=idle)
+        expert.effect = f"in {len(moved) - len(still):,} of {len(moved):,} tensors"
+        return SelfChecked(step=done.step, expert=done.expert, layers=len(moved), idle=idle)
 
     # -- the files -----------------------------------------------------------------------------------------------------
 
@@ -289,12 +322,10 @@ class SelfProof(Callback):
         with attached.holding(values) as own:
             saved = [local(parameter.detach()) for parameter in attached.parameters().values()]
             trained = [own[one] for one in attached.parameters()]
-            rounded = [
-                tensor if _is_magnitude(one) else tensor.to(dtype).to(tensor.dtype) for one, tensor in own.items()
-            ]
-            norms = (_norms(saved, rounded), _norms(rounded), _norms(saved, trained), _norms(trained))
-        read = _read(self._model, [norm.double().square() for some in norms for norm in some])
-        columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(len(norms)))
+            rounded = _rounded(own, dtype)
+            norms = [*_norms(saved, rounded), *_norms(rounded), *_norms(saved, trained), *_norms(trained)]
+        read = _read(self._model, torch.stack(norms).double().square())
+        columns = (read[column * len(own) : (column + 1) * len(own)] for column in range(4))
         squares = dict(zip(own, zip(*columns, strict=True), strict=True))
         # Magnitudes for ComfyUI are measured by the factors as they are trained, and read with those of the file.
         close = {True: max(_CLOSE, torch.finfo(dtype).eps), False: _CLOSE}
@@ -356,6 +387,8 @@ class SelfProof(Callback):
 
     def _effect_in_words(self) -> str:
         subject = "the weights have changed" if self._is_full else "the adapter changes the output"
+        if not all(one.begins_as_base for one in self._experts.values()):
+            subject = "training changes the output"
         if not any(one.judged for one in self._experts.values()):
             return f"fewer than {STEPS} steps to judge the adapter by"
         if len(self._experts) == 1:
@@ -391,37 +424,12 @@ class SelfProof(Callback):
         return None
 
 
-# -- passes -----------------------------------------------------------------------------------------------------------
+# -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _asking(model: EvaluatedModel, example: Example, name: ExpertName) -> Iterator[Callable[[], Tensor]]:
-    """Inside, what is given answers the example as the model does in evaluation, its blocks uncompiled.
-
-    Compiled, each block would need graphs of its own for passes without gradients and for the base model: tens of
-    seconds for a large one.
-    """
-    host = model.trainee.host
-    active = host.active
-    compiled = any(one.compiled for one in model.trainee.prepared.values())
-    try:
-        with model.trainee.evaluating(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            denoiser: nn.Module = host.activate(name)
-
-            def answer() -> Tensor:
-                found = model.step.answer(denoiser, example.batch, name).float()
-                model.runtime.reshard(denoiser)  # values may change before the next pass: none is to keep them gathered
-                return found
-
-            yield answer
-    finally:
-        if active is not None:
-            host.activate(active)
-
-
-def _read(model: EvaluatedModel, values: Sequence[Tensor]) -> list[float]:
+def _read(model: EvaluatedModel, values: Tensor) -> list[float]:
     """Numbers of the device, summed over ranks that have different ones. The host waits for them."""
-    read = torch.stack([value.double() for value in values])
+    read = values.double()
     if model.runtime.world_size > 1:
         if not model.runtime.is_sharded and not model.runtime.is_main:
             read.zero_()  # a replica repeats what rank 0 has, and has not read the file
@@ -429,21 +437,25 @@ def _read(model: EvaluatedModel, values: Sequence[Tensor]) -> list[float]:
     return [float(value) for value in read.tolist()]
 
 
-def _difference(model: EvaluatedModel, one: Tensor, other: Tensor, size: Tensor) -> float:
-    difference, length = _read(model, [(one - other).square().sum(), size.square().sum()])
-    return math.sqrt(difference / length) if length > 0 else math.sqrt(difference)
-
-
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Of their absolute values, in this process's part."""
-    parts = [part.abs().max() for part in map(local, tensors) if part.numel()]
-    return torch.stack(parts).max() if parts else torch.zeros((), device=local(tensors[0]).device)
+    """Of the absolute values of each, in this process's part: a few kernels for all of them."""
+    parts = [local(one.detach()) for one in tensors]
+    return torch.stack(torch._foreach_norm([one if one.numel() else one.new_zeros(1) for one in parts], math.inf))
 
 
 def _norms(tensors: Sequence[Tensor], others: Sequence[Tensor] | None = None) -> Sequence[Tensor]:
     """Of each tensor, or of its difference from the other; a few kernels for all of them."""
-    some = [*tensors] if others is None else torch._foreach_sub([*tensors], [*others])
-    return torch._foreach_norm([tensor.float() for tensor in some])
+    return torch._foreach_norm([*tensors] if others is None else torch._foreach_sub([*tensors], [*others]))
+
+
+def _rounded(own: Mapping[str, Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """As the file has them: in its precision, but for magnitudes."""
+    chosen = [one for name, one in own.items() if not _is_magnitude(name)]
+    there, back = [torch.empty_like(one, dtype=dtype) for one in chosen], [*map(torch.empty_like, chosen)]
+    torch._foreach_copy_(there, chosen)
+    torch._foreach_copy_(back, there)
+    rounded = iter(back)
+    return [one if _is_magnitude(name) else next(rounded) for name, one in own.items()]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -456,10 +468,10 @@ def _is_magnitude(name: str) -> bool:
     return name.endswith(f".{MAGNITUDE}")
 
 
-def _bit_sums(attached: Attached) -> dict[str, Tensor]:
+def _bit_sums(attached: Attached) -> Tensor:
     """A number for each tensor that changes when any of its bits does (but for sums that happen to be equal)."""
-    parts = {name: local(parameter.detach()).contiguous() for name, parameter in attached.parameters().items()}
-    return {name: part.view(torch.int32).sum(dtype=torch.int64) for name, part in parts.items()}
+    parts = [local(parameter.detach()).contiguous() for parameter in attached.parameters().values()]
+    return torch.stack([part.view(torch.int32).sum(dtype=torch.int64) for part in parts])
 
 
 def _rates(model: EvaluatedModel, entry: str) -> dict[ExpertName, float]:

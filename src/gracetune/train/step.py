@@ -66,6 +66,8 @@ class StepLoss:
     """[B], detached: the same before it is summed."""
     level: Tensor
     """[B]"""
+    answer: Tensor
+    """Detached: what the denoiser predicted. The next pass may overwrite it: a CUDA graph has one place for it."""
 
 
 class TrainStep:
@@ -99,14 +101,11 @@ class TrainStep:
         tokens = math.prod(latents.shape[2:]) // LATENTS_PER_TOKEN
         return _on(self._goal.levels[expert].levels(self._seed, batch.ref.indexes, tokens), latents.device)
 
-    @torch.no_grad()
     def answer(self, denoiser: nn.Module, batch: Batch, expert: ExpertName) -> Tensor:
-        """What the denoiser answers where `__call__` would take the loss: the same noise, the same level."""
-        clean, level = batch.tensors["latents"].float(), self._levels(batch, expert)
-        noise = draw_noise(clean, self._goal.objective, self._seed, batch.ref.indexes)
-        seen = noisy(self._facts.schedule, clean, noise.seen, level).to(self._dtype)
-        with self._autocast():
-            return self._spec.predict(denoiser, seen, level, batch.tensors, self._facts)
+        """What the denoiser predicts in a step with this batch. It is the same forward pass: a compiled denoiser needs
+        no graphs of its own for it, a captured one is replayed, and nothing is captured."""
+        with nullcontext() if self._replay is None else self._replay.no_capture():
+            return self(denoiser, batch, expert).answer.clone()
 
     def at(
         self, denoiser: nn.Module, batch: Batch, level: Tensor, seed: int, indexes: Sequence[int],
@@ -131,7 +130,7 @@ class TrainStep:
         weights = [sample.loss_weight for sample in batch.ref.samples]
         if any(weight != 1.0 for weight in weights):
             losses = losses * _on(weights, losses.device)
-        return StepLoss(losses.sum(), losses.detach(), level)
+        return StepLoss(losses.sum(), losses.detach(), level, answer.detach())
 
     @property
     def counters(self) -> dict[str, int]:

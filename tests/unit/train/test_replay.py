@@ -390,6 +390,25 @@ def test_what_is_released_is_recorded_again() -> None:
     assert len(setup.said) == 1
 
 
+def test_a_pass_beside_training_is_replayed_or_launched_and_never_leads_to_a_capture() -> None:
+    setup, given = Setup(), [torch.rand(3, width) for width in (6, 5, 1)]
+
+    def aside() -> Tensor:
+        with setup.replay.no_capture():
+            batch = {"text": given[1], "latents": given[0]}
+            return setup.replay(setup.net, given[0], given[2].flatten(), batch, FACTS).detach().clone()
+
+    launched = [aside() for _ in range(WARM_UP + 1)]
+    assert (setup.gpu.recorded, setup.gpu.asked) == (0, 0)
+    for seed in range(2):
+        setup.window(seed)
+    assert setup.gpu.recorded == 1, "its passes have not shortened the warm-up, or lengthened it"
+    replays = setup.replay.counters["cuda_graph.replays"]
+    assert torch.equal(aside(), launched[0])
+    assert setup.replay.counters == {"cuda_graph.captures": 1, "cuda_graph.replays": replays + 1}
+    setup.window(7)
+
+
 def test_weights_that_have_moved_are_recorded_anew() -> None:
     setup = Setup()
     for seed in range(3):

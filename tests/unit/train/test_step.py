@@ -15,6 +15,7 @@ from gracetune.data.refs import BatchRef, Bucket, CaptionRef, SampleRef
 from gracetune.models.registry import spec_of
 from gracetune.models.source import open_source
 from gracetune.models.spec import ModelFacts, ModelSpec, Placement
+from gracetune.train.dry import Example
 from gracetune.train.step import Goal, TrainStep
 from gracetune.train.trainee import Trainee
 
@@ -53,6 +54,21 @@ def test_a_samples_loss_does_not_depend_on_its_batch(wan: tuple[ModelSpec, Model
     torch.testing.assert_close(together.each, torch.cat([one.each for one in alone]))
     assert torch.equal(together.level, torch.cat([one.level for one in alone]))
     torch.testing.assert_close(together.total, together.each.sum())
+
+
+def test_the_kept_first_batch_has_memory_of_its_own_and_the_strides_that_blocks_were_compiled_for() -> None:
+    batch = batch_of((0, 1, 2))
+    padded = torch.randn(3, 9, 32)
+    tensors = {**batch.tensors, "prompt_embeds": padded[:, :6], "shared": torch.randn(1, 4).expand(3, 4)}
+    example = Example(Batch(batch.ref, tensors))
+    kept = example._batch
+    assert kept is not None
+    for name, one in tensors.items():
+        assert (kept.tensors[name].stride(), kept.tensors[name]._is_view()) == (one.stride(), one._is_view())
+        assert torch.equal(kept.tensors[name], one)
+    before = padded.clone()
+    padded.zero_()
+    assert torch.equal(kept.tensors["prompt_embeds"], before[:, :6])
 
 
 def test_levels_stay_in_the_experts_own_window(wan: tuple[ModelSpec, ModelFacts, nn.Module]) -> None:

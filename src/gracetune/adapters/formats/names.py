@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from gracetune.adapters.algorithms.registry import algorithms
 from gracetune.adapters.state import Stage
@@ -71,6 +72,7 @@ class Located:
         return self.prefixes[:1] == ("base_model.model.",)
 
 
+@lru_cache(maxsize=8192)
 def split(key: str) -> Split | None:
     """None for a key that ends like no tensor of an adapter."""
     if len(key) > _LONGEST:
@@ -93,6 +95,7 @@ def _tidy(key: str) -> str:
     return re.sub(r"_{2,}", "_", re.sub(r"\.{2,}", ".", key.replace("$$", ".")))
 
 
+@lru_cache(maxsize=8192)  # of one file each name is asked for by who recognises it and by who reads it
 def locate(stem: str, keys: KeyMap) -> Located | None:
     """The layer a stem names. Never two: what is peeled off first wins only if the rest agrees."""
     found = list(_peeled(stem, keys, "", ()))

@@ -34,10 +34,13 @@ def time_self_check(trainer: Trainer, config: RunConfig) -> tuple[float, float]:
         continue
     if not isinstance(batch, Batch):
         raise GracetuneError("the data of the measurement is exhausted")
+    example = Example(batch)
+    for expert in job.trainee.trained:  # a run has these from its dry batch
+        denoiser = job.trainee.host.activate(expert)
+        example.keep(expert, *(example.ask(job.step, job.trainee, denoiser, expert) for _ in range(2)))
     check = SelfProof(
-        config, folder, job.evaluated, Example(batch), job.control, job.pauses, Telemetry(), view,
-        steps=job.length.steps,
-    )  # fmt: skip
+        config, folder, job.evaluated, example, job.control, job.pauses, Telemetry(), view, steps=job.length.steps
+    )
     check.start(RunStarts(replace(job.position), job.length.steps))
 
     def timed(part: Callable[[], T]) -> tuple[T, float]:

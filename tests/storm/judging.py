@@ -18,8 +18,9 @@ from storm.scenarios import SECRET
 
 _NAMED = re.compile(r"(?<=shards/)[0-9a-f]{32}(?=\.safetensors)|(?<=-)[0-9a-f]{16}(?=\.json)")
 _TRACKED = re.compile(r"(?<=\.tfevents\.).*")
-_OPTIONAL = re.compile(r"out/run/(samples/|report\.|logs/tensorboard|cache/scan/)")
-"""Where a disk fails, or a signal stops a run, these may be missing: documented. A scan is made again when needed."""
+_OPTIONAL = re.compile(r"out/run/(samples/|report\.|logs/tensorboard|cache/scan/)|.*/index\.safetensors$")
+"""Where a disk fails, or a signal stops a run, these may be missing: documented. A scan and a cache's index are made
+again when needed."""
 _REMEDY = re.compile(r"^ *try |go on with the same command", re.MULTILINE)
 _LOG = "out/run/logs/"
 

@@ -58,6 +58,9 @@ FOUND = {
     "entries of a killed process that nobody wants to keep": (
         Case("kill", "native-lokr", 0), [Fault("out/run/checkpoints/checkpoint-2", "rename", "kill")]
     ),
+    "entries that the finished run could not remove": (
+        Case("open", "native-lokr", 0), [Fault("out/run/cache/latents/upkeep.lock", "open", errno.ESTALE)]
+    ),
 }  # fmt: skip
 """Defects that storms have found, and the moments at which they showed."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from gracetune.adapters.algorithms.matrices import is_finite
+from gracetune.adapters.algorithms.matrices import ROWS, is_finite
 from gracetune.adapters.algorithms.registry import algorithm, algorithms
 from gracetune.adapters.delta import delta, needs_weight
 from gracetune.adapters.shapes import columns, outputs
@@ -64,6 +64,19 @@ def change_norm(layer: Layer) -> float:
         return 0.0 if at_first and not any(tensor.any() for tensor in at_first) else of_parameters
     # The norm does not depend on how the columns are folded into a kernel.
     return float(delta(layer, (rows, across)).norm())
+
+
+def estimate_note(states: Iterable[AdapterState]) -> str | None:
+    """Which of `norms` are estimates."""
+    layers = [
+        layer
+        for state in states
+        for layer in state.layers.values()
+        if not needs_weight(layer) and algorithm(layer.algorithm).estimates_norm(layer.tensors)
+    ]
+    if not layers:
+        return None
+    return f"the norms of {len(layers)} layers are estimated, each from {ROWS} of its rows"
 
 
 def zero_tensors(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:

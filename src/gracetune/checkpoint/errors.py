@@ -61,7 +61,8 @@ def full(
     found = f"{found}; {left} free" if found else f"{left} free"
     remedy = remedy or f"free space on that disk (`df -h {folder}`)"
     hint = f"{remedy}, keep fewer (--set checkpoints.keep_last=1) or {_ELSEWHERE}; {_AGAIN}"
-    return CheckpointFullError(Problem(key, found, f"room for {format_bytes(needed)}", hint, str(folder)))
+    expected = f"room for {format_bytes(needed)}" if needed else "room for a few small files"
+    return CheckpointFullError(Problem(key, found, expected, hint, str(folder)))
 
 
 def unreadable(error: OSError, path: Path) -> CheckpointError:

@@ -16,7 +16,7 @@ from gracetune.adapters.formats.layers import algorithms
 from gracetune.adapters.formats.reading import dtype_of
 from gracetune.adapters.opening import Opened
 from gracetune.adapters.state import AdapterState
-from gracetune.adapters.statistics import norms, zero_tensors
+from gracetune.adapters.statistics import estimate_note, norms, zero_tensors
 from gracetune.adapters.verify import Verified
 from gracetune.cli.console import mark, shown
 from gracetune.config.export_formats import PROGRAMS
@@ -62,7 +62,7 @@ def inspected(opened: Opened) -> dict[str, Any]:
         "not_finite": list(opened.reading.not_finite),
         "zero": list(zero_tensors(tensors)),
         "problems": problems,
-        "notes": list(opened.notes),
+        "notes": [*opened.notes, *filter(None, [estimate_note(opened.reading.states.values())])],
         "metadata": dict(opened.file.metadata),
     }
 

@@ -10,9 +10,13 @@ from pathlib import Path
 
 from gracetune.cache.errors import CacheBusyError, CacheError
 from gracetune.cache.keys import Key
+from gracetune.cache.made import Made, MadeEntries
+from gracetune.cache.places import places_of
 from gracetune.cache.refresh import remove_epochs
 from gracetune.cache.session import is_cache, remove_entries
+from gracetune.config.run_config import RunConfig
 from gracetune.errors import GracetuneError
+from gracetune.storage.os_errors import FileError
 from gracetune.telemetry.errors import TelemetryError
 from gracetune.telemetry.events import RunEnded
 from gracetune.telemetry.hub import Telemetry
@@ -22,7 +26,7 @@ from gracetune.train.data import Cached
 from gracetune.train.job import Job
 from gracetune.train.load import LoadedRun
 from gracetune.train.logs import open_telemetry
-from gracetune.train.output import WrongFileError, save_weights, verify_weights
+from gracetune.train.output import RunFolder, WrongFileError, save_weights, verify_weights
 from gracetune.train.peers import LostRankError
 from gracetune.train.preflight import Preflight
 from gracetune.train.renewal import Renewal
@@ -115,12 +119,12 @@ def _final_files(
         for line in verify_weights(job.trainee, config, files):
             view.say(line)
     if not config.cache.persistent_cache:
-        _remove_caches(job, loaded.cached, loaded.renewal, view)
+        _remove_caches(ready, job, loaded.cached, loaded.renewal, view)
     job.runtime.barrier()
     return tuple(files)
 
 
-def _remove_caches(job: Job, cached: Cached, renewal: Renewal | None, view: View) -> None:
+def _remove_caches(ready: Preflight, job: Job, cached: Cached, renewal: Renewal | None, view: View) -> None:
     """What all ranks added, once nobody has the caches open any more; nothing else."""
     job.source.close()
     lasting = _of_all(job, cached.caches.created)
@@ -129,23 +133,39 @@ def _remove_caches(job: Job, cached: Cached, renewal: Renewal | None, view: View
     job.runtime.barrier()
     if not job.runtime.is_main:
         return
-    # Past the first one an epoch's entries were made through stores of their own, which are gone with their last entry.
-    of_epochs = {folder for _, folder in cached.caches.places.epochs()}
-    for folder, keys in cached.inherited.items():
-        if is_cache(folder):  # an epoch's store may have been collected since
-            lasting.setdefault(folder, set()).update(keys)
-    for folder in [*lasting.keys() & (epochs.keys() | of_epochs)]:
-        epochs.setdefault(folder, set()).update(lasting.pop(folder))
+    if cached.made is not None:
+        _remove_entries(ready.config, lasting, epochs, cached.inherited, cached.made, view)
+
+
+def remove_recorded_entries(config: RunConfig, view: View) -> None:
+    """What a finished run was to remove and could not: another process used the cache, say, or its disk failed."""
+    made = MadeEntries(RunFolder.of(config).path, 0)
+    if not config.cache.persistent_cache and (recorded := made.take_over()):
+        _remove_entries(config, {}, {}, recorded, made, view)
+
+
+def _remove_entries(
+    config: RunConfig, lasting: dict[Path, set[Key]], epochs: dict[Path, set[Key]], recorded: Made,
+    made: MadeEntries, view: View,
+) -> None:  # fmt: skip
+    """They stay recorded until they are removed. The result is written, so a cache that cannot be changed is a
+    warning."""
     try:
+        # Past the first epoch, entries are in stores of their own, which are removed with their last entry.
+        of_epochs = {folder for _, folder in places_of(config).epochs()}
+        for folder, keys in recorded.items():
+            if is_cache(folder):  # an epoch's store may have been collected since
+                lasting.setdefault(folder, set()).update(keys)
+        for folder in [*lasting.keys() & (epochs.keys() | of_epochs)]:
+            epochs.setdefault(folder, set()).update(lasting.pop(folder))
         removed = remove_entries(lasting).entries + remove_epochs(epochs).entries
     except CacheBusyError as busy:
         view.warn(f"persistent_cache is false, but another process uses the cache: {busy}")
         return
-    except CacheError as error:  # the result is written: a cache that cannot be changed any more is no reason to fail
+    except (CacheError, FileError) as error:
         view.warn(f"persistent_cache is false, but entries of this run cannot be removed: {error}")
         return
-    if cached.made is not None:
-        cached.made.forget()
+    made.forget()
     view.say(f"persistent_cache is false: {removed} entries of this run removed")
 
 

@@ -20,7 +20,7 @@ from gracetune.storage.os_errors import explained
 from gracetune.train.callbacks import callbacks_of
 from gracetune.train.control import Control, Stop, listening
 from gracetune.train.dry import DryBatch, memory_explained
-from gracetune.train.finish import failure_told, finish
+from gracetune.train.finish import failure_told, finish, remove_recorded_entries
 from gracetune.train.load import load
 from gracetune.train.logs import open_telemetry
 from gracetune.train.loop import fit
@@ -70,6 +70,8 @@ def train(
         with rare_collections():  # it imports the family's code, and with it much of diffusers and transformers
             ready = preflight(config, environment=environment, options=options, view=view, stack=stack, known=known)
         if ready.files:
+            if ready.runtime.is_main and not options.dry_run:
+                remove_recorded_entries(config, view)
             step = ready.start.step
             return Result(Stop("finished", LONGER), step, step, ready.files, ready.planned, None, 0.0)
         loaded = load(ready, control, view, stack, on_memory=on_memory)

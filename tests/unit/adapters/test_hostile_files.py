@@ -25,7 +25,7 @@ from gracetune.adapters.opening import open_adapter
 from gracetune.adapters.statistics import norms
 from gracetune.adapters.verify import verify
 from gracetune.cli import adapter as commands
-from gracetune.cli.adapter_view import print_verified
+from gracetune.cli import adapter_view
 from gracetune.config.run_config import Adapter
 from gracetune.errors import ConfigError, GracetuneError
 from gracetune.storage.safetensors_headers import MAX_HEADER
@@ -59,7 +59,9 @@ def check_every_command(path: Path, family: str, target: Attached, chance: rando
     took += [converted(path, path.with_name(f"out{rank}.safetensors"), format, rank) for rank in (None, 2)]
     try:
         opened = open_adapter(path, family)
-        print_verified(opened, "x", verify(opened.reading, {"": SHAPES[family]}), Console(file=io.StringIO()))
+        adapter_view.print_verified(
+            opened, "x", verify(opened.reading, {"": SHAPES[family]}), Console(file=io.StringIO())
+        )
         target.load(opened.state())
     except ConfigError as error:
         assert all(len(line) < 4_000 and line.isprintable() for line in str(error).splitlines())
@@ -206,13 +208,51 @@ def test_a_small_file_of_a_large_weight(kind: str, tmp_path: Path) -> None:
         open_adapter(path).states()
 
 
-@pytest.mark.parametrize("rank", [1, 8, 20, 40])
+@pytest.mark.parametrize("rank", [1, 8, 16, 40])
 def test_the_norm_of_a_large_loha_is_right(rank: int, tmp_path: Path) -> None:
-    """All numbers are 0.5, so every element is (rank / 4)^2 times the scale of 1 / rank."""
+    """By pairs of ranks, row by row, and estimated. All numbers are 0.5, so every element is (rank / 4)^2 times the
+    scale of 1 / rank."""
     n = 1 << 12
     (state,) = open_adapter(file_of(products(n, rank)["loha"], tmp_path)).states()
     with bounded():
         assert norms(state).largest == pytest.approx(n * (rank / 4) ** 2 / rank, rel=1e-5)
+
+
+def test_the_norm_of_a_larger_loha_is_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rank 128 the exact norm takes two products as large as the weight. Rows differ by an order of magnitude."""
+    n, rank, random_ = 2_048, 128, torch.Generator().manual_seed(1)
+    uneven = torch.randn(n, 1, generator=random_).exp()
+    made = {
+        name: torch.randn(size, generator=random_) * (uneven if size[0] == n else 1)
+        for name, size in products(n, rank)["loha"].items()
+    }
+    path = tmp_path / "a.safetensors"
+    save_file({f"{STEM}.{name}": one for name, one in made.items()} | {f"{STEM}.alpha": torch.tensor(1.0)}, path)
+    (state,) = open_adapter(path).states()
+    report = adapter_view.inspected(open_adapter(path))
+    assert "the norms of 1 layers are estimated, each from 128 of its rows" in report["notes"]
+    found = norms(state).largest
+    assert found == norms(state).largest == report["adapters"][0]["norm"]["largest"]
+    monkeypatch.setattr("gracetune.adapters.algorithms.matrices._EXACT", 1 << 40)
+    exact = norms(state).largest
+    assert found != exact
+    assert found == pytest.approx(exact, rel=0.02)
+    assert not adapter_view.inspected(open_adapter(path))["notes"]
+
+
+def test_no_estimate_says_that_a_layer_is_unchanged(tmp_path: Path) -> None:
+    """All but one row of the change are 0, and that row is one that is hardly ever chosen."""
+    n, rank = 2_048, 128
+    sizes = products(n, rank)["loha"]
+    made = {name: torch.zeros(size) for name, size in sizes.items()}
+    made["hada_w1_a"][:, 0] = made["hada_w2_a"][:, 0] = 1e3  # these meet the zeros of hada_w1_b
+    made["hada_w1_a"][7] = made["hada_w2_a"][7] = torch.eye(rank)[1]
+    made["hada_w1_b"][1, 3] = made["hada_w2_b"][1, 3] = 2.0
+    path = tmp_path / "a.safetensors"
+    save_file({f"{STEM}.{name}": one for name, one in made.items()} | {f"{STEM}.alpha": torch.tensor(128.0)}, path)
+    (state,) = open_adapter(path).states()
+    assert norms(state).unchanged == ()
+    assert norms(state).largest == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize(

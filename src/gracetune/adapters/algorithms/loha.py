@@ -24,6 +24,7 @@ from gracetune.adapters.algorithms.matrices import (
     core_refusal,
     core_size,
     hadamard_norm,
+    is_estimated,
     pairs_of_columns,
     parts_with_core,
     shaped,
@@ -86,10 +87,12 @@ class Loha(Algorithm):
 
     def norm(self, tensors: Tensors, scale: float) -> float | None:
         right = tensors["hada_w1_b"], tensors["hada_w2_b"]
-        core = tensors.get("hada_t1")
         rows = zip(*(_rows(tensors, number) for number in "12"), strict=True)
-        count = (self.outputs(tensors) or 0) * core_size(core)
-        return abs(scale) * hadamard_norm(rows, right, count)
+        return abs(scale) * hadamard_norm(rows, right, _count(tensors))
+
+    def estimates_norm(self, tensors: Tensors) -> bool:
+        rank, across = tensors["hada_w1_b"].shape
+        return is_estimated(_count(tensors), across, rank)
 
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
         """It is a product of rank r^2: of the pairs of the left factors' columns and of the right factors' rows."""
@@ -161,6 +164,12 @@ class Loha(Algorithm):
         if format != "comfyui":
             return super().refusal(format, tensors)
         return core_refusal(tensors.get("hada_t1")) or core_refusal(tensors.get("hada_t2"))
+
+
+def _count(tensors: Tensors) -> int:
+    """Rows of the left matrices; with a core, of those of all points of the kernel."""
+    core = tensors.get("hada_t1")
+    return tensors["hada_w1_a"].shape[0 if core is None else 1] * core_size(core)
 
 
 def _rows(tensors: Tensors, number: str) -> Iterator[Tensor]:

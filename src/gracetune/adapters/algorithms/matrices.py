@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 _PART = 1 << 22
 """Numbers that are worked on at a time."""
+_EXACT = 1 << 29
+"""Multiplications that an exact norm may take: a file has hundreds of layers."""
+ROWS = 128
+"""From so many rows of a product a norm is estimated where the exact one takes more."""
 
 
 def shaped(change: Tensor, shape: torch.Size) -> Tensor:
@@ -87,12 +91,17 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
     """|(A B) * (C D)|: `rows` are parts of A and C, `count` rows together; `right` is B and D, [r, in].
 
     By pairs of ranks: row i of the product is (a_i (x) c_i) times the pairs of B's and D's rows, so the norm follows
-    from two matrices [r^2, r^2]. Where the rank is large, row by row.
+    from two matrices [r^2, r^2]. Where the rank is large, row by row. Estimated where `is_estimated`.
     """
     import torch
 
     rank, across = right[0].shape
-    if (count + across) * rank**4 < 2 * count * across * rank:
+    if is_estimated(count, across, rank):
+        rows = [*rows]
+        found = math.fsum(_estimate(*part, right, share=part[0].shape[0] / count) for part in rows)
+        if found > 0:
+            return math.sqrt(found)  # a norm of 0 says that a layer is not changed: no estimate may say so
+    if _by_pairs(count, across, rank) < _row_by_row(count, across, rank):
         both = _gram_of_pairs(rows, rank) * _gram_of_pairs([(right[0].T, right[1].T)], rank)
         return math.sqrt(max(0.0, float(both.sum())))
     squared = 0.0
@@ -101,6 +110,39 @@ def hadamard_norm(rows: Iterable[tuple[Tensor, Tensor]], right: tuple[Tensor, Te
             part = (a @ right[0]).mul_(c @ right[1])
             squared += float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2
     return math.sqrt(squared)
+
+
+def is_estimated(count: int, across: int, rank: int) -> bool:
+    """Whether `hadamard_norm` estimates the norm of a product [count, across]."""
+    return min(_by_pairs(count, across, rank), _row_by_row(count, across, rank)) > _EXACT
+
+
+def _by_pairs(count: int, across: int, rank: int) -> int:
+    return (count + across) * rank**4
+
+
+def _row_by_row(count: int, across: int, rank: int) -> int:
+    return 2 * count * across * rank
+
+
+def _estimate(first: Tensor, second: Tensor, right: tuple[Tensor, Tensor], *, share: float) -> float:
+    """The squared norm of these rows, from a sample of them. Unbiased: a row is chosen with a probability in proportion
+    to |a_i|^2 |c_i|^2, and divided by it. The same rows every time."""
+    import torch
+
+    ends = (first.double().square().sum(1) * second.double().square().sum(1)).cumsum(0)
+    total = ends[-1]
+    if total == 0:
+        return 0.0
+    points = torch.rand(math.ceil(ROWS * share), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    chosen = torch.searchsorted(ends, points * total, right=True).clamp_(max=len(ends) - 1)
+    squared = 0.0
+    for part in chosen.split(max(1, _PART // right[0].shape[1])):
+        a, c = first[part], second[part]
+        probable = a.double().square().sum(1) * c.double().square().sum(1) / total
+        rows = (a @ right[0]).mul_(c @ right[1])
+        squared += float((torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square() / probable).sum())
+    return squared / len(chosen)
 
 
 def _gram_of_pairs(rows: Iterable[tuple[Tensor, Tensor]], rank: int) -> Tensor:

@@ -126,6 +126,10 @@ class Algorithm(ABC):
         """The Frobenius norm of the change, where it follows from the factors; None where the change must be built."""
         return None
 
+    def estimates_norm(self, tensors: Tensors) -> bool:
+        """Whether `norm` is an estimate, because the exact norm would take too long."""
+        return False
+
     def singular_vectors(self, tensors: Tensors, scale: float, rank: int) -> SingularVectors | None:
         """The leading ones of the change, where they follow from the factors; None where the change must be built."""
         return None

@@ -15,7 +15,11 @@ from common import record, stand_in_for
 from PIL import Image
 from simpletuner_base import prepare
 
-THRESHOLDS: tuple[dict[str, int], ...] = ({}, {"low_threshold": 20, "high_threshold": 60}, {"low_threshold": 90, "high_threshold": 250})
+THRESHOLDS: tuple[dict[str, int], ...] = (
+    {},
+    {"low_threshold": 20, "high_threshold": 60},
+    {"low_threshold": 90, "high_threshold": 250},
+)
 
 
 def pictures() -> Iterator[tuple[str, Any]]:

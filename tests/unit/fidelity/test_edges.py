@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from gracetune.config.dataset_config import Dataset
-from gracetune.data.media.edges import canny_edges
+from gracetune.data.media.edges import BAND, canny_edges
 from gracetune.data.refs import Canny
 from unit.config.simpletuner_files import problems, resolve
 from unit.fidelity.recorded import recorded
@@ -46,6 +46,16 @@ def test_edges_are_simpletuner_s(case: dict[str, Any], tmp_path: Path) -> None:
     assert (values.shape, set(np.unique(values))) == ((*edges_of(case).shape, 3), {0, *(255 * edges_of(case)).ravel()})
     assert (values[..., 0] == 255 * edges_of(case)).all()
     assert (values == values[..., :1]).all()
+
+
+def test_bands_do_not_show() -> None:
+    random = np.random.default_rng(0).integers(0, 256, (40, 5, 3), dtype=np.uint8)
+    tall = Image.fromarray(random).resize((24, BAND + 90), Image.Resampling.BICUBIC)
+    thresholds = Canny(60, 60)  # no edge depends on one further away
+    whole = np.asarray(canny_edges(tall, thresholds))
+    middle = np.asarray(canny_edges(tall.crop((0, BAND - 40, 24, BAND + 40)), thresholds))
+    assert (whole[BAND - 34 : BAND + 34] == middle[6:-6]).all()
+    assert 0 < whole[BAND - 2 : BAND + 2].mean() < 255
 
 
 def test_the_recorded_edges_are_some_and_differ_with_the_thresholds() -> None:

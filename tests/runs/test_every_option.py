@@ -90,6 +90,8 @@ BASES: dict[str, dict[str, Any]] = {
             "datasets": [{"id": "clips", "path": "{files}/clips", "dataset_type": "video", "resolution": 48.0,
                           "video": {"num_frames": 5}}]},
     "flux": {"model": {"family": "flux", "flavour": "dev", "path": "{flux:dev}"}, "datasets": [PICTURES]},
+    "kontext": {"model": {"family": "flux", "flavour": "kontext", "path": "{flux:kontext}"}, "datasets": [
+        {**PICTURES, "canny_reference": {}}]},
     "audio": {"model": {"family": "stable_audio", "flavour": "open-1.0", "path": "{stable_audio:open-1.0}"},
               "datasets": [{"id": "sounds", "path": "{files}/sounds", "dataset_type": "audio",
                             "audio": {"duration_interval": 1.0}}]},
@@ -230,6 +232,10 @@ CHANGES = [
     Changes(probes.data, "sdxl", {"datasets": [
         {**PICTURES, "id": "references", "path": "{files}/references", "dataset_type": "conditioning",
          "source_dataset_id": "pictures"}, PAIRED]}, {"datasets[].conditioning_type": "mask"}),
+    Changes(probes.data, "kontext", {}, {
+        "datasets[].canny_reference.low_threshold": 20.0,
+        "datasets[].canny_reference.high_threshold": 200.0,
+    }),
     Changes(probes.local_copy, "sdxl", {f"{ONE}.path": "{files}/archives", f"{ONE}.local_copy": {}}, {
         "datasets[].local_copy.folder": "{root}/copies",
         "datasets[].local_copy.format": "files",

@@ -32,7 +32,7 @@ from runs.test_commands import gracetune
 from runs.test_remote_data import files_of
 from servers.hub import HubServer
 from unit.data.copies.made import parquet, picture
-from unit.fidelity.published import PENDING, REFUSED, Example, examples
+from unit.fidelity.published import REFUSED, Example, examples
 
 EXAMPLES = examples()
 EVERY_DAY = (
@@ -60,8 +60,7 @@ def small_references(monkeypatch: pytest.MonkeyPatch) -> None:
 def each() -> Iterator[Any]:
     for name in EXAMPLES:
         if name not in REFUSED:
-            pending = [pytest.mark.xfail(reason=PENDING[name], strict=True)] if name in PENDING else []
-            yield pytest.param(name, marks=pending if name in EVERY_DAY else [*pending, pytest.mark.full])
+            yield pytest.param(name, marks=() if name in EVERY_DAY else pytest.mark.full)
 
 
 @pytest.mark.usefixtures("small_references")

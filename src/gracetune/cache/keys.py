@@ -62,6 +62,7 @@ def latent_origin(ref: SampleRef, encoder: EncoderId) -> Origin:
         ("conditioning", _text([_content(other) for other in ref.conditioning]) if ref.conditioning else "[]"),
         ("fit", "null" if ref.fit is None else _text(_fit(ref.fit))),
         ("mask", "null" if ref.mask is None else _text(_mask(ref.mask))),
+        *((name, _text(value)) for name, value in _edges(ref).items()),
     )
     return Origin("latent", ref.digest, tuple(sorted((*own, *_encoder_parts(encoder)))))
 
@@ -126,7 +127,13 @@ def _content(ref: SampleRef) -> dict[str, Any]:
         "augmentation": _augmentation(ref.augmentation, ref.digest),
         "mask": None if ref.mask is None else _mask(ref.mask),
         "conditioning": [_content(other) for other in ref.conditioning],
+        **_edges(ref),
     }
+
+
+def _edges(ref: SampleRef) -> dict[str, list[float]]:
+    """A part only where there is one: keys of images as they are stay what they were."""
+    return {} if ref.canny is None else {"canny": [_number(ref.canny.low), _number(ref.canny.high)]}
 
 
 @lru_cache(maxsize=1 << 10)

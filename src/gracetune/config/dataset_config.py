@@ -231,6 +231,15 @@ class Mask(Section):
     """Weights are divided by their mean over the batch, so that masked samples count as much as others."""
 
 
+class CannyReference(Section):
+    """Thresholds of Canny's edge detection: strengths of the image's gradient, at most 1140."""
+
+    low_threshold: Annotated[float, Strict(), Field(gt=0, le=2000)] = 50.0
+    """Pixels of this strength are edges if they are connected to a stronger one."""
+    high_threshold: Annotated[float, Strict(), Field(gt=0, le=2000)] = 100.0
+    """Pixels of this strength are edges."""
+
+
 class Dataset(Section):
     """One source of samples."""
 
@@ -293,6 +302,8 @@ class Dataset(Section):
     """Ids of the datasets that hold this one's edit sources or references, matched by file stem."""
     conditioning_type: Literal["reference_strict", "reference_loose", "mask"] | None = None
     source_dataset_id: Name | None = None
+    canny_reference: CannyReference | None = None
+    """The edges of each image are one more reference of it, scaled and cut as the image is. `{}` is enough."""
     cache_dir: Name | None = None
     """A latent cache folder of its own; unset means `cache.vae_cache_dir`, or one below the run's cache folder."""
     cache_latents: Literal["disk", "memory", "none"] | None = None
@@ -306,6 +317,11 @@ class Dataset(Section):
     def has_local_copy(self) -> bool:
         """Whether its files are brought to this machine's disk before they are read."""
         return self.local_copy is not None or (self.type == "local" and "://" in self.path)
+
+    @property
+    def has_references(self) -> bool:
+        """Whether it names datasets of references, or each image has its own edges as one."""
+        return bool(self.conditioning) or self.canny_reference is not None
 
     @property
     def has_masks(self) -> bool:

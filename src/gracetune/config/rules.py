@@ -171,6 +171,7 @@ def _datasets(config: RunConfig) -> Iterator[Broken]:
         for rule in (_sizes, _frames, _periods, _backend, _storage, _local_copy, _megapixels):
             yield from rule(dataset, ("datasets", index))
         yield from _references(dataset, ("datasets", index), ids)
+        yield from _canny(dataset, ("datasets", index), flavour)
         if flavour is not None:
             yield from _modality(dataset, ("datasets", index), flavour)
 
@@ -255,6 +256,22 @@ def _frames(dataset: Dataset, path: Path) -> Iterator[Broken]:
                      f"write {lower} or {upper}" if lower > 0 else f"write {upper}")  # fmt: skip
 
 
+def _canny(dataset: Dataset, path: Path, flavour: Flavour | None) -> Iterator[Broken]:
+    edges, here = dataset.canny_reference, (*path, "canny_reference")
+    if edges is None:
+        return
+    if edges.low_threshold > edges.high_threshold:
+        yield Broken((*here, "low_threshold"), f"{edges.low_threshold:g}",
+                     f"at most high_threshold, {edges.high_threshold:g}", "swap the two",
+                     ((*here, "high_threshold"),))  # fmt: skip
+    if dataset.dataset_type not in ("image", "eval"):
+        yield Broken(here, f"it for a dataset of type {dataset.dataset_type}", "it for images that are trained on",
+                     "remove it", ((*path, "dataset_type"),))  # fmt: skip
+    if flavour is not None and not flavour.edits:
+        yield Broken(here, f"references for {flavour.name}", "a model that edits, such as kontext",
+                     "remove canny_reference or choose a model that edits", _MODEL)  # fmt: skip
+
+
 def _periods(dataset: Dataset, path: Path) -> Iterator[Broken]:
     if dataset.end_epoch is not None and dataset.end_epoch < dataset.start_epoch:
         yield Broken((*path, "end_epoch"), str(dataset.end_epoch), f"at least start_epoch, {dataset.start_epoch}",
@@ -292,7 +309,9 @@ def _edit_sources(config: RunConfig) -> Iterator[Broken]:
     masks = {dataset.id for _, dataset in enabled if dataset.conditioning_type == "mask"}
     edited = {dataset.source_dataset_id for _, dataset in enabled if dataset.conditioning_type != "mask"}
     trained = [(index, dataset) for index, dataset in enabled if dataset.dataset_type == "image"]
-    if trained and not any(set(dataset.conditioning) - masks or dataset.id in edited for _, dataset in trained):
+    if trained and not any(
+        set(dataset.conditioning) - masks or dataset.id in edited or dataset.canny_reference for _, dataset in trained
+    ):
         index, dataset = trained[0]
         fields = ("conditioning", "conditioning_type", "source_dataset_id", "dataset_type")
         others = tuple(("datasets", other, field) for other in range(len(config.datasets)) for field in fields)

@@ -23,7 +23,8 @@ from gracetune.data.media.augment import read_transforms
 from gracetune.data.media.probe import AudioFacts
 from gracetune.data.media_files import MediaFile
 from gracetune.data.notes import notes_on
-from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_masks, with_references
+from gracetune.data.pairs import Paired, linked, with_alpha_masks, with_canny_references, with_masks, with_references
+from gracetune.data.refs import Canny
 from gracetune.data.sampler import Mixing
 from gracetune.data.scan import Scan, ScanMemory, scan
 from gracetune.data.scan_workers import Threads
@@ -205,6 +206,10 @@ class _Builder:
         if references:
             files = [(partner, self.readable(partner)) for partner in references]
             paired = with_references(paired.items, dataset, files, self.geometry, self.seed)
+        edges = dataset.canny_reference
+        if edges is not None:
+            thresholds = Canny(edges.low_threshold, edges.high_threshold)
+            paired = _joined(paired, with_canny_references(paired.items, dataset, thresholds))
         for partner in masks:
             paired = _joined(paired, with_masks(paired.items, partner.mask, partner.id, self.readable(partner)))
         if dataset.mask.path is not None:

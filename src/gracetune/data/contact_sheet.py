@@ -101,7 +101,8 @@ def _picture(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
     backend = index.backend_of(ref.dataset)
     if ref.clip is None:
         own_colours = ref.mask is not None and ref.mask.from_alpha
-        pictures = [decode_image(backend.read(ref.path), ref.path, fit, ref.bucket, own_colours=own_colours)]
+        data = backend.read(ref.path)
+        pictures = [decode_image(data, ref.path, fit, ref.bucket, own_colours=own_colours, canny=ref.canny)]
     else:
         with backend.open(ref.path) as stream:
             pictures = decode_video(stream, ref.path, _first(ref.clip, ref.bucket.frames), fit,

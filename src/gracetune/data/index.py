@@ -218,8 +218,9 @@ class DataIndex:
         else:
             fit = self._fit(size, one.bucket, one.dataset, one.file.digest, turn)
         return SampleRef(
-            one.dataset.id, one.file.path, one.file.digest, one.bucket, fit, NO_CAPTION, augmentation=augmentation
-        )
+            one.dataset.id, one.file.path, one.file.digest, one.bucket, fit, NO_CAPTION, augmentation=augmentation,
+            canny=one.canny,
+        )  # fmt: skip
 
     def backend_of(self, dataset_id: str) -> Backend:
         return self.backends[dataset_id]

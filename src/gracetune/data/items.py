@@ -16,7 +16,7 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.media.image import MAX_PIXELS
 from gracetune.data.media.probe import AudioFacts, ImageFacts, VideoFacts
 from gracetune.data.media_files import MediaFile
-from gracetune.data.refs import Bucket, MaskRef, Transform
+from gracetune.data.refs import Bucket, Canny, MaskRef, Transform
 from gracetune.seeded_random import draw
 
 MOST_FOLDER_VISITS = 500
@@ -32,6 +32,8 @@ class Reference:
     bucket: Bucket
     strict: bool
     """Scaled and cut exactly as its target is; else it keeps its own shape."""
+    canny: Canny | None = None
+    """The edges of the picture take its place."""
 
 
 @dataclass(frozen=True)

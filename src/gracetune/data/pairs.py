@@ -14,7 +14,7 @@ from gracetune.data.geometry import Geometry
 from gracetune.data.items import Dropped, Item, Reference, bucket_of, same_stem, size_of, stem_of
 from gracetune.data.media.probe import ImageFacts
 from gracetune.data.media_files import MediaFile
-from gracetune.data.refs import Bucket, MaskRef
+from gracetune.data.refs import Bucket, Canny, MaskRef
 from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
@@ -112,6 +112,15 @@ def _reference(item: Item, source: Dataset, shelf: ByStem, geometry: Geometry, s
     if isinstance(bucket, Unfit):
         return Dropped(item.path, f"its reference in {source.id} is {bucket.reason}", f"{file.path}: {bucket.detail}")
     return Reference(source, file, bucket, strict=False)
+
+
+def with_canny_references(items: Sequence[Item], dataset: Dataset, thresholds: Canny) -> Paired:
+    """Each item with its own edges as its last reference."""
+    made = [
+        replace(item, references=(*item.references, Reference(dataset, item.file, item.bucket, True, thresholds)))
+        for item in items
+    ]
+    return Paired(made, [], [])
 
 
 def _shapes(file: MediaFile, item: Item) -> str:

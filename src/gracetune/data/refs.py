@@ -84,6 +84,14 @@ class CaptionRef:
 
 
 @dataclass(frozen=True)
+class Canny:
+    """Thresholds of edge detection: the strength of a gradient from 0 to 1140, which Sobel's operator gives."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
 class SampleRef:
     dataset: str
     path: str
@@ -101,6 +109,8 @@ class SampleRef:
     normalises_mask: bool = False
     """The mask's weights are divided by their mean over the batch."""
     loss_weight: float = 1.0
+    canny: Canny | None = None
+    """The image's edges take its place, found at the file's own size."""
 
 
 @dataclass(frozen=True)

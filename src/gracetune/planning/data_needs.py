@@ -58,7 +58,7 @@ def encoder_needs(
         first: Phase = "encode text" if text else "encode latents"
         # An embedding is as new as the pictures it depends on.
         anew = [*live, *refreshed]
-        again = encoder.sees_references and any(one.conditioning for one in anew) if text else bool(anew)
+        again = encoder.sees_references and any(one.has_references for one in anew) if text else bool(anew)
         busy: tuple[Phase, ...] = (first, *(("train",) if again else ()), *(("sample",) if draws(encoder) else ()))
         idle = tuple(phase for phase in (after if text else after[1:]) if phase not in busy)
         why = f"{encoder.parameters / 1e9:.2f} G parameters, bf16" + (_during(live, refreshed) if again else "")

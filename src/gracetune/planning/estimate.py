@@ -297,13 +297,13 @@ def _workloads(job: _Job) -> tuple[tuple[Workload, ...], dict[str, Shape], list[
 
 
 def _workload(job: _Job, index: int, dataset: Dataset, shapes: dict[str, Shape]) -> Workload:
-    references = tuple(shapes[name] for name in dataset.conditioning if name in shapes)
+    own = (dataset.id,) if dataset.canny_reference is not None else ()
+    references = tuple(shapes[name] for name in (*dataset.conditioning, *own) if name in shapes)
     if job.footprint.references and not references:
         references = (shapes[dataset.id],)
     tokens = job.footprint.token_counts(shapes[dataset.id], references)
-    own = dataset.batch_size is not None
     return Workload(
-        key=f"datasets[{index}].batch_size" if own else "training.batch_size",
+        key=f"datasets[{index}].batch_size" if dataset.batch_size is not None else "training.batch_size",
         label=f"{dataset.id}, {tokens['image']} + {tokens['text']} tokens",
         batch=dataset.batch_size or job.config.training.batch_size,
         activations=activations(job.footprint, tokens, job.selection, job.method, _routes(job)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gracetune.cache.encoder import EncoderId
 from gracetune.cache.keys import Origin, latent_key, latent_origin, text_key
-from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Clip, Fit, MaskRef, SampleRef, Transform
+from gracetune.data.refs import Augmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef, Transform
 from unit.cache.samples import TEXT, VAE, ref
 
 JITTER = Transform("ColorJitter", 0.5, (("hue", (-0.1, 0.1)), ("saturation", (0.8, 1.2))))
@@ -69,6 +69,10 @@ RELEVANT = {
     "mask.min_weight": changed("mask", min_weight=0.2),
     "mask.invert": changed("mask", invert=True),
     "no mask": replace(FULL, mask=None),
+    "canny": replace(FULL, canny=Canny(50.0, 100.0)),
+    "canny.low": replace(FULL, canny=Canny(49.5, 100.0)),
+    "canny.high": replace(FULL, canny=Canny(50.0, 101.0)),
+    "conditioning, edges": replace(FULL, conditioning=(ref(1), replace(ref(2), canny=Canny(50.0, 100.0)))),
     "conditioning, fewer": replace(FULL, conditioning=(ref(1),)),
     "conditioning, order": replace(FULL, conditioning=(ref(2), ref(1))),
     "conditioning, crop": replace(FULL, conditioning=(ref(1), replace(ref(2), bucket=Bucket(32, 32)))),
@@ -108,7 +112,8 @@ def test_every_field_of_a_ref_was_tried() -> None:
     """A field added later has to be put on one of the two lists."""
     tried = {name.split(".")[0].split(",")[0] for name in (*RELEVANT, *IRRELEVANT)}
     assert {one.name for one in dataclasses.fields(SampleRef)} <= tried
-    parts = {"bucket": Bucket, "fit": Fit, "clip": Clip, "augmentation": Augmentation, "mask": MaskRef}
+    parts = {"bucket": Bucket, "fit": Fit, "clip": Clip, "augmentation": Augmentation, "mask": MaskRef,
+             "canny": Canny}  # fmt: skip
     for name, part in parts.items():
         assert {f"{name}.{one.name}" for one in dataclasses.fields(part)} <= {*RELEVANT, *IRRELEVANT}
 

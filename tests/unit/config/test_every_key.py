@@ -16,7 +16,7 @@ import pytest
 from gracetune.config import Environment, load
 from gracetune.config.dialects.gh200 import GUIDES, IN_MEMORY
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
-from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, GENERATED, PARQUET, VIDEO
 from gracetune.config.dialects.simpletuner.dataset_sources import HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.keys import PASSED_ON
 from gracetune.config.dialects.simpletuner.reader import OPTIONS, OURS
@@ -307,6 +307,7 @@ def test_every_option_of_simpletuner_that_is_read_acts(files: tuple[Path, list[O
 # -- the datasets of SimpleTuner ---------------------------------------------------------------------------------------
 
 WAN_CONFIG, SDXL_CONFIG, AUDIO_CONFIG = CONFIGS[0], CONFIGS[1], CONFIGS[5]
+KONTEXT_CONFIG = {**GOOD, "model_family": "flux", "model_flavour": "kontext"}
 STILL = {"id": "d", "instance_data_dir": "d", "caption_strategy": "textfile"}
 CLIP = {**STILL, "dataset_type": "video", "video": {"num_frames": 49}}
 TABLE = {"path": "t.parquet", "filename_column": "f", "caption_column": "c"}
@@ -336,13 +337,14 @@ DATASET_CONFIGS: list[dict[str, Any]] = [
         (SDXL_CONFIG, [{"id": "d", "type": "aws", "aws_bucket_name": "b", "caption_strategy": "textfile"}]),
         (SDXL_CONFIG, [{"id": "d", "type": "webshart", "source": "a/b", "webshart": {}}]),
         (SDXL_CONFIG, [{"id": "d", "type": "webshart", "webshart": {"source": "a/b"}}]),
+        (KONTEXT_CONFIG, [{**STILL, "conditioning": {"type": "canny"}}]),
         (SDXL_CONFIG, [MASK, MASKED]),
         (SDXL_CONFIG, [STILL, MASK, MASKED]),
     ]
 ]  # fmt: skip
 DATASET_TABLES: dict[str, KeyTable[Any]] = {
     "": ENTRY, "video": VIDEO, "audio": AUDIO, "parquet": PARQUET, "caption_shuffle": SHUFFLE, "in_memory": IN_MEMORY,
-    "huggingface": HUGGINGFACE, "webshart": WEBSHART,
+    "huggingface": HUGGINGFACE, "webshart": WEBSHART, "conditioning": GENERATED,
 }  # fmt: skip
 DATASET_VALUES: dict[str, list[Any]] = {
     "dataset_name": ["c/d"],
@@ -355,6 +357,7 @@ DATASET_VALUES: dict[str, list[Any]] = {
     "quality_column": ["q"],
     "height_column": ["h"],
     "aws_endpoint_url": ["http://localhost:1"],
+    "conditioning": [{"type": "canny", "low_threshold": 30}],
     "conditioning_data": ["m"],
     "conditioning_type": ["mask", "reference_loose"],
     "source_dataset_id": ["e"],

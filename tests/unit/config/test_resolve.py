@@ -222,7 +222,23 @@ def test_an_edit_model_without_edit_sources_is_refused(tmp_path: Path) -> None:
     ]
     resolve(tmp_path, {**edit, "datasets": [{**target, "conditioning": ["before"]}, sources]})
     resolve(tmp_path, {**edit, "datasets": [target, {**sources, "source_dataset_id": "after"}]})
+    resolve(tmp_path, {**edit, "datasets": [{**target, "canny_reference": {}}]})
     resolve(tmp_path, {"model": {"family": "qwen_image", "flavour": "t2i"}, "datasets": [target]})
+
+
+def test_edges_are_references_of_images_for_a_model_that_edits(tmp_path: Path) -> None:
+    edit = {"model": {"family": "qwen_image", "flavour": "edit-2509"}}
+    target = {"id": "after", "path": "a", "canny_reference": {"low_threshold": 60, "high_threshold": 50}}
+    found = problems(tmp_path, {**edit, "datasets": [target]})
+    assert list(found) == ["datasets[0].canny_reference.low_threshold"]
+    assert found["datasets[0].canny_reference.low_threshold"].expected == "at most high_threshold, 50"
+    source = {"id": "before", "path": "b", "dataset_type": "conditioning", "canny_reference": {}}
+    pair = [{"id": "after", "path": "a", "conditioning": ["before"]}, source]
+    assert list(problems(tmp_path, {**edit, "datasets": pair})) == ["datasets[1].canny_reference"]
+    plain = {"model": {"family": "qwen_image", "flavour": "t2i"}}
+    found = problems(tmp_path, {**plain, "datasets": [{"id": "after", "path": "a", "canny_reference": {}}]})
+    assert list(found) == ["datasets[0].canny_reference"]
+    assert "a model that edits" in found["datasets[0].canny_reference"].expected
 
 
 @pytest.mark.parametrize(

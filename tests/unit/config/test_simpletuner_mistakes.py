@@ -128,7 +128,7 @@ def test_an_edit_model_is_asked_for_its_sources_under_the_files_name(tmp_path: P
     kontext = {"model_family": "flux", "model_flavour": "kontext"}
     found = problems(tmp_path, kontext, datasets=IMAGES)
     assert list(found) == ["[0].conditioning_data"]
-    generated = [{**IMAGES[0], "conditioning": [{"type": "canny"}]}]
+    generated = [{**IMAGES[0], "conditioning": [{"type": "depth"}]}]
     assert list(problems(tmp_path, kontext, datasets=generated)) == ["[0].conditioning"]
     assert list(problems(tmp_path, kontext, datasets=generated, allow_unsupported=True)) == ["[0].conditioning_data"]
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from gracetune.data.errors import DataError
 from gracetune.data.index import DataIndex
 from gracetune.data.loader import Loader
 from gracetune.data.pairs import MismatchedPairsError
-from gracetune.data.refs import BatchRef, Bucket, MaskRef, SampleRef
+from gracetune.data.refs import BatchRef, Bucket, Canny, MaskRef, SampleRef
 from gracetune.errors import ConfigError
 from unit.data.folders import image, index_of, write
 from unit.data.media.generated import image_bytes
@@ -111,6 +112,40 @@ class TestReferences:
             (3, 32, 64),
             (3, 64, 32),
         ]
+
+
+class TestEdges:
+    """References that are made of the images themselves."""
+
+    def test_each_image_s_own_edges_are_cut_and_flipped_with_it(self, tmp_path: Path) -> None:
+        files = {f"{n}.{kind}": image(200, 100, seed=n) for n, kind in enumerate(("png", "jpg"))}
+        crop = {"enabled": True, "style": "random"}
+        settings = {"path": str(write(tmp_path / "a", {**files, "0.webp": image(200, 100, seed=9, kind="WEBP")}))}
+        options = {"canny_reference": {"low_threshold": 20}, "crop": crop, "augmentation": {"flip_x": True}}
+        index = index_of(tmp_path, {**settings, **options})
+        found = refs(index)
+        assert sorted(found) == ["0.png", "0.webp", "1.jpg"]  # files of one name are no matter
+        for target in found.values():
+            (edges,) = target.conditioning
+            assert (edges.path, edges.digest, edges.canny) == (target.path, target.digest, Canny(20, 100))
+            assert (edges.fit, edges.bucket, target.canny) == (target.fit, target.bucket, None)
+            assert edges.augmentation.flip_x == target.augmentation.flip_x
+        sample = index.load(found["1.jpg"])
+        assert sample.pixels is not None
+        assert sample.conditioning[0].pixels is not None
+        assert sample.conditioning[0].pixels.shape == sample.pixels.shape
+        assert not torch.equal(sample.conditioning[0].pixels, sample.pixels)
+
+    def test_they_come_after_the_references_of_other_datasets(self, tmp_path: Path) -> None:
+        found = refs(edit(tmp_path, {"a.png": image()}, {"a.png": image(seed=1)}, canny_reference={}))["a.png"]
+        assert [(one.dataset, one.canny) for one in found.conditioning] == [("d1", None), ("d0", Canny(50, 100))]
+
+    def test_damage_is_counted_once(self, tmp_path: Path) -> None:
+        folder = write(tmp_path / "a", {f"{number}.png": image(seed=number) for number in range(4)})
+        index = index_of(tmp_path, {"path": str(folder), "canny_reference": {}, "corrupt_threshold": 0.5})
+        smaller = index.without({"d0": {"2.png": "damaged"}})
+        assert [(one.path, one.reason) for one in smaller.datasets[0].unreadable] == [("2.png", "damaged")]
+        assert len(smaller.datasets[0].items) == 3
 
 
 TARGETS: dict[str, bytes | str] = {f"{number}.png": image(seed=number) for number in range(4)}

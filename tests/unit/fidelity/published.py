@@ -22,6 +22,8 @@ from gracetune.errors import ConfigError, Problem
 FOLDER = Path(__file__).parents[2] / "golden" / "published"
 ROOT = "config.process[0]."
 """Left out where a note lists keys of an ai-toolkit job."""
+ENTRY = re.compile(r"^\[\d+\]\.")
+"""Left out where a note lists keys of a dataset file."""
 STEP = re.compile(r"\[(\d+)\]|\.?([^.\[\]]+)")
 REFUSED = {
     "flux.peft-controlnet-lora": "controlnet",
@@ -29,10 +31,6 @@ REFUSED = {
     "wan2.1-t2v-1.3b-480p-141g.peft-lora+anyflow": "distillation_method",
 }
 """Examples of what is not implemented, and the key that says so."""
-PENDING = {
-    "kontext.peft-lora": "generated references: Canny edges of the images (`conditioning` of type canny)",
-}
-"""Examples that wait for a part that is made on another branch. Remove an entry when its part is merged."""
 
 
 @dataclass(frozen=True)
@@ -148,8 +146,7 @@ def _around(key: str) -> list[str]:
 
 
 def _names(note: str, key: str) -> bool:
-    place, _, name = key.rpartition(".")
-    listed = re.escape(name if place.startswith("[") else key.removeprefix(ROOT))
+    listed = re.escape(ENTRY.sub("", key.removeprefix(ROOT)))
     whole = rf"(^|[ `]){re.escape(key)}($|[ `:,])"
     return re.search(whole, note) is not None or re.search(f": ([^:]*, )?{listed}(,|$)", note) is not None
 

@@ -16,28 +16,19 @@ from gracetune.config.dialects.simpletuner.model import OTHER_FAMILIES
 from gracetune.config.run_config import RunConfig
 from gracetune.planning.plan import plan
 from unit.config import simpletuner_files
-from unit.fidelity.published import PENDING, REFUSED, Example, Outcome, Row, examples, read
+from unit.fidelity.published import REFUSED, Example, Outcome, Row, examples, read
 from unit.planning.test_plan import small_gpu
 
 EXAMPLES = examples()
-
-
-def each(names: list[str]) -> list[object]:
-    """As parameters of a test; what is pending has to fail."""
-    return [
-        pytest.param(name, marks=pytest.mark.xfail(reason=PENDING[name], strict=True) if name in PENDING else ())
-        for name in names
-    ]
 
 
 def test_all_published_examples_are_here() -> None:
     peers = [example.peer for example in EXAMPLES.values()]
     assert (peers.count("SimpleTuner"), peers.count("ai-toolkit")) == (17, 11)
     assert {name for name, example in EXAMPLES.items() if example.is_refused} == set(REFUSED)
-    assert not set(PENDING) - set(EXAMPLES)
 
 
-@pytest.mark.parametrize("name", each([name for name in EXAMPLES if name not in REFUSED]))
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in REFUSED])
 def test_a_published_example_passes_the_check(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = EXAMPLES[name].write(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -45,7 +36,7 @@ def test_a_published_example_passes_the_check(name: str, tmp_path: Path, capsys:
     assert ended.value.code == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", each([*EXAMPLES]))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_every_key_does_what_the_review_says(name: str, tmp_path: Path) -> None:
     example = EXAMPLES[name]
     outcome = read(example, tmp_path)

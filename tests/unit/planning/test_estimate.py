@@ -222,6 +222,13 @@ class TestPhases:
         )
         assert ("train" in need(demand, "text encoder (Qwen2.5-VL 7B)").busy) == stays
 
+    @pytest.mark.parametrize("edges", [None, {}])
+    def test_an_encoder_sees_edges_too(self, edges: dict[str, float] | None) -> None:
+        dataset = {"id": "d", "path": "/nowhere", "canny_reference": edges, "cache_latents": "none"}
+        demand = demand_of(run_config("qwen_image", model={"family": "qwen_image", "flavour": "edit-2509"},
+                                      datasets=[dataset]))  # fmt: skip
+        assert ("train" in need(demand, "text encoder (Qwen2.5-VL 7B)").busy) == (edges is not None)
+
     def test_sampling_is_a_phase_of_its_own(self) -> None:
         prompts = [{"prompt": "a lighthouse", "width": 1280, "height": 720, "num_frames": 81}]
         validation = {"enabled": True, "every_steps": 100, "prompts": prompts}

@@ -25,7 +25,8 @@ from PIL import Image, ImageCms, UnidentifiedImageError
 
 from gracetune.data.backends.stream import stream_over
 from gracetune.data.errors import DataError, UnreadableMediaError
-from gracetune.data.refs import Bucket, Fit
+from gracetune.data.media.edges import canny_edges
+from gracetune.data.refs import Bucket, Canny, Fit
 
 Bytes = bytes | memoryview
 MAX_PIXELS = 89_478_485
@@ -76,11 +77,19 @@ BOMBS_UNSAID = _BombsUnsaid()
 
 
 def decode_image(
-    data: Bytes, path: str, fit: Fit, bucket: Bucket, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS
+    data: Bytes,
+    path: str,
+    fit: Fit,
+    bucket: Bucket,
+    *,
+    own_colours: bool = False,
+    canny: Canny | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """RGB of exactly the bucket's size. `own_colours` keeps what lies under transparency instead of white."""
+    """RGB of exactly the bucket's size. `own_colours` keeps what lies under transparency instead of white. `canny` asks
+    for the picture's edges, found before it is scaled."""
     picture = open_rgb(data, path, own_colours=own_colours, max_pixels=max_pixels)
-    return fit_to_bucket(picture, path, fit, bucket)
+    return fit_to_bucket(picture if canny is None else canny_edges(picture, canny), path, fit, bucket)
 
 
 def open_rgb(data: Bytes, path: str, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:

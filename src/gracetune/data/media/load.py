@@ -82,7 +82,9 @@ def _pixels(ref: SampleRef, fit: Fit, backend: Backend, limits: DecodeLimits) ->
     if ref.clip is None:
         own_colours = ref.mask is not None and ref.mask.from_alpha
         data = backend.read(ref.path)
-        image = decode_image(data, ref.path, fit, ref.bucket, own_colours=own_colours, max_pixels=limits.max_pixels)
+        image = decode_image(
+            data, ref.path, fit, ref.bucket, own_colours=own_colours, canny=ref.canny, max_pixels=limits.max_pixels
+        )
         return to_pixels(augmented([image], ref.augmentation, ref.digest))[:, 0]
     with backend.open(ref.path) as stream:
         frames = decode_video(

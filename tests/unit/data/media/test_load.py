@@ -17,7 +17,7 @@ from gracetune.data.errors import DataError, MissingFileError, UnreadableMediaEr
 from gracetune.data.media import kind_of
 from gracetune.data.media.augment import read_transforms
 from gracetune.data.media.load import DecodeLimits, load
-from gracetune.data.refs import Augmentation, Bucket, CaptionRef, Clip, Fit, MaskRef, SampleRef
+from gracetune.data.refs import Augmentation, Bucket, Canny, CaptionRef, Clip, Fit, MaskRef, SampleRef
 from unit.data.media.generated import (
     DictBackend,
     audio_bytes,
@@ -113,6 +113,19 @@ def test_a_mask_is_cut_and_flipped_with_its_picture() -> None:
         assert sample.mask is not None
         assert (sample.mask.shape, sample.mask.dtype) == ((1, 16, 16), torch.float32)
         assert np.allclose(sample.mask[0].numpy(), levels[:, ::-1] if flip else levels, atol=1e-6)
+
+
+def test_edges_are_found_before_the_image_is_scaled() -> None:
+    scaled = replace(IMAGE, path="black and white", bucket=Bucket(12, 8), fit=Fit((24, 16), (12, 8)))
+    halves = np.zeros((16, 24, 3), np.uint8)
+    halves[:, 12:] = 255
+    backend = DictBackend({"black and white": image_bytes(Image.fromarray(halves))})
+    pixels = load(replace(scaled, canny=Canny(50, 100)), lambda _: backend).pixels
+    assert pixels is not None
+    edges = np.zeros((16, 24), np.uint8)
+    edges[1:-1, 11:13] = 255  # both pixels at the step have the same strength
+    expected = Image.fromarray(edges).resize((12, 8), Image.Resampling.LANCZOS)
+    assert torch.allclose(pixels, torch.from_numpy(np.asarray(expected) / np.float32(127.5) - 1).expand(3, -1, -1))
 
 
 def test_weights_lie_between_the_least_and_one() -> None:

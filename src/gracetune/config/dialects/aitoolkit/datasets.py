@@ -49,7 +49,7 @@ def _kept(entries: list[Entry], job: AiToolkitJob) -> Iterator[str]:
     yield "images are scaled with Lanczos (there bicubic)"
     yield "what is transparent becomes white, and colour profiles are applied"
     yield "latents are the mean of the VAE's distribution (there a sample)"
-    yield "batches are put together anew in every epoch"
+    yield "batches are put together anew in every epoch, of a random dataset and bucket (there shuffled as they are)"
     if job.target.names.spaces_count:
         yield "captions keep their spaces (there a second one follows each comma)"
     if any(entry.block.get("mask_path") or entry.block.get("alpha_mask") for entry in entries):

@@ -13,6 +13,8 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.dataset_keys import (
     AUDIO,
     AUDIO_OPTIONS,
+    EDGES,
+    GENERATED,
     NOT_DONE,
     NOT_USED,
     PARQUET,
@@ -40,11 +42,12 @@ from gracetune.config.dialects.table import (
     noted,
     put_row,
     read_elsewhere,
+    report_unknown_keys,
 )
 from gracetune.config.dialects.values import as_flag, as_list, as_number, choice, is_number, is_off, not_zero
-from gracetune.config.draft import Path
+from gracetune.config.draft import Path, Said
 from gracetune.config.families import find_flavour, names_of
-from gracetune.config.family_names import ClipLength
+from gracetune.config.family_names import ClipLength, Flavour
 from gracetune.config.spelling import misspelt
 
 _CAPTION_DROPOUT = 0.1
@@ -311,12 +314,47 @@ def _conditioning(entry: PeerBlock, setting: Setting) -> None:
         entry.refuse("conditioning_type", "reference_strict, reference_loose or mask")
     else:
         entry.put("conditioning_type", (*here, "conditioning_type"))
-    if not is_off(entry.get("conditioning")):
-        entry.draft.refused.add((*here, "conditioning"))
     flavour = find_flavour(setting.family, str(entry.draft.get(("model", "flavour"))))
+    _generated(entry, setting, flavour)
     if flavour is not None and flavour.edits:
         # named so where it is missed
         entry.default((*here, "conditioning"), [], entry.key("conditioning_data"))
+
+
+def _generated(entry: PeerBlock, setting: Setting, flavour: Flavour | None) -> None:
+    """References that are made of the images themselves take the place of those that `conditioning_data` names."""
+    given = entry.take("conditioning")
+    if not given or is_off(given):
+        return
+    asked = [given] if isinstance(given, Mapping) else given
+    if not isinstance(asked, list) or not all(isinstance(one, Mapping) for one in asked):
+        entry.draft.refused.add((*setting.here, "conditioning"))
+        entry.problem("conditioning", "a mapping with `type`", 'write {"type": "canny"}')
+        return
+    here, kinds = setting.here, [one.get("type") for one in asked]
+    if flavour is not None and not flavour.edits and setting.kind == "image":
+        entry.note(f"{entry.key('conditioning')}: no effect, because {flavour.name} takes no references")
+        return
+    if len(kinds) > 1 or kinds[0] not in EDGES or setting.kind != "image":
+        entry.draft.refused.add((*here, "conditioning"))
+        why = "canny, for images: no other references are generated; name a dataset of them in conditioning_data"
+        entry.refuse("conditioning", why, found=Said(f"{', '.join(map(str, kinds))} for {setting.kind}s"))
+        return
+    block = entry.without_nulls(asked[0], _place_of(entry, "conditioning"))
+    report_unknown_keys(block, GENERATED)
+    edges = (*here, "canny_reference")
+    entry.draft.put(edges, {}, block.origin("type"))
+    apply(block, GENERATED, None, edges)
+    decline_keys(block, GENERATED)
+    if "conditioning_data" in entry:
+        entry.assign((*here, "conditioning"), [], "conditioning")
+        entry.note(f"{entry.key('conditioning_data')}: replaced by what `conditioning` generates, as in SimpleTuner")
+    entry.note(f"{entry.key('conditioning')}: edges are trained on as they are; SimpleTuner saves them in the format "
+               "of their image first, and JPEG blurs them")  # fmt: skip
+
+
+def _place_of(entry: PeerBlock, name: str) -> str:
+    return f"{entry.key(name)}[0]" if isinstance(entry.get(name), list) else entry.key(name)
 
 
 def _video(entry: PeerBlock, setting: Setting) -> None:
@@ -398,7 +436,7 @@ ENTRY: KeyTable[Setting] = KeyTable(
     KeyRule(_shuffle, "caption_shuffle"),
     KeyRule(_parquet, "parquet"),
     KeyRule(_caches, "vae_cache_disable disable_vae_cache vae_cache_clear_each_epoch"),
-    KeyRule(_conditioning, "conditioning_type conditioning_data"),
+    KeyRule(_conditioning, "conditioning_type conditioning_data conditioning"),
     KeyRule(_video, "video"),
     KeyRule(_audio, "audio"),
     KeyRule(_list_unused),

@@ -70,10 +70,8 @@ _OTHER_STORAGE = """
 """Keys that decide about speed or storage alone, or are written beside the block they belong in."""
 NOT_USED = (*noted(UNUSED, _KEPT_OTHERWISE, Off()), *noted(UNUSED, _OTHER_STORAGE))
 
-_NOT_MADE = "conditioning images are not generated"
 NOT_DONE = (
-    refused("conditioning", Off(), f"{_NOT_MADE}; name a dataset of them in conditioning_data"),
-    refused("conditioning_config", Off(), f"{_NOT_MADE}; add a dataset of them"),
+    refused("conditioning_config", Off(), "SimpleTuner writes this itself; write `conditioning`"),
     refused("grounding", Off(), "grounding is not implemented"),
     refused("grounding_data", Off(), "grounding is not implemented"),
     refused("s2v_datasets", Off(), "speech-to-video is not supported"),
@@ -87,6 +85,20 @@ NOT_DONE = (
     refused("shuffle", Off((True,)), "samples are always shuffled"),
     refused("distillation_type", Off(), "distillation is not implemented"),
 )
+
+EDGES = ("canny", "edges")
+"""Two names of one generator."""
+GENERATED: KeyTable[None] = KeyTable(
+    refused("type", Off(EDGES), "no other references are generated"),
+    refused("conditioning_type", Off(("reference_strict", "reference_loose", "controlnet")), "edges are references"),
+    Key("low_threshold", ("low_threshold",), as_number),
+    Key("high_threshold", ("high_threshold",), as_number),
+    *noted("captions of generated references are not used where each image has one reference, as in SimpleTuner",
+           "captions caption_strategy instance_prompt"),
+    *noted("in datasets, not needed here: generated references are not kept as files", "instance_data_dir"),
+    expected="a key of `conditioning` for edges (SimpleTuner would ignore this one)",
+)  # fmt: skip
+"""What `conditioning` says about images that are generated from the dataset's own."""
 
 VIDEO: KeyTable[None] = KeyTable(
     Key("num_frames", ("num_frames",), as_number),

@@ -73,7 +73,8 @@ def _kept(options: PeerBlock, family: str) -> Iterator[str]:
     yield "what is transparent becomes white, and colour profiles are applied"
     if all(flavour.makes != "video" for flavour in flavours(family)):
         yield "latents are the mean of the VAE's distribution (there a sample)"
-    yield "every bucket is visited in every epoch, and an image's own shape decides which it is in"
+    yield "every bucket is visited in every epoch, also if it has fewer samples than a step takes (there an error)"
+    yield "an image's own shape decides its bucket (there the first image of an aspect ratio decides)"
     styles = [options.draft.get(("datasets", at, "crop", "style")) for at in range(len(_read_datasets(options)))]
     if names_of(family).told_sizes and any(style in (None, "random") for style in styles):
         yield "the model is told where a random crop is (there the middle, wherever it is)"

@@ -16,7 +16,7 @@ from gracetune.config.dialects.peer_file import PeerBlock
 from gracetune.config.dialects.simpletuner.adapter import ADAPTER, LORA, LYCORIS, PER_MODULE, PRESET
 from gracetune.config.dialects.simpletuner.collect import bare, collect, unwrapped
 from gracetune.config.dialects.simpletuner.dataset import ENTRY, SHUFFLE
-from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, INHERITED, PARQUET, VIDEO
+from gracetune.config.dialects.simpletuner.dataset_keys import AUDIO, GENERATED, INHERITED, PARQUET, VIDEO
 from gracetune.config.dialects.simpletuner.dataset_sources import COMPOSITE, FILTER, HUGGINGFACE, WEBSHART
 from gracetune.config.dialects.simpletuner.datasets import BACKEND, EMBEDS, MIXING, read_datasets
 from gracetune.config.dialects.simpletuner.env import ENV_NAMES
@@ -161,7 +161,8 @@ TABLES: Mapping[str, KeyTable[Any]] = {
     "lycoris_config.apply_preset.module_algo_map{}": PER_MODULE, "user_prompt_library{}": PROMPT,
     "validation_input[]": INPUT, "tread_config": TREAD, "tread_config.routes[]": ROUTE,
     "datasets[]": ENTRY, "datasets[].video": VIDEO, "datasets[].audio": AUDIO,
-    "datasets[].parquet": PARQUET, "datasets[].caption_shuffle": SHUFFLE, "datasets[].in_memory": gh200.IN_MEMORY,
+    "datasets[].conditioning": GENERATED, "datasets[].parquet": PARQUET,
+    "datasets[].caption_shuffle": SHUFFLE, "datasets[].in_memory": gh200.IN_MEMORY,
     "datasets[].huggingface": HUGGINGFACE, "datasets[].huggingface.filter_func": FILTER,
     "datasets[].huggingface.composite_image_config": COMPOSITE, "datasets[].webshart": WEBSHART,
     **{f"datasets[] of {kind}": table for kind, table in EMBEDS.items()}, "data_backend": BACKEND,

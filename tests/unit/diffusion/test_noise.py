@@ -92,5 +92,5 @@ class TestOffset:
 
 
 def test_every_sample_needs_its_number() -> None:
-    with pytest.raises(ValueError, match="3 sample numbers for a batch of 4"):
+    with pytest.raises(ValueError, match="3 sample indices for a batch of 4"):
         draw_noise(LATENTS, PLAIN, 0, range(3))

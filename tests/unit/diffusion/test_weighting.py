@@ -87,7 +87,7 @@ class TestFlow:
         decided = Weighting.from_config(objective(**changes), Flow())
         assert decided.warning is not None
         assert next(iter(changes)) in decided.warning
-        assert "weighs 1" in decided.warning
+        assert "every weight is 1" in decided.warning
         assert torch.equal(decided.weights(Flow(), LEVELS), torch.ones(6))
 
     def test_asked_for_nothing_says_nothing(self) -> None:

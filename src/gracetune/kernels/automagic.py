@@ -1,9 +1,9 @@
-"""The kernels of `optim.automagic_cuda`. Importing this needs Triton.
+"""The kernels of `optim.automagic_cuda`. Importing this module needs triton.
 
-M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
-says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted
-in the grid's first dimension, the only one without a low limit. `bad` is one number: where it is not 0, nothing is
-written at all.
+Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `places` are tables of tensor
+addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the `blocks` of
+one matrix. Programs are counted in the grid's first dimension alone, because the others are limited to 65,535. `bad` is
+one number: if it is not 0 (a non-finite gradient), nothing is written.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -17,20 +17,22 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 _TILE = 4096
+"""Elements of a two-dimensional tile."""
 _FLAT = 2048
+"""Elements of a one-dimensional tile."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes kernels are told; `matrices` counts those of all parameters with a gradient."""
+    """Sizes for the kernels. `matrices` counts those of all parameters with a gradient."""
 
     tensors: int
     lead: int
     rows: int
     columns: int
     aligned: bool
-    """Every matrix begins where a GPU can read 16 bytes at once."""
+    """Whether every matrix starts at an address that allows 16-byte loads."""
 
     @classmethod
     def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> Shape:
@@ -43,7 +45,7 @@ class Shape:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl.constexpr):
-    """The first element of a matrix."""
+    """Pointer to the first element of a matrix."""
     base = tl.load(table + matrix // lead).to(tl.pointer_type(dtype)) + (matrix % lead).to(tl.int64) * rows * columns
     if aligned:
         base = tl.multiple_of(base, 16)
@@ -52,13 +54,13 @@ def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _slot(slots, matrix, lead):
-    """The number of a matrix in the stack's state."""
+    """Index of a matrix in the stacked state."""
     return tl.load(slots + matrix // lead) * lead + matrix % lead
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _end(size, bad):
-    """Up to where results are kept: nowhere, of a step that is left out."""
+    """Number of results to write: all of them, or none in a skipped step."""
     return tl.where(tl.load(bad) == 0.0, size, 0)
 
 
@@ -104,7 +106,7 @@ def _columns_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update(source, by_row, by_col, matrix, rows, columns, i):
-    """Normalised gradients, before the clip."""
+    """The gradient, normalized by its row and column, before clipping."""
     inside = i < rows * columns
     g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
@@ -198,7 +200,7 @@ def average_columns(
 
 
 def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """[tensors, pieces]: what is left is a short sum for each tensor."""
+    """Partial sums of squares of the normalized gradients, [tensors, blocks], to be summed for each tensor."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     partial = torch.empty((shape.matrices, blocks), dtype=torch.float32, device=gradients.device)
@@ -232,7 +234,7 @@ def move(
     weight_decay: float,
     no_sign: int,
 ) -> None:
-    """`rates` are stored as `RateGrid` describes; `no_sign` stands in `signs` where there was no update yet."""
+    """`rates` are stored as `RateGrid` describes. `no_sign` marks entries of `signs` without an update so far."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     _move_kernel[(shape.matrices * blocks,)](

@@ -57,9 +57,9 @@ def test_the_names_are_those_of_the_config_and_of_diffusers() -> None:
         (gpu(lacking=NO_PACKAGES), "_native_cudnn", "compute capability 9.0"),
         (gpu((10, 0)), "_native_cudnn", "compute capability 10.0"),
         (gpu((8, 0)), None, "compute capability 8.0"),
-        (gpu(masked=True), None, "masks its attention"),
-        (gpu(dtype=torch.float32), None, "takes 16-bit numbers"),
-        (gpu(lacking={"cudnn": "torch cannot use it here"}), None, "torch cannot use it here"),
+        (gpu(masked=True), None, "uses attention masks"),
+        (gpu(dtype=torch.float32), None, "supports float16 and bfloat16 only"),
+        (gpu(lacking={"cudnn": "torch does not support it here"}), None, "torch does not support it here"),
         (AttentionFacts("cpu", torch.bfloat16), None, "no CUDA GPU"),
     ],
 )
@@ -77,13 +77,13 @@ def test_what_is_asked_for_is_taken_where_it_works(asked: Asked) -> None:
 @pytest.mark.parametrize(
     ("asked", "facts", "why"),
     [
-        ("cudnn", gpu(lacking={"cudnn": "torch cannot use it here"}), "torch cannot use it here"),
-        ("flash", gpu(masked=True), "masks its attention"),
-        ("flash", gpu(dtype=torch.float32), "takes 16-bit numbers, not torch.float32"),
+        ("cudnn", gpu(lacking={"cudnn": "torch does not support it here"}), "torch does not support it here"),
+        ("flash", gpu(masked=True), "uses attention masks"),
+        ("flash", gpu(dtype=torch.float32), "bfloat16 only, not torch.float32"),
         ("flash_attn_2", gpu((7, 5)), "needs compute capability 8.0"),
-        ("flash_attn_2", gpu(dispatched=False), "calls torch's attention itself"),
-        ("flash_attn_3", gpu((10, 0)), "for compute capability 9.0; this GPU has compute capability 10.0"),
-        ("flash_attn_3", gpu(masked=True), "masks its attention"),
+        ("flash_attn_2", gpu(dispatched=False), "calls torch's attention directly"),
+        ("flash_attn_3", gpu((10, 0)), "compute capability 9.x; this GPU has compute capability 10.0"),
+        ("flash_attn_3", gpu(masked=True), "uses attention masks"),
         ("flash_attn_3", gpu(lacking=NO_PACKAGES), "not installed"),
         ("flash_attn_2", AttentionFacts("cpu", torch.bfloat16), "only on a CUDA GPU"),
         ("cudnn", attention_facts(CPU, torch.bfloat16), "only on a CUDA GPU"),
@@ -225,7 +225,7 @@ def test_gradients_through_a_bound_unet(tiny_model: TinyModel) -> None:
 
 def test_a_package_for_a_model_that_does_not_dispatch(tiny_model: TinyModel) -> None:
     source = ModelSource("tiny", tiny_model("sdxl", "base-1.0"))
-    with pytest.raises(ConfigError, match="which calls torch's attention itself"):
+    with pytest.raises(ConfigError, match="which calls torch's attention directly"):
         load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32, "flash"))
 
 

@@ -63,7 +63,7 @@ def test_every_expert_has_the_same_share_and_a_change_is_announced(
 
 @pytest.mark.parametrize("wrong", [(-1, 1, (HIGH,)), (0, 0, (HIGH,)), (0, 1, ())])
 def test_turns_of_nobody(wrong: tuple[int, int, tuple[str, ...]]) -> None:
-    with pytest.raises(ValueError, match="need 0 or more"):
+    with pytest.raises(ValueError, match="expected 0 or more"):
         expert_for_window(*wrong)
 
 
@@ -269,7 +269,7 @@ def test_memory_stays_pinned_until_its_last_view_is_gone() -> None:
 
 
 def test_memory_that_cannot_be_pinned() -> None:
-    with pytest.raises(UnifiedMemoryError, match=r"could not be pinned \(CUDA error 2\)"):
+    with pytest.raises(UnifiedMemoryError, match=r"cannot be pinned \(CUDA error 2\)"):
         pinned_bytes(4096, Registry(answer=2))
 
 
@@ -308,7 +308,7 @@ def test_ahead_of_its_turn_only_where_there_is_room() -> None:
     tight.activate(HIGH)
     refused = tight.prepare(LOW)
     assert not refused.started
-    assert "no room beside the active one" in refused.reason
+    assert "no room beside the active expert" in refused.reason
     tight.activate(LOW)
     roomy = host_of(HIGH, LOW, "third", room=size + 100, spare=100)
     roomy.activate(HIGH)
@@ -360,7 +360,7 @@ def test_a_device_that_is_full_after_all() -> None:
     host = ExpertHost(lambda module: next(waiting), "for the test")
     for name in parking:
         host.add(name, nn.Linear(1, 1))
-    assert "no room in one piece" in host.prepare(LOW).reason
+    assert "no contiguous room" in host.prepare(LOW).reason
     parking[HIGH].full = False
     host.activate(HIGH)
     with pytest.raises(torch.OutOfMemoryError):

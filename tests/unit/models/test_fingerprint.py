@@ -131,7 +131,7 @@ def test_a_memory_that_cannot_be_written_is_done_without(weights: Path, tmp_path
 
 
 def test_nothing_to_take_a_fingerprint_of(weights: Path) -> None:
-    with pytest.raises(ValueError, match="no tensor at all"):
+    with pytest.raises(ValueError, match="no tensors"):
         fingerprint([])
     entries = [*open_weights(weights).entries.values()]
     weights.unlink()

@@ -74,10 +74,10 @@ def test_a_whole_folder_with_a_name_in_any_script(family: str, tiny_model: TinyM
     ("breaks", "says"),
     [
         (without("tokenizer/tokenizer.json"), "tokenizer without its vocabulary"),
-        (written("tokenizer/tokenizer.json", "{"), r"tokenizer\.json: [\s\S]*no valid JSON"),
+        (written("tokenizer/tokenizer.json", "{"), r"tokenizer\.json: [\s\S]*invalid JSON"),
         (written("tokenizer/tokenizer.json", "{}"), r"tokenizer\.json: [\s\S]*no vocabulary"),
         (written("tokenizer/tokenizer_config.json", "[]"), r"tokenizer_config\.json: [\s\S]*a list"),
-        (written("text_encoder/config.json", "{"), r"text_encoder/config\.json: [\s\S]*no valid JSON"),
+        (written("text_encoder/config.json", "{"), r"text_encoder/config\.json: [\s\S]*invalid JSON"),
         (cut_off("text_encoder/model.safetensors"), "it is cut off"),
         (without("text_encoder/model.safetensors"), r"text_encoder: weights[\s\S]*expected  diffusion_pytorch_model"),
         (without("vae/config.json"), r"vae without config\.json"),
@@ -85,7 +85,7 @@ def test_a_whole_folder_with_a_name_in_any_script(family: str, tiny_model: TinyM
             setting("vae/config.json", new_switch=True, _diffusers_version="99.0.0.dev0"),
             r"settings\n.*new_switch, written by diffusers 99.*\n.*only settings .* of diffusers 0\.[\s\S]*--upgrade",
         ),
-        (written("model_index.json", "{"), r"model_index\.json: [\s\S]*no valid JSON"),
+        (written("model_index.json", "{"), r"model_index\.json: [\s\S]*invalid JSON"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -303,7 +303,7 @@ def test_a_missing_part_and_a_broken_configuration(unet_folder: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_config(source, "transformer")
     (unet_folder / "unet" / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="no valid JSON"):
+    with pytest.raises(ConfigError, match="invalid JSON"):
         read_config(source, "unet")
     (unet_folder / "unet" / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="found     a list"):

@@ -1,6 +1,6 @@
-"""What FLUX.1 needs in memory. Dimensions: the config files published with each set of weights.
+"""FLUX.1's memory footprint. Dimensions are those of the config files published with each set of weights.
 
-The kept tensors are those of diffusers' `FluxTransformerBlock` (two streams that meet in one attention) and
+The saved tensors are those of diffusers' `FluxTransformerBlock` (two streams with a joint attention) and
 `FluxSingleTransformerBlock` (one stream; attention and feed-forward share an output matrix).
 """
 
@@ -42,7 +42,7 @@ def _stream(stream: Stream) -> tuple[Kept, ...]:
 
 
 def _modulation(name: str, owner: str, stream: Stream, parts: int) -> Linear:
-    """Reads the embedding of noise level and caption, one row for each sample."""
+    """A modulation layer. Reads the embedding of noise level and caption, one row per sample."""
     return Linear(name, WIDTH, parts * WIDTH, "", owner, "sample", default=False, scales=stream)
 
 

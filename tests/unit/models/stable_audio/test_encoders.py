@@ -111,8 +111,8 @@ def test_captions_are_the_pipelines_embeddings_without_the_padding(tiny_model: T
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (dataclasses.replace(sound(), audio=None, pixels=torch.zeros(3, 8, 8)), "is trained on sound"),
-        (dataclasses.replace(sound(), audio=torch.zeros(1, HOP)), r"1 channels .* take 2 channels at 44100 Hz"),
+        (dataclasses.replace(sound(), audio=None, pixels=torch.zeros(3, 8, 8)), "trains on audio"),
+        (dataclasses.replace(sound(), audio=torch.zeros(1, HOP)), r"1 channels .* need 2 channels at 44100 Hz"),
         (dataclasses.replace(sound(), audio=torch.zeros(2, HOP + 1)), "2049 samples .* whole columns of 2048"),
     ],
     ids=["a picture", "mono", "a broken column"],

@@ -50,7 +50,7 @@ def changed(tiny_model: TinyModel, tmp_path: Path, file: str, change: Mapping[st
         ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}, "prediction_type\n.*'epsilon'\n.*'v_pred"),
         ("scheduler/scheduler_config.json", {"sigma_data": 0.5}, "sigma_data\n.*0.5\n.*1.0"),
         ("tokenizer/tokenizer_config.json", {"model_max_length": 1e30}, "model_max_length\n.*1e\\+30"),
-        ("transformer/config.json", {"in_channels": 33}, "in_channels\n.*33\n.*, as the VAE has"),
+        ("transformer/config.json", {"in_channels": 33}, "in_channels\n.*33\n.*, as in the VAE's"),
         ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "class\n.*FluxTransformer2DModel\n"),
         ("model_index.json", {"_class_name": "AudioLDM2Pipeline"}, "AudioLDM2Pipeline\n.*StableAudioPipeline\n"),
     ],

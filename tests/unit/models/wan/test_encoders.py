@@ -109,7 +109,7 @@ def test_the_5b_learns_nothing_from_the_frame_it_is_given(tiny_model: TinyModel)
 
 
 def test_weights_that_start_from_text_refuse_a_first_frame(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError, match=r"video.image_to_video.*\n.*true\n.*t2v-14b-2.2 starts from text alone"):
+    with pytest.raises(ConfigError, match=r"video.image_to_video.*\n.*true\n.*t2v-14b-2.2 has no image-to-video mode"):
         SPEC.load_latent_encoder(source_of(tiny_model, "t2v-14b-2.2"), CPU, EncodeOptions(image_to_video=True))
 
 
@@ -129,7 +129,7 @@ def test_draws_from_the_posterior_belong_to_the_sample(tiny_model: TinyModel) ->
 
 def test_sound_is_refused_by_name(tiny_model: TinyModel) -> None:
     encoder = latent_encoder("wan", tiny_model("wan", "t2v-14b-2.2"))
-    with pytest.raises(DataError, match=r"0\.mp4: Wan is trained on pictures and clips"):
+    with pytest.raises(DataError, match=r"0\.mp4: found audio, but Wan trains on images"):
         encoder.encode([dataclasses.replace(clip((32, 32)), pixels=None, audio=torch.zeros(2, 2048))])
 
 

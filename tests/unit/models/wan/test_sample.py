@@ -78,9 +78,9 @@ def test_the_image_processor_of_the_published_folder_needs_no_torchvision(
         ("t2v-14b-2.2", {"width": 90}, "width\n.*90\n.*multiple of 16\n.*96"),
         ("ti2v-5b-2.2", {"height": 80}, "height\n.*80\n.*multiple of 32\n.*64"),
         ("t2v-14b-2.2", {"frames": 8}, "num_frames\n.*8\n.*4 k \\+ 1 frames\n.*9"),
-        ("t2v-14b-2.2", {"references": 1}, "references\n.*1 pictures\n.*none: these weights start from text alone"),
-        ("i2v-14b-2.2", {}, "references\n.*none\n.*go on from a first frame"),
-        ("i2v-14b-2.2", {"references": 2}, "references\n.*2 pictures\n.*one: the first frame"),
+        ("t2v-14b-2.2", {"references": 1}, "references\n.*1 images\n.*none: these weights have no image-to-video mode"),
+        ("i2v-14b-2.2", {}, "references\n.*none\n.*continue a first frame"),
+        ("i2v-14b-2.2", {"references": 2}, "references\n.*2 images\n.*1: the first frame"),
     ],
 )
 def test_requests_that_cannot_be_drawn(

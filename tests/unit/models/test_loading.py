@@ -287,7 +287,7 @@ def test_quantised_weights(unet_folder: Path) -> None:
     file = unet_folder / "unet" / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "bitsandbytes"}}
     file.write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="quantised by bitsandbytes"):
+    with pytest.raises(ConfigError, match="quantized by bitsandbytes"):
         load_unet(unet_folder)
 
 

@@ -205,7 +205,7 @@ def test_a_negative_prompt_is_not_left_out_in_silence(tiny_model: Callable[[str,
 # -- what goes into an entry ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("flavour", "count", "takes"), [("dev", 1, "takes none"), ("kontext", 2, "at most 1")])
+@pytest.mark.parametrize(("flavour", "count", "takes"), [("dev", 1, "supports none"), ("kontext", 2, "at most 1")])
 def test_more_references_than_the_model_takes(
     flavour: str, count: int, takes: str, tiny_model: Callable[[str, str], Path]
 ) -> None:
@@ -253,7 +253,7 @@ def test_all_missing_parts_are_named(tiny_model: Callable[[str, str], Path], tmp
 
 @pytest.mark.parametrize(
     ("flavour", "count", "named"),
-    [("dev", 1, "does not edit"), ("kontext", 0, "to change"), ("kontext", 2, "at most 1")],
+    [("dev", 1, "does not edit"), ("kontext", 0, "to edit"), ("kontext", 2, "at most 1")],
 )
 def test_a_sample_with_the_wrong_number_of_references(
     flavour: str, count: int, named: str, tiny_model: Callable[[str, str], Path]

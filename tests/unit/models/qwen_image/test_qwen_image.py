@@ -277,7 +277,7 @@ def test_an_edit_without_references(tiny_model: Callable[[str, str], Path]) -> N
 
 def test_no_references_for_a_model_that_does_not_edit(tiny_model: Callable[[str, str], Path]) -> None:
     encoder = latent_encoder(SPEC.family, tiny_model("qwen_image", "t2i"))
-    with pytest.raises(DataError, match="takes none"):
+    with pytest.raises(DataError, match="supports none"):
         encoder.encode([sample_of(image(), sample_of(image(1)))])
 
 
@@ -339,7 +339,7 @@ def test_a_transformer_of_another_model(tiny_model: Callable[[str, str], Path], 
 
 @pytest.mark.parametrize(
     ("flavour", "count", "named"),
-    [("t2i", 1, "does not edit"), ("edit", 0, "to change"), ("edit", 2, "at most 1"), ("edit-2509", 0, "to change")],
+    [("t2i", 1, "does not edit"), ("edit", 0, "to edit"), ("edit", 2, "at most 1"), ("edit-2509", 0, "to edit")],
 )
 def test_a_sample_with_the_wrong_number_of_references(
     flavour: str, count: int, named: str, tiny_model: Callable[[str, str], Path]

@@ -179,7 +179,7 @@ def test_a_vae_with_its_own_mean_and_deviation(folder: Path, tmp_path: Path) -> 
 
 def test_references_are_refused(folder: Path) -> None:
     encoder = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions())
-    with pytest.raises(DataError, match="takes none"):
+    with pytest.raises(DataError, match="supports none"):
         encoder.encode([sample_of(image(), sample_of(image(1)))])
 
 

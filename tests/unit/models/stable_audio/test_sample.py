@@ -37,7 +37,7 @@ def test_the_given_denoiser_is_used(tiny_model: TinyModel) -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (SampleRequest("a dog", seconds=9.0), "seconds\n.*9\n.*at most 1.5"),
+        (SampleRequest("a dog", seconds=9.0), "seconds\n.*9\n.*from 0 to 1.5"),
         (SampleRequest("a dog", references=(Image.new("RGB", (8, 8)),)), "references"),
     ],
 )

@@ -80,7 +80,7 @@ def fits(
     with FakeTensorMode():
         x = torch.empty(2, TOKENS, WIDTH, dtype=dtype, device=device)
         temb = torch.empty(*(2, TOKENS, 6, WIDTH)[-dimensions:], device=device, requires_grad=gradient)
-    return block._fits(x, temb)
+    return block._can_fuse(x, temb)
 
 
 def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_a_gate_gives_the_gradients_autograd_would(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_its_steps_are_those_of_the_parent(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
     monkeypatch.setitem(sys.modules, "gracetune.kernels.fused_norm", plain_norming())
-    monkeypatch.setattr(FusedBlock, "_fits", lambda *_given: True)
+    monkeypatch.setattr(FusedBlock, "_can_fuse", lambda *_given: True)
     block = made().requires_grad_(False)
     for layer in (block.attn1.to_q, block.attn2.to_v, block.ffn.net[2]):
         layer.weight.requires_grad_()

@@ -29,6 +29,7 @@ def beta_quantile(share: float, a: float, b: float) -> float:
     for _ in range(200):
         error = beta_cdf(x, a, b) - share
         low, high = (low, x) if error > 0 else (x, high)
+        # The derivative of the distribution function is the density x^(a - 1) (1 - x)^(b - 1) / B(a, b).
         density = math.exp(_log_front(x, a, b) - math.log(x) - math.log1p(-x))
         after = x - error / density if density > 0 else -1.0
         if not low < after < high:

@@ -198,6 +198,7 @@ class LevelSampler:
         """The noise levels of a batch, whose images all have the same number of tokens."""
         if not self.stratified:
             return [self.level(seed, index, tokens) for index in indices]
+        # Sample 0 gets the noisiest stratum.
         strata = enumerate(reversed(range(len(indices))))
         shares = [(stratum + uniform(seed, "level", indices[at])) / len(indices) for at, stratum in strata]
         return [self.quantile(share, tokens) for share in shares]
@@ -215,7 +216,7 @@ class LevelSampler:
         else:
             share = biased(_open_interval(first + (last - first) * share), self.bias)
         level = shifted(self.distribution.quantile(share), shift)
-        return self._in_window(stretched(level, self.terminal) if self.terminal else level)
+        return self._in_range(stretched(level, self.terminal) if self.terminal else level)
 
     @property
     def _picks_random(self) -> bool:
@@ -240,6 +241,8 @@ class LevelSampler:
         own = float(below[-1])
         if share <= own or not above:
             return _open_interval(lowest + mass * float(np.interp(share, below, positions)))
+        # Index -1 is the lowest of the other expert's `above` levels. The minimum of n uniform numbers has the
+        # distribution function 1 - (1 - x)^n, which is inverted here.
         return _open_interval(highest + (1 - highest) * (1 - ((1 - share) / (1 - own)) ** (1 / above)))
 
     def _shift_for(self, tokens: int | None) -> float:
@@ -257,7 +260,7 @@ class LevelSampler:
         share = self.distribution.share_below(unshifted(level, shift))
         return share if self.biased_window and self.bias != "balanced" else unbiased(share, self.bias)
 
-    def _in_window(self, level: float) -> float:
+    def _in_range(self, level: float) -> float:
         """Round to float32, or to a step, without leaving the noise range."""
         lowest, highest = self.window
         if self.steps is not None:
@@ -303,8 +306,8 @@ def _picked(count: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, F
     return positions, below
 
 
-def _no_levels(window: Window, found: str, key: str) -> ConfigError:
-    expected = f"a distribution that reaches noise levels from {window[0]:g} to {window[1]:g}"
+def _no_levels(noise_range: Window, found: str, key: str) -> ConfigError:
+    expected = f"a distribution that reaches noise levels from {noise_range[0]:g} to {noise_range[1]:g}"
     return ConfigError([Problem(key, found, expected, "--set objective.timesteps=uniform")])
 
 
@@ -319,36 +322,36 @@ def _distribution(objective: Objective) -> Distribution:
 
 
 def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: ShiftRule | None) -> float | ShiftRule:
-    asked, key = objective.flow_shift, "objective.flow_shift"
+    shift, key = objective.flow_shift, "objective.flow_shift"
     if schedule.prediction != "flow":
-        if asked not in (None, 1.0):
+        if shift not in (None, 1.0):
             expected = f"no value: this model predicts {schedule.prediction}, and only flow matching has a shift"
-            raise ConfigError([Problem(key, str(asked), expected, "remove objective.flow_shift")])
+            raise ConfigError([Problem(key, str(shift), expected, "remove objective.flow_shift")])
         if objective.shift_terminal:
             expected = f"0: this model predicts {schedule.prediction}, and only flow matching has a shift"
             found = f"{objective.shift_terminal:g}"
             raise ConfigError([Problem("objective.shift_terminal", found, expected, "remove objective.shift_terminal")])
         return 1.0
-    if asked == "resolution":
+    if shift == "resolution":
         if rule is None:
             expected = "a number: this model's scheduler has no resolution-dependent shift"
-            raise ConfigError([Problem(key, asked, expected, f"--set objective.flow_shift={family:g}")])
+            raise ConfigError([Problem(key, shift, expected, f"--set objective.flow_shift={family:g}")])
         return rule
-    if asked is not None:
-        return asked
+    if shift is not None:
+        return shift
     # Weights by level average 1 only over uniform levels, so the family's shift does not apply by default.
     return 1.0 if objective.timesteps == "weighted" or objective.timestep_weights is not None else family
 
 
-def _narrowed(objective: Objective, window: Window) -> Window:
+def _narrowed(objective: Objective, noise_range: Window) -> Window:
     """The part of the expert's noise range between the config's timesteps."""
-    lowest = max(window[0], objective.min_timestep / 1000)
-    highest = min(window[1], objective.max_timestep / 1000)
+    lowest = max(noise_range[0], objective.min_timestep / 1000)
+    highest = min(noise_range[1], objective.max_timestep / 1000)
     if lowest >= highest:
-        asked = f"min_timestep {objective.min_timestep}, max_timestep {objective.max_timestep}"
-        expected = f"timesteps inside this expert's noise range, {1000 * window[0]:g} to {1000 * window[1]:g}"
+        found = f"min_timestep {objective.min_timestep}, max_timestep {objective.max_timestep}"
+        expected = f"timesteps inside this expert's noise range, {1000 * noise_range[0]:g} to {1000 * noise_range[1]:g}"
         hint = "widen them, or train only the other expert (model.experts)"
-        raise ConfigError([Problem("objective.min_timestep", asked, expected, hint)])
+        raise ConfigError([Problem("objective.min_timestep", found, expected, hint)])
     return lowest, highest
 
 

@@ -27,13 +27,13 @@ class Noise:
 
 def draw_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
     """`indices` are the global indices of the batch's samples."""
-    asked = normal_like(latents, seed, "noise", indices)
+    target = normal_like(latents, seed, "noise", indices)
     if objective.noise_offset > 0:
-        asked += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)
-    seen = asked
+        target += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)
+    added = target
     if objective.input_perturbation > 0:
-        seen = asked + objective.input_perturbation * normal_like(latents, seed, "input_perturbation", indices)
-    return Noise(asked, seen)
+        added = target + objective.input_perturbation * normal_like(latents, seed, "input_perturbation", indices)
+    return Noise(target, added)
 
 
 def normal_like(latents: Tensor, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:

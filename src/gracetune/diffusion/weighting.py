@@ -39,23 +39,27 @@ def snr(schedule: NoiseSchedule, level: Tensor) -> Tensor:
 
 
 def min_snr_weight(ratio: Tensor, gamma: float, prediction: Prediction) -> Tensor:
+    """The min-SNR weight (Hang et al. 2023) for `ratio`, the SNR."""
     if prediction == "epsilon":
         return (gamma / ratio).clamp(max=1.0)
     return ratio.clamp(max=gamma) / (ratio + 1.0)
 
 
 def soft_min_snr_weight(ratio: Tensor, gamma: float, prediction: Prediction) -> Tensor:
+    """The soft min-SNR weight, a smooth form of the minimum. Written so that it is finite for SNR 0 and infinity."""
     if prediction == "epsilon":
         return gamma / (ratio + gamma)
     return gamma / ((1.0 + gamma / ratio) * (ratio + 1.0))
 
 
 def debiased_weight(ratio: Tensor, prediction: Prediction) -> Tensor:
+    """The debiased-estimation weight (Yu et al. 2023)."""
     ratio = ratio.clamp(_LEAST_SNR, _MOST_SNR)
     return ratio.rsqrt() if prediction == "epsilon" else 1.0 / (ratio + 1.0)
 
 
 def bell_weight(level: Tensor) -> Tensor:
+    """The bell over noise levels, with a mean of 1 over uniform levels."""
     bell = torch.exp(-2.0 * (level.float() - 0.5).square()) - _EDGE
     # At the ends, rounding can make the difference slightly negative.
     return bell.clamp(min=0.0) / _BELL_MEAN
@@ -85,7 +89,7 @@ class Weighting:
     @classmethod
     def from_config(cls, objective: Objective, schedule: NoiseSchedule) -> Weighting:
         flow = schedule.prediction == "flow"
-        asked = [
+        without_effect = [
             name
             for name, on in (
                 ("snr_gamma", objective.snr_gamma is not None),
@@ -96,8 +100,8 @@ class Weighting:
         ]
         by_level = objective.timestep_weights or ("bell" if objective.timesteps == "weighted" else None)
         warning = None
-        if flow and asked:
-            warning = f"{', '.join(asked)}: no effect with flow matching, which has no SNR: every weight is 1"
+        if flow and without_effect:
+            warning = f"{', '.join(without_effect)}: no effect with flow matching, which has no SNR: every weight is 1"
         elif by_level and not flow:
             key = "timesteps weighted" if objective.timestep_weights is None else f"timestep_weights {by_level}"
             warning = f"{key}: no effect with {schedule.prediction}, only with flow matching: every weight is 1"

@@ -69,6 +69,7 @@ def _rows_kernel(
     gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
+    """Moving average of each row's mean squared gradient, as in Adafactor. A program handles `high` rows."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     r = block * high + tl.arange(0, high)
@@ -89,6 +90,7 @@ def _columns_kernel(
     gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
+    """Moving average of each column's mean squared gradient. A program handles `wide` columns."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     c = block * wide + tl.arange(0, wide)
@@ -128,6 +130,7 @@ def _squares_kernel(
     aligned: tl.constexpr,
     flat: tl.constexpr,
 ):
+    """Sum of squares of one block of normalized gradients."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     i = block * flat + tl.arange(0, flat)
@@ -141,6 +144,11 @@ def _move_kernel(
     lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
     dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
 ):  # fmt: skip
+    """Adapt each element's learning rate, then apply the update.
+
+    A rate rises by `bump` while the update keeps its sign, and falls by it when the sign changes. Rates are integer
+    multiples of `unit`, stored minus `bias`.
+    """
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     i = block * flat + tl.arange(0, flat)
     inside = i < rows * columns
@@ -157,6 +165,7 @@ def _move_kernel(
     tl.store(signs + state, positive.to(tl.uint8), mask=kept)
     tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=kept)
 
+    # The ends of the grid are not multiples of `unit`, so they are replaced by the exact limits.
     rate = units.to(tl.float32) * unit
     rate = tl.where(units <= lowest, min_lr, rate)
     rate = tl.where(units >= highest, max_lr, rate)
@@ -177,6 +186,7 @@ def average_rows(
     gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
+    """Update the row moments in `moment` from the gradients."""
     wide = _power(shape.columns, 256)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.rows, high)
@@ -190,6 +200,7 @@ def average_columns(
     gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
+    """Update the column moments in `moment` from the gradients."""
     wide = _power(shape.columns, 128)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.columns, wide)
@@ -234,7 +245,10 @@ def move(
     weight_decay: float,
     no_sign: int,
 ) -> None:
-    """`rates` are stored as `RateGrid` describes. `no_sign` marks entries of `signs` without an update so far."""
+    """Update the parameters, their learning rates and signs in place.
+
+    `rates` are stored as `RateGrid` describes. `no_sign` marks entries of `signs` without an update so far.
+    """
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     _move_kernel[(shape.matrices * blocks,)](

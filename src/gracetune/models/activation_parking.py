@@ -164,6 +164,8 @@ class ActivationParking:
         self.stats.parked_bytes += parked.bytes
         self._order.append(weakref.ref(parked))
         self._newest.append(parked)
+        # The compute stream waits for the copy before the tensor is dropped. The allocator can then reuse its memory
+        # for the next tensor in stream order, without waiting for the host.
         while len(self._newest) > STAYING:
             leaving = self._newest.popleft()
             self._lane.wait(leaving.copied)
@@ -181,6 +183,7 @@ class ActivationParking:
         assert kept.on_device is not None
         if stayed and kept.on_device._version != kept.version:
             raise RuntimeError("a block's input was changed in place between its forward and its backward pass")
+        # The copy was started one block ago. The time between the two marks is how long the device still waits for it.
         if kept.came_back:
             before = self._clock.mark()
             self._join()

@@ -102,6 +102,7 @@ def _unusable_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, m
 
     query = torch.empty(1, 8, _PROBE_TOKENS, head_dim, device=device, dtype=dtype, requires_grad=True)
     mask = torch.ones(1, 1, 1, _PROBE_TOKENS, device=device, dtype=torch.bool) if masked else None
+    # With gradients, because training needs kernels that have a backward pass. Then: no dropout, not causal, no GQA.
     call = SDPAParams(query, query, query, mask, 0.0, False, False)
     usable: dict[str, Callable[[SDPAParams], bool]] = {
         "flash": can_use_flash_attention,
@@ -121,21 +122,21 @@ def _import_error(package: str) -> str | None:
     return None
 
 
-def choose_attention(asked: Asked, facts: AttentionFacts) -> AttentionChoice:
+def choose_attention(setting: Asked, facts: AttentionFacts) -> AttentionChoice:
     """The requested kernel, or an error that says why it cannot be used. Pure.
 
     `auto` never chooses a package outside torch. It chooses cuDNN on GPUs of compute capability 9.0 and up, where it is
     faster than torch's flash kernel on the long sequences of video. A masked model is left to torch, because which
     kernel supports a mask depends on the mask's shape.
     """
-    if asked == "auto":
+    if setting == "auto":
         return _automatic(facts)
-    obstacle = _obstacle(asked, facts)
+    obstacle = _obstacle(setting, facts)
     if obstacle is None:
-        return AttentionChoice(BACKENDS[asked], "set by training.attention")
+        return AttentionChoice(BACKENDS[setting], "set by training.attention")
     possible = [name for name in ("auto", *BACKENDS) if name == "auto" or _obstacle(name, facts) is None]
     hint = "--set training.attention=auto"
-    raise ConfigError([Problem("training.attention", f"{asked}: {obstacle}", f"one of {', '.join(possible)}", hint)])
+    raise ConfigError([Problem("training.attention", f"{setting}: {obstacle}", f"one of {', '.join(possible)}", hint)])
 
 
 def _automatic(facts: AttentionFacts) -> AttentionChoice:
@@ -152,28 +153,28 @@ def _automatic(facts: AttentionFacts) -> AttentionChoice:
     return AttentionChoice(BACKENDS["cudnn"], f"cuDNN: compute capability {major}.{minor}, {facts.dtype}")
 
 
-def _obstacle(asked: str, facts: AttentionFacts) -> str | None:
-    if asked in facts.lacking:
-        return facts.lacking[asked]
-    if asked in ("sdpa", "math"):
+def _obstacle(setting: str, facts: AttentionFacts) -> str | None:
+    if setting in facts.lacking:
+        return facts.lacking[setting]
+    if setting in ("sdpa", "math"):
         return None
-    if asked in _PACKAGES and facts.device != "cuda":
+    if setting in _PACKAGES and facts.device != "cuda":
         return "only on a CUDA GPU"
-    if asked != "efficient" and facts.device == "cuda" and facts.dtype not in _HALVES:
+    if setting != "efficient" and facts.device == "cuda" and facts.dtype not in _HALVES:
         return f"supports float16 and bfloat16 only, not {facts.dtype}"
-    if asked in ("flash", *_PACKAGES) and facts.masked:
+    if setting in ("flash", *_PACKAGES) and facts.masked:
         return "the model uses attention masks, which flash kernels do not support"
-    return _package_obstacle(asked, facts)
+    return _package_obstacle(setting, facts)
 
 
-def _package_obstacle(asked: str, facts: AttentionFacts) -> str | None:
+def _package_obstacle(setting: str, facts: AttentionFacts) -> str | None:
     capability = facts.capability or (0, 0)
     own = f"compute capability {capability[0]}.{capability[1]}"
-    if asked == "flash_attn_2" and not facts.dispatched:
+    if setting == "flash_attn_2" and not facts.dispatched:
         return "this model calls torch's attention directly, which does not include flash-attn 2"
-    if asked == "flash_attn_2" and capability < (8, 0):
+    if setting == "flash_attn_2" and capability < (8, 0):
         return f"needs compute capability 8.0 or later; this GPU has {own}"
-    if asked == "flash_attn_3" and capability[0] != 9:
+    if setting == "flash_attn_3" and capability[0] != 9:
         return f"its kernels need compute capability 9.x; this GPU has {own}"
     return None
 

@@ -46,7 +46,7 @@ class StreamedParking:
             (shared[owners[id(tensor)]] if id(tensor) in owners else around).append(tensor)
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
-        self.bytes = sum(piece.bytes for piece in self.pieces)
+        self.bytes = sum(part.bytes for part in self.pieces)
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
         """The context entered around each wait for a block."""
         self.unchanged = False
@@ -67,16 +67,16 @@ class StreamedParking:
         return (self.around, *self.blocks)
 
     def start(self) -> None:
-        for piece in self.pieces:
-            piece.start()
+        for part in self.pieces:
+            part.start()
 
     def expect(self) -> None:
         """Like `finish`, but each block is waited for when it is called. Do not read its weights before that."""
         self.start()
         self.unchanged = False
         self.around.finish()
-        for piece in self.blocks:
-            piece.expect()
+        for part in self.blocks:
+            part.expect()
         self._expected = deque(range(len(self.blocks)))
 
     def finish(self) -> None:
@@ -91,24 +91,24 @@ class StreamedParking:
 
     def park(self) -> None:
         self._expected.clear()
-        for piece in self.pieces:
-            piece.park(unchanged=self.unchanged)
+        for part in self.pieces:
+            part.park(unchanged=self.unchanged)
 
     def ask_for_changes(self) -> Callable[[], None]:
         """Start checking by checksum whether the device weights have changed, without a host synchronization.
 
         The returned function waits for the result and saves what changed.
         """
-        flags = torch.stack([piece.changed() for piece in self.pieces])
+        flags = torch.stack([part.changed() for part in self.pieces])
         answer = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
         answered = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 
         def keep() -> None:
             if answered is not None:
                 answered.synchronize()
-            for piece, changed in zip(self.pieces, answer.tolist(), strict=True):
+            for part, changed in zip(self.pieces, answer.tolist(), strict=True):
                 if changed:
-                    piece.keep()
+                    part.keep()
             self.unchanged = True
 
         return keep
@@ -169,14 +169,16 @@ class Following:
 
     def _reached(self, number: int) -> Callable[[Tensor], None]:
         def reached(_parameter: Tensor) -> None:
+            # A gradient in block `number` means that all later blocks are done. Before the first of them leaves, save
+            # what changed: afterwards only the host copy is left.
             if self._left > number + 1 and self._keep_changes is not None:
                 self._keep_changes()
                 self._keep_changes = None
             while self._left > number + 1:
                 self._left -= 1
-                piece = self._leaving.blocks[self._left]
-                piece.park(unchanged=True)
-                self._room += piece.bytes
+                part = self._leaving.blocks[self._left]
+                part.park(unchanged=True)
+                self._room += part.bytes
                 self._bring()
 
         return reached
@@ -184,12 +186,12 @@ class Following:
     def _bring(self) -> None:
         """Start copying the first parts that fit into the freed memory. The part outside the blocks may be larger than
         one block and wait."""
-        while (piece := next((one for one in self._waiting if one.bytes <= self._room), None)) is not None:
+        while (part := next((one for one in self._waiting if one.bytes <= self._room), None)) is not None:
             try:
-                piece.start()
+                part.start()
             except torch.OutOfMemoryError:  # freed memory is fragmented; the rest comes at the expert's turn
                 self._waiting.clear()
                 return
-            self._waiting.remove(piece)
-            self._room -= piece.bytes
-            self.brought_bytes += piece.bytes
+            self._waiting.remove(part)
+            self._room -= part.bytes
+            self.brought_bytes += part.bytes

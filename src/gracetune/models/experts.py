@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 # -- the schedule: pure, and the same on every rank --------------------------------------------------------------------
 
 
-def trained_experts(asked: Literal["both", "high", "low"], facts: ModelFacts) -> tuple[ExpertName, ...]:
-    """Names in the order of their turns. A model with one denoiser trains that one, whatever `asked` says."""
+def trained_experts(setting: Literal["both", "high", "low"], facts: ModelFacts) -> tuple[ExpertName, ...]:
+    """Names in the order of their turns. A model with one denoiser trains that one, whatever `setting` says."""
     names = tuple(expert.name for expert in facts.experts)
-    if len(names) == 1 or asked == "both":
+    if len(names) == 1 or setting == "both":
         return names
-    return (names[0],) if asked == "high" else (names[-1],)
+    return (names[0],) if setting == "high" else (names[-1],)
 
 
-def expert_for_window(window: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
-    """The expert trained in optimizer step `window` (from 0). Each expert keeps its turn for `every` steps."""
-    if window < 0 or every < 1 or not trained:
-        raise ValueError(f"step {window}, every {every}, trained {trained}: expected 0 or more, 1 or more, and a name")
-    return trained[window // every % len(trained)]
+def expert_for_window(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
+    """The expert trained in optimizer step `step` (from 0). Each expert keeps its turn for `every` steps."""
+    if step < 0 or every < 1 or not trained:
+        raise ValueError(f"step {step}, every {every}, trained {trained}: expected 0 or more, 1 or more, and a name")
+    return trained[step // every % len(trained)]
 
 
-def next_expert(window: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName | None:
+def next_expert(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName | None:
     """The expert to `prepare` during this step: the next step's, if it is another one."""
-    now, then = (expert_for_window(index, every, trained) for index in (window, window + 1))
+    now, then = (expert_for_window(index, every, trained) for index in (step, step + 1))
     return None if now == then else then
 
 
@@ -274,6 +274,7 @@ class ExpertHost:
         return Prepared(True, "room for both: copied ahead of its turn")
 
     def _room_left(self) -> int:
+        # Pages of parked experts may still occupy the device. The room depends on how many bytes could be such pages.
         managed = {name: parking.managed for name, parking in self._parking.items()}
         here = sum(managed[name] for name in (self._active, self._coming) if name is not None)
         return self._room(here=here, away=sum(managed.values()) - here)

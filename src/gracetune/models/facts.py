@@ -25,18 +25,18 @@ def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFa
     return facts
 
 
-def _of_flavour(facts: ModelFacts, asked: str | None) -> ModelFacts:
+def _of_flavour(facts: ModelFacts, flavour: str | None) -> ModelFacts:
     """The facts under the config's flavour; an error if the files show another one.
 
     Data and memory are planned by the flavour's name, so a wrong name would plan for another model. Flavours that
     differ only in the values of their weights cannot be told apart by their files; for these the config decides.
     """
-    if asked is None or asked == facts.flavour:
+    if flavour is None or flavour == facts.flavour:
         return facts
-    if _plan(facts.family, asked) != _plan(facts.family, facts.flavour):
-        hint = f"--set model.flavour={facts.flavour}, or give the weights of {asked} as model.path"
-        raise ConfigError([Problem("model.flavour", f"{asked}, for weights of {facts.flavour}", facts.flavour, hint)])
-    return replace(facts, flavour=asked)
+    if _plan(facts.family, flavour) != _plan(facts.family, facts.flavour):
+        hint = f"--set model.flavour={facts.flavour}, or give the weights of {flavour} as model.path"
+        raise ConfigError([Problem("model.flavour", f"{flavour}, for weights of {facts.flavour}", facts.flavour, hint)])
+    return replace(facts, flavour=flavour)
 
 
 def _plan(family: str, flavour: str) -> tuple[object, ...]:

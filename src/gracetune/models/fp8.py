@@ -112,11 +112,11 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, turned: Tensor | None, scales: Tensor, ones: Tensor, bias: Tensor | None
+        ctx: Any, x: Tensor, values: Tensor, columns: Tensor | None, scales: Tensor, ones: Tensor, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
-        ctx.has_both = turned is not None
+        ctx.has_both = columns is not None
         ctx.dtype = x.dtype
-        ctx.save_for_backward(values if turned is None else turned, scales, ones)
+        ctx.save_for_backward(values if columns is None else columns, scales, ones)
         rounded, own = _rounded(x, None)
         return product(rounded, values.t(), own, scales, bias)
 

@@ -171,6 +171,7 @@ class HubFetcher:
             ThreadPoolExecutor(_REQUESTS, thread_name_prefix="requests") as requests,
             ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="weights") as pool,
         ):
+            # A thread per file assembles it; the range requests of all files share one pool.
             futures = [
                 pool.submit(
                     transfer, plan.blob(path), plan.part(path), one,

@@ -124,6 +124,8 @@ class KeyMap:
         if entries is None:
             return None
         numbers = _numbers(name)
+        # Few templates share a shape; their fixed numbers decide. Indexes from `len(self.templates)` on are entries of
+        # the original layout.
         for template, index in entries:
             counts = template.counts_in(numbers)
             if counts is None:

@@ -199,6 +199,8 @@ def _fill(
     """Read the weights from the file. All problems are found and reported before anything is read."""
     weights = _with_todays_names(model, weights)
     ignored = cls._keys_to_ignore_on_load_unexpected or []
+    # Unexpected tensors that the class declares as ignorable, and the other names of tied parameters, are skipped. All
+    # other unexpected ones stay in `entries`, so that `load_into` reports them.
     surplus = {name for name in weights.entries if name not in destinations}
     admitted = {name for name in surplus if any(re.search(pattern, name) for pattern in ignored)}
     wanted = _one_name_each(destinations, weights)

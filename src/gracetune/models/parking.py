@@ -337,6 +337,7 @@ def device_room(device: torch.device) -> Room:
     The driver does not report the latter as free, although it evicts them on demand.
     """
     free, total = torch.cuda.mem_get_info(device)
+    # Memory in use besides torch's: the CUDA context and other processes. No managed pages are on the device yet.
     others = total - free - torch.cuda.memory_reserved(device)
 
     def room(*, here: int, away: int) -> int:

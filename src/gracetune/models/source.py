@@ -86,6 +86,7 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
         expected = "a hub id in model.path: local files have no revisions"
         raise ConfigError([Problem("model.revision", with_path, expected, "remove model.revision")])
     single_file = None
+    # The source is an address on the hub, a hub id, a local file, or a local folder.
     if address is not None:
         single_file, folder = _open_address(model, address, vae, fetch)
     elif found is None:

@@ -111,6 +111,7 @@ def kept_tokens(orders: Numbers, count: int, always: Mask) -> Numbers:
     count = max(count, int(always.sum(axis=1).max()))
     rows = []
     for order, forced in zip(orders, always, strict=True):
+        # A stable sort by "not forced" moves forced tokens to the front and keeps the random order of the others.
         first = order[np.argsort(~forced[order], kind="stable")] if forced.any() else order
         rows.append(np.sort(first[:count]))
     return np.stack(rows)

@@ -93,7 +93,7 @@ class PictureLatents(VaeEncoder):
 
 def _image_pixels(sample: Sample) -> Tensor:
     if sample.pixels is None or sample.pixels.ndim != 3:
-        found = "sound" if sample.pixels is None else "video"
+        found = "audio" if sample.pixels is None else "video"
         raise DataError(f"{sample.ref.path}: found {found}, but this model trains on images only")
     return sample.pixels
 

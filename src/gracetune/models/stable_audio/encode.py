@@ -50,10 +50,12 @@ class StableAudioLatentEncoder(VaeEncoder):
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
         if not samples:
             return []
-        sounds = torch.stack([self._audio(sample) for sample in samples])  # [B, channels, samples]
-        posterior = self._vae.encode(sounds.to(self._placement.device, self._vae.dtype)).latent_dist
+        waveforms = torch.stack([self._audio(sample) for sample in samples])  # [B, channels, samples]
+        posterior = self._vae.encode(waveforms.to(self._placement.device, self._vae.dtype)).latent_dist
         latents = drawn(posterior, samples, self._options.posterior).to("cpu", self._placement.dtype)
-        seconds = torch.tensor([self._seconds(sample, sound) for sample, sound in zip(samples, sounds, strict=True)])
+        seconds = torch.tensor(
+            [self._seconds(sample, waveform) for sample, waveform in zip(samples, waveforms, strict=True)]
+        )
         embeds = self._projected(seconds)
         parts = {"latents": latents, "seconds": seconds, "seconds_embeds": embeds}
         return [{name: part[index].clone() for name, part in parts.items()} for index in range(len(samples))]
@@ -76,13 +78,13 @@ class StableAudioLatentEncoder(VaeEncoder):
             raise DataError(f"{sample.ref.path}: found {found}; these weights need {wanted}")
         return sample.audio
 
-    def _seconds(self, sample: Sample, sound: Tensor) -> tuple[float, float]:
+    def _seconds(self, sample: Sample, waveform: Tensor) -> tuple[float, float]:
         """Start and end of the clip in its file, in seconds. Silence that pads a short clip does not count."""
         clip = sample.ref.clip
         assert clip is not None
         if not clip.pad:
             return clip.start, clip.start + clip.duration
-        loud = sound.ne(0).any(dim=0).nonzero()
+        loud = waveform.ne(0).any(dim=0).nonzero()
         length = int(loud[-1]) + 1 if len(loud) else 0
         return clip.start, clip.start + length / self._vae.config.sampling_rate
 

@@ -34,7 +34,7 @@ def _self_attention(width: int) -> tuple[Linear, ...]:
 def _cross_attention(width: int, *, image_context: bool) -> tuple[Linear, ...]:
     """Keys and values read the caption, which needs no gradient, so their weights are not saved for the backward
     pass."""
-    caption, output = ("caption slices", "o2 and picture") if image_context else ("", "o2")
+    caption, output = ("caption slices", "o2 and image") if image_context else ("", "o2")
     return (
         Linear("attn2.to_q", width, width, "x2", "Attention"),
         *(Linear(f"attn2.to_{part}", width, width, caption, "Attention", "text", backward=False) for part in "kv"),
@@ -82,16 +82,16 @@ def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool
         # Caption and image arrive in one tensor, and each matrix that reads a slice of it saves that slice.
         kept += (
             Kept("caption slices", 2 * width, "text", needed_by="weights"),
-            Kept("picture slices", 2 * width, "vision", needed_by="weights"),
+            Kept("image slices", 2 * width, "vision", needed_by="weights"),
             Kept("image key before norm", width, "vision"),
             Kept("image key", width, "vision"),
             Kept("image value", width, "vision"),
             Kept("image attention output", width),
             Kept("image attention statistics", heads, fp32=True),
-            Kept("o2 and picture", width, needed_by="weights"),
+            Kept("o2 and image", width, needed_by="weights"),
         )
         linears += tuple(
-            Linear(f"attn2.add_{part}_proj", width, width, "picture slices", "Attention", "vision", backward=False)
+            Linear(f"attn2.add_{part}_proj", width, width, "image slices", "Attention", "vision", backward=False)
             for part in "kv"
         )
     return Block(

@@ -77,11 +77,11 @@ def _caption(pipeline: Any, text: str, entry: Mapping[str, torch.Tensor] | None)
     return padded(embeds[None])
 
 
-def _guidance(pipeline: Any, asked: float | None) -> dict[str, float]:
+def _guidance(pipeline: Any, requested: float | None) -> dict[str, float]:
     if pipeline.config.boundary_ratio is None:
-        return {"guidance_scale": _GUIDANCE if asked is None else asked}
+        return {"guidance_scale": _GUIDANCE if requested is None else requested}
     own = _GUIDANCE_TWO_EXPERTS[FROM_IMAGE if _takes_image(pipeline) else FROM_TEXT]
-    high, low = own if asked is None else (asked, asked)
+    high, low = own if requested is None else (requested, requested)
     return {"guidance_scale": high, "guidance_scale_2": low}
 
 

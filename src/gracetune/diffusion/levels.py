@@ -322,6 +322,7 @@ def _distribution(objective: Objective) -> Distribution:
 
 
 def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: ShiftRule | None) -> float | ShiftRule:
+    """The config's flow shift, or the family's own. ConfigError if the model does not support it."""
     shift, key = objective.flow_shift, "objective.flow_shift"
     if schedule.prediction != "flow":
         if shift not in (None, 1.0):

@@ -88,6 +88,7 @@ class Weighting:
 
     @classmethod
     def from_config(cls, objective: Objective, schedule: NoiseSchedule) -> Weighting:
+        """The weighting for an objective, with a warning about settings that have no effect on this schedule."""
         flow = schedule.prediction == "flow"
         without_effect = [
             name

@@ -99,6 +99,8 @@ class _Parked:
 
 
 class ActivationParking:
+    """Checkpoints blocks and parks their inputs in host memory. `on` builds one for a device."""
+
     def __init__(
         self, device: torch.device, lane: Lane, clock: Clock, new_home: Callable[[int], Tensor], *, least: int = LEAST
     ) -> None:  # fmt: skip
@@ -147,6 +149,7 @@ class ActivationParking:
         return self._park(tensor.detach())
 
     def _park(self, tensor: Tensor) -> _Parked:
+        """Start copying an input to the host. Drops the device tensors of all but the newest inputs."""
         if not any(one() is not None for one in self._order):
             self._order.clear()  # a new step has begun
             self._newest.clear()
@@ -175,6 +178,7 @@ class ActivationParking:
     # -- back to the device --------------------------------------------------------------------------------------------
 
     def _unpack(self, kept: Tensor | _Parked) -> Tensor:
+        """The input for recomputing its block; waits for the copy if it is not on the device yet."""
         if isinstance(kept, Tensor):
             return kept
         self._newest.clear()  # autograd holds the inputs it still needs; this step parks no more

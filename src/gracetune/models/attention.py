@@ -93,6 +93,7 @@ def attention_facts(
 
 
 def _unusable_kernels(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool) -> dict[str, str]:
+    """torch kernels that do not support a call of this kind -> why."""
     from torch.backends.cuda import (
         SDPAParams,
         can_use_cudnn_attention,

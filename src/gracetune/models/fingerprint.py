@@ -51,6 +51,7 @@ def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) 
 
 
 def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests:
+    """The digests of a file's tensors. Computes those that are not remembered, several at a time."""
     try:
         descriptor = open_regular(path)
         try:

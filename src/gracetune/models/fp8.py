@@ -33,6 +33,8 @@ _PROBED: Final = 256
 
 
 class Fp8Linear(EightBitLinear):
+    """A frozen linear layer that multiplies in fp8."""
+
     fp8_values: Tensor
     """[out, in]"""
     fp8_scales: Tensor

@@ -162,6 +162,7 @@ class HubFetcher:
         return folder if file is None else folder / file
 
     def _transfer(self, plan: DownloadPlan) -> None:
+        """Download the plan's large files, several at a time, with one progress count."""
         large = {path: one for path, one in plan.missing.items() if plan.is_ours(path)}
         if not large:
             return

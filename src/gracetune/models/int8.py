@@ -23,6 +23,8 @@ _SMALLEST: Final = 2.0**-100
 
 
 class Int8Linear(EightBitLinear):
+    """A frozen linear layer whose weight is stored in int8."""
+
     int8_values: Tensor
     """[out, in]"""
     int8_scales: Tensor

@@ -123,6 +123,8 @@ class Lane(Protocol):
 
 
 class CudaLane:
+    """A stream of its own for copies."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)

@@ -83,6 +83,7 @@ _BELONG = "check that this file belongs to model.family and model.flavour"
 
 
 def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The file's tensors under diffusers' names."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     from gracetune.storage.safetensors_files import read_tensors

@@ -288,6 +288,7 @@ def _check_variant(folder: Path, variant: str) -> None:
 
 
 def _checked_file(path: Path) -> Path:
+    """The path of a single file with weights that can be loaded; ConfigError otherwise."""
     if path.suffix in PICKLES:
         hint = "use the .safetensors file of the same model: a pickle can run any code when it is loaded"
         raise ConfigError([Problem("model.path", f"{path}, pickled weights", _ANY, hint)])

@@ -28,6 +28,8 @@ def use_own_processors(denoiser: nn.Module) -> None:
 
 
 class OwnPositions(FluxAttnProcessor):
+    """diffusers' processor, extended by positions that differ between the samples of a batch."""
+
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
@@ -65,6 +67,8 @@ def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]
 
 
 class WholeGradient(OwnPositions):
+    """The processor of single-stream blocks, with a contiguous gradient."""
+
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,

@@ -25,6 +25,7 @@ CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77
 
 
 def _stream(stream: Stream) -> tuple[Kept, ...]:
+    """Saved tensors of one stream of a double block."""
     return (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
         Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
@@ -47,6 +48,7 @@ def _modulation(name: str, owner: str, stream: Stream, parts: int) -> Linear:
 
 
 def _double() -> Block:
+    """A block with an image and a caption stream."""
     joint = (
         *(Kept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
         Kept("attention statistics", HEADS, "joint", fp32=True),
@@ -74,6 +76,7 @@ def _double() -> Block:
 
 
 def _single() -> Block:
+    """A block with one stream of image and caption tokens."""
     kept = (
         Kept("norm input", WIDTH, "joint", compiled=False),
         Kept("norm output", WIDTH, "joint", needed_by="scales"),

@@ -52,6 +52,7 @@ _NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a FLUX.1 folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "flux", PIPELINES)
     require_parts(source, _PARTS)
     guided = bool(part_config(source, TRANSFORMER, FluxTransformer2DModel)["guidance_embeds"])

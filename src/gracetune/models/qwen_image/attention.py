@@ -47,6 +47,8 @@ class RealAngles(QwenEmbedRope):
 
 
 class PairwiseAttention(QwenDoubleStreamAttnProcessor2_0):
+    """diffusers' processor with real-valued RoPE."""
+
     def __call__(  # type: ignore[override]  # diffusers annotates one tensor, but returns two
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor,
         encoder_hidden_states_mask: Tensor | None = None, attention_mask: Tensor | None = None,

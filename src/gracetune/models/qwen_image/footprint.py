@@ -27,6 +27,7 @@ VAE = Codec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 
 
 def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
+    """Saved tensors of one stream. `modulated_by_token`: every token has its own scales and gates (Edit-2511)."""
     kept: tuple[Kept, ...] = (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
         Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),

@@ -50,6 +50,7 @@ _NO_TEXT: Mapping[str, None] = {"text_encoder": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Qwen-Image folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "qwen_image", PIPELINES)
     require_parts(source, _PARTS if name == QwenImagePipeline.__name__ else {**_PARTS, **_PROCESSOR})
     transformer = part_config(source, TRANSFORMER, QwenImageTransformer2DModel)

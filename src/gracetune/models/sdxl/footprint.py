@@ -89,6 +89,7 @@ def _around_transformers(channels: int, count: int, level: Fraction) -> Block:
 
 
 def _transformer_block(width: int, count: int, level: Fraction) -> Block:
+    """Self-attention, cross-attention and a GEGLU feed-forward."""
     ffn, heads = 4 * width, width // 64
     kept = (
         Kept("norm1 input", width, compiled=False),

@@ -60,6 +60,7 @@ _NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of an SDXL folder. ConfigError if it is incomplete or not derived from the base model."""
     pipeline_name(source, "sdxl", PIPELINES)
     require_parts(source, _PARTS)
     scheduler, unet = _scheduler_config(source), part_config(source, UNET, UNet2DConditionModel)

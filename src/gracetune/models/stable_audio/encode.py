@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 class StableAudioLatentEncoder(VaeEncoder):
+    """Oobleck and the projection of the seconds. Satisfies `cache.encoder.LatentEncoder`."""
+
     def __init__(
         self,
         vae: Any,
@@ -103,6 +105,8 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
 
 
 class StableAudioTextEncoder:
+    """T5 and the projection of its states. Satisfies `cache.encoder.TextEncoder`."""
+
     reads_pictures = False
 
     def __init__(

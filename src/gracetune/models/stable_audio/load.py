@@ -41,6 +41,7 @@ _PARTS = {
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Stable Audio folder. ConfigError if it is incomplete or not supported."""
     pipeline_name(source, "stable_audio", {PIPELINE: None})
     require_parts(source, _PARTS)
     transformer = part_config(source, "transformer", StableAudioDiTModel)

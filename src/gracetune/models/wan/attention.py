@@ -26,6 +26,8 @@ def turn_by_pairs(denoiser: nn.Module) -> None:
 
 
 class PairwiseAttention(WanAttnProcessor):
+    """diffusers' processor with RoPE in one expression, fused with the norm on a GPU."""
+
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, rotary_emb: tuple[Tensor, Tensor] | None = None,

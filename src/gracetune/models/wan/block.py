@@ -20,6 +20,8 @@ def use_fused_blocks(denoiser: nn.Module) -> None:
 
 
 class FusedBlock(WanTransformerBlock):
+    """diffusers' block with fused residuals and norms, if the kernels apply."""
+
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
         """The arguments keep diffusers' names, because callers may use them."""
         if not self._can_fuse(hidden_states, temb):

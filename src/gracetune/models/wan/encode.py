@@ -58,6 +58,8 @@ class Eyes:
 
 
 class WanLatentEncoder(VaeEncoder):
+    """The VAE, and the image encoder if the weights have one. Satisfies `cache.encoder.LatentEncoder`."""
+
     def __init__(
         self,
         vae: Any,
@@ -179,6 +181,8 @@ _has_ftfy: Callable[[], bool] = is_ftfy_available
 
 
 class WanTextEncoder:
+    """UMT5. Satisfies `cache.encoder.TextEncoder`."""
+
     reads_pictures = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, placement: Placement, identity: EncoderId) -> None:

@@ -43,6 +43,7 @@ def _cross_attention(width: int, *, image_context: bool) -> tuple[Linear, ...]:
 
 
 def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool) -> Block:
+    """`image_context`: cross-attention also reads an image encoder (2.1 image-to-video)."""
     kept: tuple[Kept, ...] = (
         Kept("norm1 input", width, fp32=True, compiled=False),
         Kept("norm1 output", width, needed_by="full", fp32=True),

@@ -83,6 +83,7 @@ class Configuration:
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Wan folder. ConfigError if it is incomplete or not one of the supported weights."""
     pipeline_name(source, "wan", dict.fromkeys([FROM_TEXT, FROM_IMAGE]))
     index = read_index(source)
     _check_parts(source, index)

@@ -44,7 +44,7 @@ def test_experts_that_move_in_behind_each_other_learn_what_resident_ones_learn(
     assert losses(two) == losses(one)
     assert_same_end(one, two)
     assert host.switches.followed_bytes > 0
-    assert any(line.startswith("experts: ") and "behind the last backward pass" in line for line in heard.said)
+    assert any(line.startswith("experts: ") and "copied during the backward pass before" in line for line in heard.said)
 
 
 @pytest.mark.full

@@ -1,11 +1,13 @@
-"""The beta distribution's share below a value, and its inverse, in plain Python."""
+"""The cumulative distribution function of the beta distribution and its inverse, in plain Python."""
 
 from __future__ import annotations
 
 import math
 
 _TINY = 1e-300
+"""Replaces zero denominators in Lentz's method."""
 _TERMS = 500
+"""The most terms of the continued fraction."""
 
 
 def beta_cdf(x: float, a: float, b: float) -> float:
@@ -13,20 +15,21 @@ def beta_cdf(x: float, a: float, b: float) -> float:
     if x <= 0 or x >= 1:
         return min(1.0, max(0.0, x))
     front = math.exp(_log_front(x, a, b))
-    # The fraction converges fast on one side of the mean; on the other I_x(a, b) = 1 - I_{1 - x}(b, a).
+    # The fraction converges fast only below the mean. Above it, I_x(a, b) = 1 - I_{1 - x}(b, a).
     if x < (a + 1) / (a + b + 2):
         return front * _fraction(x, a, b) / a
     return 1.0 - front * _fraction(1.0 - x, b, a) / b
 
 
 def beta_quantile(share: float, a: float, b: float) -> float:
-    """The x with I_x(a, b) = share: Newton's steps, kept inside an interval that every evaluation narrows."""
+    """The x with I_x(a, b) = share. Newton's method, with bisection whenever a step would leave the known bracket."""
     if not 0 < share < 1:
         return min(1.0, max(0.0, share))
     low, high, x = 0.0, 1.0, a / (a + b)
     for _ in range(200):
         error = beta_cdf(x, a, b) - share
         low, high = (low, x) if error > 0 else (x, high)
+        # The derivative of the distribution function is the density x^(a - 1) (1 - x)^(b - 1) / B(a, b).
         density = math.exp(_log_front(x, a, b) - math.log(x) - math.log1p(-x))
         after = x - error / density if density > 0 else -1.0
         if not low < after < high:
@@ -44,7 +47,7 @@ def _log_front(x: float, a: float, b: float) -> float:
 
 
 def _fraction(x: float, a: float, b: float) -> float:
-    """The continued fraction 1 / (1 + d1 / (1 + d2 / …)), from the front (Lentz), with
+    """The continued fraction 1 / (1 + d1 / (1 + d2 / …)), evaluated front to back (Lentz's method), with
 
     d(2m) = m (b - m) x / ((a + 2m - 1)(a + 2m)),  d(2m + 1) = -(a + m)(a + b + m) x / ((a + 2m)(a + 2m + 1)).
     """

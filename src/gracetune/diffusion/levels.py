@@ -1,18 +1,21 @@
-"""Which noise level a sample is learnt at: a pure function of the seed and the sample's number.
+"""The noise level a sample trains at: a pure function of the seed and the sample's index.
 
-One uniform draw v goes through increasing functions only, so their composition has an inverse, and "only levels of
-this window" is a narrower range of v rather than a rejected draw:
+One uniform random number v in [0, 1) passes through increasing functions only. Their composition therefore has an
+inverse, and restricting samples to a noise range means mapping v into a smaller interval; nothing has to be rejected:
 
-    bias(v)     balanced v · content 1 - (1 - v)^3, towards noise · style v^3, towards the picture
-    quantile    uniform, shift, weighted: itself · sigmoid, logit_normal: 1 / (1 + exp(-scale z(v))) · beta
+    bias(v)     balanced: v · content: 1 - (1 - v)^3, towards noise · style: v^3, towards the image
+    quantile    uniform, shift, weighted: identity · sigmoid, logit_normal: 1 / (1 + exp(-scale z(v))) · beta
     shift(u)    s u / (1 + (s - 1) u), then 1 - (1 - t) (1 - u) with t = `shift_terminal`; flow matching only
 
 u = shift(quantile(bias(v))). `one_step` is always pure noise. `content` has the distribution of 1 - v^3.
-With `timestep_bias_over: noise_range` the window is taken first, as in ai-toolkit, whose bias picks one of 1000 steps,
-for a tenth of all samples the very last one: u = shift(quantile(step(window(bias(v))))). Its other distributions are
-1000 random levels in order, new for every batch, so that a step is spread over levels (`_picked`).
-With `stratified` the draw of a batch's sample i of n (from 0) is (n - 1 - i + v) / n.
-A model with a table of whole steps learns at the level of the step that u falls into.
+
+`timestep_bias_over: noise_range` reproduces ai-toolkit, which restricts to the noise range first and whose bias then
+picks one of 1000 steps (for a tenth of all samples the very last one): u = shift(quantile(step(range(bias(v))))). For
+its non-uniform distributions the steps are 1000 random levels in order, new for every batch, so a step is spread over
+levels (`_picked`).
+
+With `stratified`, sample i of n in a batch (from 0) uses (n - 1 - i + v) / n instead of v.
+A model with a table of discrete steps trains at the level of the step that u falls into.
 """
 
 from __future__ import annotations
@@ -35,25 +38,29 @@ from gracetune.seeded_random import uniform
 
 FloatArray = npt.NDArray[np.float64]
 Window = tuple[float, float]
-"""Noise levels from the first, up to but without the second; an end of 1 is included."""
+"""A noise range: lowest level, and the first one above it. An upper end of 1 is included."""
 
 Bias = Literal["balanced", "content", "style"]
 _NORMAL = NormalDist()
 _LEAST_MASS = 1e-9
-"""A window that holds less of the distribution would repeat the same few levels, or none."""
+"""The least probability of a noise range. One with less would repeat the same few levels, or contain none."""
 _BELOW_ONE = 1.0 - 2.0**-53
+"""The largest float64 below 1."""
 _ABOVE_ZERO = 2.0**-54
 _STEPS = 1000
+"""Number of ai-toolkit's steps."""
 
 
 class ShiftRule(Protocol):
-    """How far levels are shifted for a picture of so many tokens (`models.common.flow_shift.ResolutionShift`)."""
+    """The shift for an image of this many tokens (`models.common.flow_shift.ResolutionShift`)."""
 
     def at(self, tokens: int) -> float: ...
 
 
 @dataclass(frozen=True)
 class Uniform:
+    """Every level is equally likely."""
+
     def quantile(self, share: float) -> float:
         return share
 
@@ -63,7 +70,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogitNormal:
-    """1 / (1 + exp(-scale z)) of a standard normal z."""
+    """The distribution of 1 / (1 + exp(-scale z)) for a standard normal z."""
 
     scale: float = 1.0
 
@@ -80,6 +87,8 @@ class LogitNormal:
 
 @dataclass(frozen=True)
 class Beta:
+    """The beta distribution over levels."""
+
     alpha: float = 2.0
     beta: float = 2.0
 
@@ -93,61 +102,66 @@ class Beta:
 Distribution = Uniform | LogitNormal | Beta
 
 
-def _inside(share: float) -> float:
-    """Above 0 and below 1, where every distribution has a quantile."""
+def _open_interval(share: float) -> float:
+    """Clamp into the open interval (0, 1), where every distribution has a quantile."""
     return min(max(share, _ABOVE_ZERO), _BELOW_ONE)
 
 
 def biased(share: float, bias: Bias) -> float:
+    """Bias a uniform random number."""
     if bias == "content":
         return 1.0 - (1.0 - share) ** 3
     return share**3 if bias == "style" else share
 
 
 def unbiased(share: float, bias: Bias) -> float:
+    """The inverse of `biased`."""
     if bias == "content":
         return float(1.0 - np.cbrt(1.0 - share))
     return float(np.cbrt(share)) if bias == "style" else share
 
 
 def shifted(level: float, shift: float) -> float:
+    """The flow shift of a level."""
     return shift * level / (1.0 + (shift - 1.0) * level)
 
 
 def unshifted(level: float, shift: float) -> float:
+    """The inverse of `shifted`."""
     return shifted(level, 1.0 / shift)
 
 
 def stretched(level: float, terminal: float) -> float:
-    """[0, 1] compressed into [terminal, 1]."""
+    """Map [0, 1] linearly to [terminal, 1]."""
     return 1.0 - (1.0 - terminal) * (1.0 - level)
 
 
 def unstretched(level: float, terminal: float) -> float:
-    """The inverse; 0 for what is below `terminal`."""
+    """The inverse of `stretched`; 0 for levels below `terminal`."""
     return max(0.0, 1.0 - (1.0 - level) / (1.0 - terminal))
 
 
 @dataclass(frozen=True)
 class LevelSampler:
-    """`level(seed, index)`: the noise level of one sample, exactly a float32."""
+    """`level(seed, index)` is the noise level of one sample, exactly representable in float32."""
 
     distribution: Distribution
     bias: Bias = "balanced"
     shift: float | ShiftRule = 1.0
-    """A number, or the rule that makes one of a picture's tokens."""
+    """A number, or a rule that computes it from an image's tokens."""
     window: Window = (0.0, 1.0)
+    """The noise range to train."""
     steps: int | None = None
-    """Of a model that knows whole steps only."""
+    """Number of discrete steps of a DDPM model; None for continuous levels."""
     always: float | None = None
-    """The level of every sample, whatever else is said."""
+    """A fixed level for every sample, which overrides everything else."""
     biased_window: bool = False
-    """The bias is over the window's part of the distribution, not over the whole."""
+    """Whether the bias applies within the noise range instead of to the whole distribution."""
     terminal: float = 0.0
     """The lowest level after the shift."""
     stratified: bool = False
     span: Window = (0.0, 1.0)
-    """The expert's noise levels, of which `window` is all or a part."""
+    """The noise range of the expert. `window` is all or part of it."""
 
     @classmethod
     def from_config(
@@ -159,8 +173,8 @@ class LevelSampler:
         rule: ShiftRule | None = None,
         window: Window = (0.0, 1.0),
     ) -> LevelSampler:
-        """`shift` is the family's own (`ModelFacts.shift`), `rule` its rule by resolution where it has one
-        (`details["resolution_shift"]`), `window` the noise levels of the expert that is trained."""
+        """`shift` and `rule` are the model's own (`ModelFacts.shift`, `details["resolution_shift"]`). `window` is the
+        noise range of the trained expert."""
         sampler = cls(
             _distribution(objective),
             objective.timestep_bias,
@@ -177,19 +191,20 @@ class LevelSampler:
         return sampler
 
     def level(self, seed: int, index: int, tokens: int | None = None) -> float:
-        """`tokens` are those of this sample's picture; only a shift by resolution asks for them."""
+        """`tokens` is the number of image tokens of the sample, needed only for a resolution-dependent shift."""
         return self.quantile(uniform(seed, "level", index), tokens)
 
     def levels(self, seed: int, indices: Sequence[int], tokens: int | None = None) -> list[float]:
-        """Of a batch; all its pictures have as many tokens."""
+        """The noise levels of a batch, whose images all have the same number of tokens."""
         if not self.stratified:
             return [self.level(seed, index, tokens) for index in indices]
-        parts = enumerate(reversed(range(len(indices))))
-        shares = [(part + uniform(seed, "level", indices[at])) / len(indices) for at, part in parts]
+        # Sample 0 gets the noisiest stratum.
+        strata = enumerate(reversed(range(len(indices))))
+        shares = [(stratum + uniform(seed, "level", indices[at])) / len(indices) for at, stratum in strata]
         return [self.quantile(share, tokens) for share in shares]
 
     def quantile(self, share: float, tokens: int | None = None) -> float:
-        """The level below which this share of all samples is."""
+        """The level for the uniform random number `share`: this share of all samples has a lower level."""
         if self.always is not None:
             return self.always
         shift = self._shift_for(tokens)
@@ -199,94 +214,101 @@ class LevelSampler:
         elif self.biased_window and self.bias != "balanced":
             share = self._step(first + (last - first) * biased(share, self.bias))
         else:
-            share = biased(_inside(first + (last - first) * share), self.bias)
+            share = biased(_open_interval(first + (last - first) * share), self.bias)
         level = shifted(self.distribution.quantile(share), shift)
-        return self._in_window(stretched(level, self.terminal) if self.terminal else level)
+        return self._in_range(stretched(level, self.terminal) if self.terminal else level)
 
     @property
     def _picks_random(self) -> bool:
         return self.biased_window and self.bias != "balanced" and not isinstance(self.distribution, Uniform)
 
     def _step(self, share: float) -> float:
-        """The noisier end of one of 1000 steps (its middle, where a model has steps of its own)."""
+        """Round up to one of 1000 steps (to its middle for models with discrete steps, so that it stays inside)."""
         end = 1.0 if self.steps is None else 0.5
-        return _inside((math.floor(_inside(share) * _STEPS) + end) / _STEPS)
+        return _open_interval((math.floor(_open_interval(share) * _STEPS) + end) / _STEPS)
 
     def _pick(self, share: float, first: float, last: float, shift: float) -> float:
-        """The bias picks one of the expert's random levels, 1000 of the whole distribution. Those of an expert for less
-        noise begin one too early in ai-toolkit: the lowest of the other expert's is among them."""
+        """ai-toolkit's biased pick from 1000 random levels in order, restricted to the expert's.
+
+        In ai-toolkit the low-noise expert's levels start one too early, so they include the lowest of the other expert.
+        """
         lowest, highest = (self._share_below(bound, shift) for bound in self.span)
         mass = highest - lowest
-        draws = max(2, round(_STEPS * mass))
-        begin, end = (min(draws - 1, round(draws * (highest - bound) / mass)) for bound in (last, first))
+        number = max(2, round(_STEPS * mass))
+        begin, end = (min(number - 1, round(number * (highest - bound) / mass)) for bound in (last, first))
         above = round(_STEPS * (1 - highest))
-        positions, below = _picked(draws, -1 if above and begin == 0 else begin, end, self.bias)
+        positions, below = _picked(number, -1 if above and begin == 0 else begin, end, self.bias)
         own = float(below[-1])
         if share <= own or not above:
-            return _inside(lowest + mass * float(np.interp(share, below, positions)))
-        return _inside(highest + (1 - highest) * (1 - ((1 - share) / (1 - own)) ** (1 / above)))
+            return _open_interval(lowest + mass * float(np.interp(share, below, positions)))
+        # Index -1 is the lowest of the other expert's `above` levels. The minimum of n uniform numbers has the
+        # distribution function 1 - (1 - x)^n, which is inverted here.
+        return _open_interval(highest + (1 - highest) * (1 - ((1 - share) / (1 - own)) ** (1 / above)))
 
     def _shift_for(self, tokens: int | None) -> float:
         if isinstance(self.shift, float | int):
             return float(self.shift)
         if tokens is None:
-            raise ValueError("a shift by resolution needs the number of a picture's tokens")
+            raise ValueError("a resolution-dependent shift needs the number of image tokens")
         return self.shift.at(tokens)
 
     def _share_below(self, level: float, shift: float) -> float:
+        """The share of uniform random numbers that map below `level`: the inverse of `quantile` without the range."""
         if level <= 0 or level >= 1:
             return min(1.0, max(0.0, level))
         level = unstretched(level, self.terminal) if self.terminal else level
         share = self.distribution.share_below(unshifted(level, shift))
         return share if self.biased_window and self.bias != "balanced" else unbiased(share, self.bias)
 
-    def _in_window(self, level: float) -> float:
+    def _in_range(self, level: float) -> float:
+        """Round to float32, or to a step, without leaving the noise range."""
         lowest, highest = self.window
         if self.steps is not None:
-            # A step belongs to the window if its beginning does: [0, 1) are the steps 0 … T - 1.
+            # A step belongs to the range if its start does: [0, 1) has the steps 0 … T - 1.
             first = math.ceil(lowest * self.steps - 1e-6)
             last = max(first, math.ceil(highest * self.steps - 1e-6) - 1)
             step = min(max(math.floor(level * self.steps), first), last)
             return float(np.float32((step + 1) / self.steps))
-        if self._picks_random:  # which levels a window has is random there
+        if self._picks_random:  # the levels are random, so the range is only met on average
             return float(np.float32(level))
         return float(min(max(np.float32(level), smallest_from(lowest)), largest_below(highest)))
 
     def _check(self) -> None:
-        """A window in which nothing can be drawn is an error now, not a wrong level later."""
+        """Reject a noise range that the distribution does not reach, before it produces wrong levels."""
         lowest, highest = self.window
         if self.always is not None:
             if not lowest <= self.always or (self.always >= highest and highest < 1):
-                raise _no_levels(self.window, f"all of them are at {self.always:g}", "objective.timesteps")
+                raise _no_levels(self.window, f"every level is {self.always:g}", "objective.timesteps")
             return
-        # A shift by resolution moves the mass with the picture's size; both ends of what pictures have are asked.
+        # A resolution-dependent shift moves the distribution, so check it for the smallest and largest usual images.
         shifts = [self._shift_for(tokens) for tokens in (256, 16384)]
         held = min(self._share_below(highest, shift) - self._share_below(lowest, shift) for shift in shifts)
         if held < _LEAST_MASS:
-            raise _no_levels(self.window, f"{max(0.0, held):.1g} of all draws fall there", "objective.timesteps")
+            raise _no_levels(self.window, f"{max(0.0, held):.1g} of all samples fall there", "objective.timesteps")
 
 
 @lru_cache(maxsize=32)
-def _picked(draws: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, FloatArray]:
-    """Of so many uniform random numbers in falling order, the bias picks one from `begin` to `end`. Positions, and the
-    probability that the one picked is below each. Number -1 is above all of them."""
-    numbers = np.arange(draws + 1)
-    cut = np.clip((numbers - begin) / max(1, end - begin) * (1 - 1 / _STEPS), 0.0, 1.0)
+def _picked(count: int, begin: int, end: int, bias: Bias) -> tuple[FloatArray, FloatArray]:
+    """The distribution of a biased pick among `count` uniform random numbers, sorted in descending order.
+
+    The bias picks the number of an index from `begin` to `end`; index -1 lies above all of them. Returns positions in
+    (0, 1), and the probability that the picked number is below each.
+    """
+    indices = np.arange(count + 1)
+    cut = np.clip((indices - begin) / max(1, end - begin) * (1 - 1 / _STEPS), 0.0, 1.0)
     picked_from = 1.0 - np.cbrt(cut) if bias == "content" else np.cbrt(1.0 - cut)
     picked_from[: max(0, begin + 1)], picked_from[end + 1 :] = 1.0, 0.0
-    # The one with number j is below a position if at most j are above it; how many are above is binomial.
+    # The number of index j is below a position if at most j numbers are above it; that count is binomial.
     positions = np.array([_NORMAL.cdf(z) for z in np.linspace(-6.0, 6.0, 2001)])
-    choose = np.concatenate([[0.0], np.cumsum(np.log(np.arange(draws, 0, -1)) - np.log(np.arange(1, draws + 1)))])
-    above = np.exp(choose + np.outer(np.log(positions), numbers[::-1]) + np.outer(np.log1p(-positions), numbers))
+    choose = np.concatenate([[0.0], np.cumsum(np.log(np.arange(count, 0, -1)) - np.log(np.arange(1, count + 1)))])
+    above = np.exp(choose + np.outer(np.log(positions), indices[::-1]) + np.outer(np.log1p(-positions), indices))
     below = np.maximum.accumulate(above @ picked_from)
     return positions, below
 
 
-def _no_levels(window: Window, found: str, key: str) -> ConfigError:
-    asked = f"noise levels from {window[0]:g} to {window[1]:g}"
-    return ConfigError(
-        [Problem(key, found, f"a distribution that reaches {asked}", "write `timesteps: uniform` in `objective`")]
-    )
+def _no_levels(noise_range: Window, found: str, key: str) -> ConfigError:
+    expected = f"a distribution that reaches noise levels from {noise_range[0]:g} to {noise_range[1]:g}"
+    return ConfigError([Problem(key, found, expected, "--set objective.timesteps=uniform")])
 
 
 def _distribution(objective: Objective) -> Distribution:
@@ -300,53 +322,55 @@ def _distribution(objective: Objective) -> Distribution:
 
 
 def _shift(objective: Objective, schedule: NoiseSchedule, family: float, rule: ShiftRule | None) -> float | ShiftRule:
-    asked, key = objective.flow_shift, "objective.flow_shift"
+    """The config's flow shift, or the family's own. ConfigError if the model does not support it."""
+    shift, key = objective.flow_shift, "objective.flow_shift"
     if schedule.prediction != "flow":
-        if asked not in (None, 1.0):
-            expected = f"nothing: this model learns by {schedule.prediction}, and only flow matching shifts its levels"
-            raise ConfigError([Problem(key, str(asked), expected, "remove flow_shift")])
+        if shift not in (None, 1.0):
+            expected = f"no value: this model predicts {schedule.prediction}, and only flow matching has a shift"
+            raise ConfigError([Problem(key, str(shift), expected, "remove objective.flow_shift")])
         if objective.shift_terminal:
-            expected = f"0: this model learns by {schedule.prediction}, and only flow matching has one"
+            expected = f"0: this model predicts {schedule.prediction}, and only flow matching has a shift"
             found = f"{objective.shift_terminal:g}"
-            raise ConfigError([Problem("objective.shift_terminal", found, expected, "remove shift_terminal")])
+            raise ConfigError([Problem("objective.shift_terminal", found, expected, "remove objective.shift_terminal")])
         return 1.0
-    if asked == "resolution":
+    if shift == "resolution":
         if rule is None:
-            expected = "a number: this model's scheduler has no rule by resolution"
-            raise ConfigError([Problem(key, asked, expected, f"write `flow_shift: {family:g}`, the model's own")])
+            expected = "a number: this model's scheduler has no resolution-dependent shift"
+            raise ConfigError([Problem(key, shift, expected, f"--set objective.flow_shift={family:g}")])
         return rule
-    if asked is not None:
-        return asked
-    # Weights by level mean 1 over uniform levels; a shift no one asked for would bend them.
+    if shift is not None:
+        return shift
+    # Weights by level average 1 only over uniform levels, so the family's shift does not apply by default.
     return 1.0 if objective.timesteps == "weighted" or objective.timestep_weights is not None else family
 
 
-def _narrowed(objective: Objective, window: Window) -> Window:
-    lowest = max(window[0], objective.min_timestep / 1000)
-    highest = min(window[1], objective.max_timestep / 1000)
+def _narrowed(objective: Objective, noise_range: Window) -> Window:
+    """The part of the expert's noise range between the config's timesteps."""
+    lowest = max(noise_range[0], objective.min_timestep / 1000)
+    highest = min(noise_range[1], objective.max_timestep / 1000)
     if lowest >= highest:
-        asked = f"min_timestep {objective.min_timestep}, max_timestep {objective.max_timestep}"
-        expected = f"timesteps inside this expert's window, {1000 * window[0]:g} to {1000 * window[1]:g}"
-        hint = "widen them, or train the other expert only (`experts` in `model`)"
-        raise ConfigError([Problem("objective.min_timestep", asked, expected, hint)])
+        found = f"min_timestep {objective.min_timestep}, max_timestep {objective.max_timestep}"
+        expected = f"timesteps inside this expert's noise range, {1000 * noise_range[0]:g} to {1000 * noise_range[1]:g}"
+        hint = "widen them, or train only the other expert (model.experts)"
+        raise ConfigError([Problem("objective.min_timestep", found, expected, hint)])
     return lowest, highest
 
 
 def largest_below(bound: float) -> np.float32:
-    """The last float32 that is below a bound however the two are compared: as float64, as float32, or as timesteps
-    in either. 1 itself is the end of the noise, where no other expert begins."""
+    """The largest float32 that is below a bound however the two are compared: as float64, as float32, or as timesteps
+    in either. A bound of 1 is the end of the noise, where no other expert begins, and is returned itself."""
     if bound >= 1:
         return np.float32(1.0)
     level = np.float32(bound)
     thousand = np.float32(1000)
-    # Timesteps in float32 are the coarsest: what is below as both of them is below as everything else.
+    # Timesteps in float32 are the coarsest. A level below the bound in both of these is below it in all comparisons.
     while not (level * thousand < np.float32(bound) * thousand and level * thousand < np.float32(bound * 1000)):
         level = np.nextafter(level, np.float32(-1))
     return level
 
 
 def smallest_from(bound: float) -> np.float32:
-    """The first float32 that is not below a bound. Rounded further, to a timestep, it is not below the bound's."""
+    """The smallest float32 that is not below a bound. As a float32 timestep it is not below the bound's either."""
     level = np.float32(bound)
     while float(level) < bound:
         level = np.nextafter(level, np.float32(2))

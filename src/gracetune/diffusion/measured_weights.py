@@ -1,7 +1,7 @@
-"""ai-toolkit's loss weights by noise level (`timestep_type: weighted`), which its author measured on a flow model.
+"""ai-toolkit's loss weights by noise level (`timestep_type: weighted`), measured by its author on a flow model.
 
-Entry i, of 1000, is the weight at noise level 1 - i / 1000; they are 1 on average. The numbers are those of
-ai-toolkit's `toolkit/timestep_weighing/default_weighing_scheme.py` (commit 27a03a9), to six digits, under this license:
+Entry i of 1000 is the weight at noise level 1 - i / 1000. The weights average 1. The numbers are those of ai-toolkit's
+`toolkit/timestep_weighing/default_weighing_scheme.py` (commit 27a03a9), to six digits, under this license:
 
     MIT License
 

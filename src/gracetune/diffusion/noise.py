@@ -1,6 +1,6 @@
-"""The noise a sample is mixed with: a function of the seed and the sample's number, on the latents' device.
+"""Training noise as a function of the seed and the sample's index, generated on the latents' device.
 
-Its noise does not depend on the batch or the rank it is in (see `seeded_random`).
+A sample's noise depends neither on the batch nor on the rank (see `seeded_random`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from gracetune.seeded_random import normals, uniform
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """float32, shaped like the latents [B, C, ...]."""
+    """float32 noise, shaped like the latents [B, C, ...]."""
 
     asked: Tensor
-    """What the target is made of."""
+    """The noise in the training target."""
     seen: Tensor
-    """What the latents are mixed with; another than `asked` only under input perturbation."""
+    """The noise added to the latents. Differs from `asked` only with input perturbation."""
 
 
 def draw_noise(latents: Tensor, objective: Objective, seed: int, indices: Sequence[int]) -> Noise:
-    """`indices` are the global numbers of the batch's samples."""
-    asked = normal_like(latents, seed, "noise", indices)
+    """`indices` are the global indices of the batch's samples."""
+    target = normal_like(latents, seed, "noise", indices)
     if objective.noise_offset > 0:
-        asked += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)
-    seen = asked
+        target += objective.noise_offset * _offsets(latents, objective.noise_offset_probability, seed, indices)
+    added = target
     if objective.input_perturbation > 0:
-        seen = asked + objective.input_perturbation * normal_like(latents, seed, "input_perturbation", indices)
-    return Noise(asked, seen)
+        added = target + objective.input_perturbation * normal_like(latents, seed, "input_perturbation", indices)
+    return Noise(target, added)
 
 
 def normal_like(latents: Tensor, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:
-    """Standard normal noise, float32."""
+    """Standard normal noise in float32. `purpose` separates independent noise of the same samples."""
     return _normals(latents, latents.shape[1:], seed, purpose, indices)
 
 
 def _offsets(latents: Tensor, probability: float, seed: int, indices: Sequence[int]) -> Tensor:
-    """One number per sample and channel, 0 in samples that were not chosen."""
+    """One offset per sample and channel, [B, C, 1, ...]; 0 for samples that get none."""
     per_channel = torch.Size([latents.shape[1], *(1,) * (latents.ndim - 2)])
     offsets = _normals(latents, per_channel, seed, "noise_offset", indices)
     for row, index in zip(offsets, indices, strict=True):
@@ -53,5 +53,5 @@ def _offsets(latents: Tensor, probability: float, seed: int, indices: Sequence[i
 
 def _normals(latents: Tensor, shape: torch.Size, seed: int, purpose: str, indices: Sequence[int]) -> Tensor:
     if len(indices) != latents.shape[0]:
-        raise ValueError(f"{len(indices)} sample numbers for a batch of {latents.shape[0]}")
+        raise ValueError(f"{len(indices)} sample indices for a batch of {latents.shape[0]}")
     return normals(shape, seed, purpose, indices, latents.device)

@@ -1,14 +1,14 @@
-"""How clean latents become noisy, and what a denoiser is asked for.
+"""Noise schedules: how clean latents become noisy, and the training target.
 
-One letter set for all of them, `x` clean, `e` noise, `u` the noise level in [0, 1] (0 clean, 1 pure noise):
+With clean latents `x`, noise `e` and the noise level `u` in [0, 1] (0 clean, 1 pure noise):
 
     noisy(x, e, u) = a(u) x + s(u) e
-    flow           a = 1 - u            s = u              asked for e - x
-    epsilon        a, s of the DDPM     u = t / T          asked for e
-    v_prediction   as above                                asked for a e - s x
-    continuous v   a = cos(pi u / 2)    s = sin(pi u / 2)  asked for a e - s x
+    flow           a = 1 - u            s = u              target e - x
+    epsilon        a, s of the DDPM     u = t / T          target e
+    v_prediction   as above                                target a e - s x
+    continuous v   a = cos(pi u / 2)    s = sin(pi u / 2)  target a e - s x
 
-Levels are tensors of shape [B]; whatever has pixels is [B, ...].
+Levels have shape [B], latents [B, ...].
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ Prediction = Literal["flow", "epsilon", "v_prediction"]
 
 
 class NoiseSchedule(Protocol):
+    """The coefficients and the model time of each noise level."""
+
     @property
     def prediction(self) -> Prediction: ...
 
     def coefficients(self, level: Tensor) -> tuple[Tensor, Tensor]:
-        """a and s, in float32, shaped [B]."""
+        """a and s, [B] in float32."""
 
     def model_time(self, level: Tensor) -> Tensor:
-        """What the denoiser is told about the level, shaped [B]."""
+        """The timestep input of the denoiser, [B]."""
 
 
 def noisy(schedule: NoiseSchedule, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-    """Latents at noise level `level`, in the clean latents' dtype; the arithmetic is done in float32."""
+    """The noisy latents, in the dtype of the clean ones. Computed in float32."""
     a, s = (per_sample(part, clean) for part in schedule.coefficients(level))
     return (a * clean.float() + s * noise.float()).to(clean.dtype)
 
 
 def target(schedule: NoiseSchedule, clean: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-    """What the denoiser should answer, in float32."""
+    """The training target, in float32."""
     x, e = clean.float(), noise.float()
     if schedule.prediction == "flow":
         return e - x
@@ -53,16 +55,16 @@ def target(schedule: NoiseSchedule, clean: Tensor, noise: Tensor, level: Tensor)
 
 
 def per_sample(value: Tensor, like: Tensor) -> Tensor:
-    """[B] as [B, 1, ...], to be multiplied with `like`."""
+    """[B] reshaped to [B, 1, ...], to broadcast with `like`."""
     return value.to(like.device).reshape(-1, *(1,) * (like.ndim - 1))
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Straight paths from data to noise."""
+    """Flow matching: straight paths from data to noise."""
 
     time_scale: float = 1000.0
-    """The denoiser is told level x this."""
+    """The model time is the level times this."""
 
     @property
     def prediction(self) -> Prediction:
@@ -78,7 +80,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Ddpm:
-    """A table of `alphas_cumprod`: the level of step t is (t + 1) / T; levels in between are rounded up."""
+    """A DDPM by its table of `alphas_cumprod`. Step t has the level (t + 1) / T; levels in between round up."""
 
     alphas_cumprod: tuple[float, ...]
     prediction: Prediction = "epsilon"
@@ -88,16 +90,16 @@ class Ddpm:
         return {}
 
     def _table(self, device: torch.device) -> Tensor:
-        """Copied to a device once: every further copy would make the host wait for it."""
+        """The table on a device. Copied once, because every copy would synchronize the host."""
         table = self._tables.get(device)
         if table is None:
             table = self._tables[device] = torch.tensor(self.alphas_cumprod, dtype=torch.float64, device=device)
         return table
 
     def step(self, level: Tensor) -> Tensor:
-        """The whole step a level belongs to."""
+        """The discrete step a level belongs to, [B]."""
         steps = len(self.alphas_cumprod)
-        # A level that was computed as (t + 1) / T in float32 must come back as t.
+        # The tolerance makes a level computed as (t + 1) / T in float32 map back to t.
         return (level.double() * steps - 1e-3).ceil().long().sub(1).clamp(0, steps - 1)
 
     def coefficients(self, level: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +112,7 @@ class Ddpm:
 
 @dataclass(frozen=True)
 class Cosine:
-    """A quarter turn from data to noise; the denoiser is told the level itself."""
+    """The trigonometric path from data to noise: a quarter circle. The model time is the level itself."""
 
     @property
     def prediction(self) -> Prediction:

@@ -1,7 +1,7 @@
-"""Triton kernels, and when they are used: in compiled graphs on GPUs.
+"""Triton kernels, and the choice of when they are used: in compiled graphs on GPUs.
 
-Only a GPU's torch brings triton, so the modules here that need it are imported where they are called. `fused_products`
-and `e4m3` need none.
+triton is only installed with CUDA builds of torch. The modules that import it are therefore imported inside the
+functions that use them. `fused_products` and `e4m3` do not import it.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 HAS_TRITON: Final = find_spec("triton") is not None
-"""It comes with torch's builds for GPUs, and with no other."""
+"""Whether triton is installed, which only torch's builds for GPUs do."""
 HALVES: Final = (torch.bfloat16, torch.float16)
 
 
 def pay(x: Tensor) -> bool:
-    """Whether our kernels are to be used on `x`.
+    """Whether our kernels should be used on `x`.
 
-    Python takes 50 us to launch one (on an H200's host), a compiled graph far less; and where graphs are compiled, what
-    triton needs on a machine is there.
+    Launching one from Python takes 50 us (on an H200's host); a compiled graph launches it far faster. Where graphs are
+    compiled, everything triton needs on a machine is present too.
     """
     return x.device.type == "cuda" and HAS_TRITON and torch.compiler.is_compiling()
 
 
 def pays_in_halves(x: Tensor) -> bool:
-    """The same for kernels that compute halves."""
+    """The same for kernels that only support half precision."""
     return x.dtype in HALVES and pay(x)
 
 
 def shared_bytes(device: torch.device) -> int:
-    """How much of a processor's own memory a program may have; 0 where there is no GPU."""
+    """Shared memory per thread block, in bytes; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack it

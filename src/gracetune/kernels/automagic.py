@@ -1,9 +1,9 @@
-"""The kernels of `optim.automagic_cuda`. Importing this needs Triton.
+"""The kernels of `optim.automagic_cuda`. Importing this module needs triton.
 
-M matrices of R x C, `lead` of them to a tensor. `gradients` and `places` are tables of tensors' addresses, `slots`
-says which of the stack's state belongs to which. A program works on one of the `blocks` of one matrix; all are counted
-in the grid's first dimension, the only one without a low limit. `bad` is one number: where it is not 0, nothing is
-written at all.
+Each works on M matrices of R x C at once; a tensor has `lead` matrices. `gradients` and `places` are tables of tensor
+addresses. `slots` maps a tensor to its place in the stacked optimizer state. A program works on one of the `blocks` of
+one matrix. Programs are counted in the grid's first dimension alone, because the others are limited to 65,535. `bad` is
+one number: if it is not 0 (a non-finite gradient), nothing is written.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 
@@ -17,20 +17,22 @@ import triton.language as tl  # type: ignore[import-not-found, import-untyped, u
 from torch import Tensor
 
 _TILE = 4096
+"""Elements of a two-dimensional tile."""
 _FLAT = 2048
+"""Elements of a one-dimensional tile."""
 _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes kernels are told; `matrices` counts those of all parameters with a gradient."""
+    """Sizes for the kernels. `matrices` counts those of all parameters with a gradient."""
 
     tensors: int
     lead: int
     rows: int
     columns: int
     aligned: bool
-    """Every matrix begins where a GPU can read 16 bytes at once."""
+    """Whether every matrix starts at an address that allows 16-byte loads."""
 
     @classmethod
     def of(cls, shape: torch.Size, tensors: int, *, aligned: bool) -> Shape:
@@ -43,7 +45,7 @@ class Shape:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl.constexpr):
-    """The first element of a matrix."""
+    """Pointer to the first element of a matrix."""
     base = tl.load(table + matrix // lead).to(tl.pointer_type(dtype)) + (matrix % lead).to(tl.int64) * rows * columns
     if aligned:
         base = tl.multiple_of(base, 16)
@@ -52,13 +54,13 @@ def _matrix(table, matrix, lead, rows, columns, dtype: tl.constexpr, aligned: tl
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _slot(slots, matrix, lead):
-    """The number of a matrix in the stack's state."""
+    """Index of a matrix in the stacked state."""
     return tl.load(slots + matrix // lead) * lead + matrix % lead
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _end(size, bad):
-    """Up to where results are kept: nowhere, of a step that is left out."""
+    """Number of results to write: all of them, or none in a skipped step."""
     return tl.where(tl.load(bad) == 0.0, size, 0)
 
 
@@ -67,6 +69,7 @@ def _rows_kernel(
     gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
+    """Moving average of each row's mean squared gradient, as in Adafactor. A program handles `high` rows."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     r = block * high + tl.arange(0, high)
@@ -87,6 +90,7 @@ def _columns_kernel(
     gradients, slots, moment, bad, lead, rows, columns, blocks, beta2, rest, eps,
     dtype: tl.constexpr, aligned: tl.constexpr, high: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
+    """Moving average of each column's mean squared gradient. A program handles `wide` columns."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     c = block * wide + tl.arange(0, wide)
@@ -104,7 +108,7 @@ def _columns_kernel(
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _update(source, by_row, by_col, matrix, rows, columns, i):
-    """Normalised gradients, before the clip."""
+    """The gradient, normalized by its row and column, before clipping."""
     inside = i < rows * columns
     g = tl.load(source + i, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(by_row + matrix.to(tl.int64) * rows + i // columns, mask=inside, other=0.0)
@@ -126,6 +130,7 @@ def _squares_kernel(
     aligned: tl.constexpr,
     flat: tl.constexpr,
 ):
+    """Sum of squares of one block of normalized gradients."""
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     source = _matrix(gradients, matrix, lead, rows, columns, dtype, aligned)
     i = block * flat + tl.arange(0, flat)
@@ -139,6 +144,11 @@ def _move_kernel(
     lead, rows, columns, blocks, unit, bump, lowest, highest, bias, min_lr, max_lr, decay,
     dtype: tl.constexpr, aligned: tl.constexpr, none_yet: tl.constexpr, flat: tl.constexpr,
 ):  # fmt: skip
+    """Adapt each element's learning rate, then apply the update.
+
+    A rate rises by `bump` while the update keeps its sign, and falls by it when the sign changes. Rates are integer
+    multiples of `unit`, stored minus `bias`.
+    """
     matrix, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     i = block * flat + tl.arange(0, flat)
     inside = i < rows * columns
@@ -155,6 +165,7 @@ def _move_kernel(
     tl.store(signs + state, positive.to(tl.uint8), mask=kept)
     tl.store(stored + state, (units - bias).to(stored.dtype.element_ty), mask=kept)
 
+    # The ends of the grid are not multiples of `unit`, so they are replaced by the exact limits.
     rate = units.to(tl.float32) * unit
     rate = tl.where(units <= lowest, min_lr, rate)
     rate = tl.where(units >= highest, max_lr, rate)
@@ -175,6 +186,7 @@ def average_rows(
     gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
+    """Update the row moments in `moment` from the gradients."""
     wide = _power(shape.columns, 256)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.rows, high)
@@ -188,6 +200,7 @@ def average_columns(
     gradients: Tensor, slots: Tensor, moment: Tensor, bad: Tensor, shape: Shape, dtype: torch.dtype,
     *, beta2: float, eps: float,
 ) -> None:  # fmt: skip
+    """Update the column moments in `moment` from the gradients."""
     wide = _power(shape.columns, 128)
     high = _power(shape.rows, max(1, _TILE // wide))
     blocks = triton.cdiv(shape.columns, wide)
@@ -198,7 +211,7 @@ def average_columns(
 
 
 def square_sums(gradients: Tensor, by_row: Tensor, by_col: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """[tensors, pieces]: what is left is a short sum for each tensor."""
+    """Partial sums of squares of the normalized gradients, [tensors, blocks], to be summed for each tensor."""
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     partial = torch.empty((shape.matrices, blocks), dtype=torch.float32, device=gradients.device)
@@ -232,7 +245,10 @@ def move(
     weight_decay: float,
     no_sign: int,
 ) -> None:
-    """`rates` are stored as `RateGrid` describes; `no_sign` stands in `signs` where there was no update yet."""
+    """Update the parameters, their learning rates and signs in place.
+
+    `rates` are stored as `RateGrid` describes. `no_sign` marks entries of `signs` without an update so far.
+    """
     flat = _power(shape.rows * shape.columns, _FLAT)
     blocks = triton.cdiv(shape.rows * shape.columns, flat)
     _move_kernel[(shape.matrices * blocks,)](

@@ -1,4 +1,4 @@
-"""The 8-bit floating-point format of fp8 weights and of what is multiplied with them."""
+"""The 8-bit floating-point format of fp8 weights and activations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 E4M3: Final = torch.float8_e4m3fn
 MOST: Final = 448.0
-"""The largest number e4m3 has."""
+"""The largest finite e4m3 value."""
 SMALLEST: Final = 2.0**-100
-"""Rows whose largest number is below this become zeros; its reciprocal times `MOST` is still finite in fp32."""
+"""Rows whose largest absolute value is below this become zeros. `MOST` divided by it is still finite in fp32."""

@@ -1,10 +1,10 @@
-"""Wan's residual and layer norm on a GPU: what is added, its norm and the modulation, in one pass over memory each way.
+"""Wan's residual and layer norm on a GPU: addition, norm and modulation in one pass over memory per direction.
 
     h = x + a gate, rounded;  u = (h - mean) rstd,  rstd = 1 / sqrt(mean((h - mean)^2) + eps);  n = u scale + shift
     g = dn scale;  dx = dh + rstd (g - mean(g) - u mean(g u));  da = dx gate
 
-All of it in fp32; the norm is that of the rounded h, as in diffusers. A program has one row (token) and holds it in
-registers, tile by tile, so that the mean is known before the deviations from it are squared.
+Everything is computed in fp32. The norm is that of the rounded h, as in diffusers. A program handles one row (token)
+and holds it in registers, tile by tile, so that the mean is known before the squared deviations are summed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _add_and_norm(
     WIDTH: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One row. SHARED: all of the batch have one scale and shift."""
+    """One row. SHARED: the whole batch has one scale and shift."""
     row = tl.program_id(0)
     of_batch = (row // tokens).to(tl.int64) * WIDTH
     modulation = 0 if SHARED else of_batch
@@ -50,10 +50,10 @@ def _add_and_norm(
     for tile in tl.static_range(TILES):
         at = tile * TILE + column
         away = held[tile].to(tl.float32) - middle
-        if WIDTH % TILE != 0:  # what lies beyond the row was read as 0, and 0 is away from the mean
+        if WIDTH % TILE != 0:  # elements beyond the row were read as 0, which deviates from the mean
             away = tl.where(at < WIDTH, away, 0.0)
         squares += away * away
-        if ADDED:  # not in the loop before: a write between its reads would hold them up
+        if ADDED:  # not in the loop before, where a store between the loads would delay them
             write_tile(h + first, at, held[tile], WIDTH, TILE)
     inverse = tl.rsqrt(tl.sum(squares, 0) / WIDTH + eps)
     tl.store(mean + row, middle)
@@ -73,7 +73,7 @@ def _add_and_norm_backward(
     WIDTH: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
     ADDED: tl.constexpr, GATED: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """One row. ADDED: h was a result too, and has a gradient of its own."""
+    """One row. ADDED: h was an output too and has its own gradient."""
     row = tl.program_id(0)
     of_batch = (row // tokens).to(tl.int64) * WIDTH
     modulation = 0 if SHARED else of_batch
@@ -119,14 +119,14 @@ def _by_batch(gate: Tensor, batch: int) -> Tensor:
 def _forward(
     x: Tensor, a: Tensor | None, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """h (empty where nothing is added), n, and of each row the mean and rstd in fp32."""
+    """h (empty if nothing is added), n, and the mean and rstd of each row in fp32."""
     batch, tokens, width = x.shape
     x, scale, shift = x.contiguous(), scale.contiguous(), shift.contiguous()
     n, h = x.new_empty(batch, tokens, width), x.new_empty(0 if a is None else x.shape)
     mean, rstd = (x.new_empty(batch * tokens, dtype=torch.float32) for _ in range(2))
     sizes, warps = row_sizes(width)
     kernel: Any = wrap_triton(_add_and_norm)
-    kernel[(batch * tokens,)](  # something has to be given for what is not there; it is not touched then
+    kernel[(batch * tokens,)](  # an absent tensor still needs a pointer, which the kernel does not touch
         x, x if a is None else a.contiguous(), scale if gate is None else _by_batch(gate, batch), scale, shift,
         x if a is None else h, n, mean, rstd, tokens, eps, **sizes,
         ADDED=a is not None, GATED=gate is not None, SHARED=scale.shape[0] == 1, num_warps=warps,
@@ -138,7 +138,7 @@ def _forward(
 def _backward(
     dn: Tensor, dh: Tensor | None, h: Tensor, mean: Tensor, rstd: Tensor, gate: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, and da (empty without a gate: it is dx)."""
+    """dx, and da (empty without a gate, where da is dx)."""
     batch, tokens, width = h.shape
     dn, h, scale = dn.contiguous(), h.contiguous(), scale.contiguous()
     dx, da = h.new_empty(batch, tokens, width), h.new_empty(0 if gate is None else h.shape)
@@ -153,9 +153,9 @@ def _backward(
 
 
 class _AddedNormed(torch.autograd.Function):
-    """Keeps h, two numbers for each row, the gate and the scale.
+    """Saves h, two numbers per row, the gate and the scale.
 
-    A gradient that is missing is given as zeros, torch's default: the block uses both results, so none is.
+    torch passes zeros for a missing gradient. None is missing here, because the block uses both outputs.
     """
 
     @staticmethod
@@ -169,14 +169,14 @@ class _AddedNormed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor, dn: Tensor) -> Any:
-        h, mean, rstd, gate, scale = ctx.saved_tensors  # once: under checkpointing they can be had no second time
+        h, mean, rstd, gate, scale = ctx.saved_tensors  # read once: under checkpointing a second access fails
         results: tuple[Tensor, Tensor] = _backward(dn, dh, h, mean, rstd, gate, scale)
         dx, da = results
         return dx, dx if gate is None else da, None, None, None, None
 
 
 class _Normed(torch.autograd.Function):
-    """Keeps x, two numbers for each row, and the scale. Gives x too: the kernel then adds both of its gradients."""
+    """Saves x, two numbers per row, and the scale. Returns x too, so that the kernel adds both of its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -195,9 +195,9 @@ class _Normed(torch.autograd.Function):
 def added_and_normed(
     x: Tensor, a: Tensor, gate: Tensor | None, scale: Tensor, shift: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """h = x + a gate, and its layer norm times scale plus shift; x and a are [batch, tokens, width].
+    """h = x + a gate, and its layer norm times scale plus shift. x and a are [batch, tokens, width].
 
-    The gate is [batch, width] (None: 1), scale and shift are [batch, width] or [1, width]. Only x and a get gradients.
+    The gate is [batch, width] (None: 1); scale and shift are [batch, width] or [1, width]. Only x and a get gradients.
     """
     result: tuple[Tensor, Tensor]
     result = _AddedNormed.apply(x, a.to(x.dtype), gate, scale, shift, eps)  # type: ignore[no-untyped-call]
@@ -205,6 +205,6 @@ def added_and_normed(
 
 
 def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x [batch, tokens, width] itself, to be used from here on, and its layer norm times scale plus shift, as above."""
+    """x [batch, tokens, width] itself, and its layer norm times scale plus shift. Use the returned x from here on."""
     result: tuple[Tensor, Tensor] = _Normed.apply(x, scale, shift, eps)  # type: ignore[no-untyped-call]
     return result

@@ -1,8 +1,8 @@
-"""Frozen layers' products added, on a GPU, to what the adapter has already put in their place.
+"""Products of frozen layers, added on a GPU to the adapter's output in place.
 
-The matrix library adds to what is in memory while it writes: the adapter's part is then never read by anyone else, and
-the sum is not written a second time. As one operation, because a compiler keeps the products apart otherwise and makes
-a copy before it adds.
+The matrix library accumulates into memory as it writes. The adapter's output is therefore not read separately, and the
+sum is not written a second time. The whole is one operation, because torch's compiler would otherwise keep the products
+apart and copy before adding.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils.flop_counter import register_flop_formula
 from gracetune.kernels import HAS_TRITON
 
 _THIN: Final = 64
-"""The widest inner side `thin` is for."""
+"""The largest inner dimension for which `thin` is used."""
 _TO_RANK: Final = 16
-"""The most columns `to_rank` is for: at 48 the matrix library is faster."""
+"""The most columns for which `to_rank` is used: at 48 the matrix library is faster."""
 _LIBRARY = torch.library.Library("gracetune", "FRAGMENT")
 _LIBRARY.define("products(Tensor a, Tensor b, Tensor? bias, Tensor[] lefts, Tensor[] rights) -> Tensor")
 _LIBRARY.define("mixed_and_product(Tensor small, Tensor rows, Tensor? bias, Tensor c, Tensor d) -> Tensor")
@@ -35,17 +35,19 @@ def _products(a: Tensor, b: Tensor, bias: Tensor | None, lefts: list[Tensor], ri
 
 def _thin(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     if is_thin(a):
-        from gracetune.kernels.low_rank import thin_at_once  # only a GPU has triton
+        from gracetune.kernels.low_rank import thin_at_once  # triton is only installed with CUDA builds of torch
 
         return thin_at_once(a, b, bias)
     return a.mm(b) if bias is None else torch.addmm(bias, a, b)
 
 
 def is_thin(a: Tensor) -> bool:
+    """Whether `thin` should compute products with `a`."""
     return a.device.type == "cuda" and HAS_TRITON and a.shape[1] <= _THIN
 
 
 def goes_to_rank(rows: Tensor, factor: Tensor) -> bool:
+    """Whether `to_rank` should compute this product."""
     return rows.device.type == "cuda" and HAS_TRITON and factor.shape[1] <= _TO_RANK
 
 
@@ -56,14 +58,14 @@ def _shape(a: Tensor, b: Tensor, bias: Tensor | None, lefts: list[Tensor], right
 
 @register_flop_formula(torch.ops.gracetune.products)
 def _flops(a: Any, b: Any, bias: Any, lefts: Any, rights: Any, **_: object) -> int:
-    """What a compiler weighs when it looks for work to repeat."""
+    """The cost that torch's compiler considers when it decides what to recompute."""
     pairs = [(a, b), *zip(lefts, rights, strict=True)]
     return int(sum(2 * left[0] * left[1] * right[1] for left, right in pairs))
 
 
 @torch.library.impl(_LIBRARY, "mixed_and_product", "CUDA")
 def _mixed_and_product(small: Tensor, rows: Tensor, bias: Tensor | None, c: Tensor, d: Tensor) -> Tensor:
-    from gracetune.kernels.lokr_mixing import mixed_at_once  # only a GPU has triton
+    from gracetune.kernels.lokr_mixing import mixed_at_once  # triton is only installed with CUDA builds of torch
 
     return mixed_at_once(small, rows, bias).reshape(c.shape[0], d.shape[1]).addmm_(c, d)
 
@@ -79,17 +81,18 @@ def _mixed_flops(small: Any, rows: Any, bias: Any, c: Any, d: Any, **_: object) 
 
 
 def mixed_and_product(small: Tensor, rows: Tensor, bias: Tensor | None, c: Tensor, d: Tensor) -> Tensor:
-    """small [p, q] on each of rows [n, q, k], seen as [n, p k], and c d and the bias added to it."""
+    """small [p, q] times each of rows [n, q, k], seen as [n, p k], plus c d and the bias."""
     result: Tensor = torch.ops.gracetune.mixed_and_product(small, rows, bias, c, d)
     return result
 
 
 OPERATIONS: Final = (torch.ops.gracetune.products, torch.ops.gracetune.mixed_and_product)
+"""For code that lists custom operators, such as activation checkpointing policies."""
 
 
 def products(
     a: Tensor, b: Tensor, bias: Tensor | None, lefts: Sequence[Tensor], rights: Sequence[Tensor]
 ) -> Tensor:  # fmt: skip
-    """a b + bias, rounded, and each left right added to it."""
+    """a b + bias, rounded, plus each product of a left and a right."""
     result: Tensor = torch.ops.gracetune.products(a, b, bias, list(lefts), list(rights))
     return result

@@ -1,10 +1,11 @@
-"""Wan's queries and keys on a GPU: normed over the whole row and turned by pairs, in one pass over memory each way.
+"""Fused norm and RoPE for Wan's queries and keys on a GPU, in one pass over memory per direction.
 
     n = x rstd weight,  rstd = 1 / sqrt(mean(x^2) + eps);  y: each pair (a, b) of n as (a c - b s, b c + a s)
     dn: each pair (a, b) of dy as (a c + b s, b c - a s);  dh = dn weight, h = x rstd;  dx = rstd (dh - h mean(dh h))
 
-All of it in fp32 and rounded once. A program has one row (token) and holds it in registers between the row's sum and
-its result, tile by tile: a width like 5120 is no power of two, and a tile has to be one.
+Everything is computed in fp32 and rounded once. A program handles one row (token) and holds it in registers, tile by
+tile, between the row's sum and its result. Tiles are needed because a width such as 5120 is not a power of two, which
+triton requires.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 _LEAST_TILE: Final = 256
-"""Where only smaller ones divide the width, larger ones with a mask are faster."""
+"""If only smaller tiles divide the width, larger ones with a mask are faster."""
 _MOST_TILE: Final = 2048
 _BY_WARP: Final = 256
-"""How much of a tile one warp has: 8 elements for each thread, which in bf16 are one access of 16 bytes."""
+"""Elements of a tile per warp: 8 per thread, which in bf16 are one 16-byte access."""
 _MOST_WARPS: Final = 8
 
 
 @triton.jit
 @no_type_check
 def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.constexpr):
-    """With what the cache should do with it: keep what all rows read, not what one does."""
+    """Load a tile of a row. POLICY tells the cache to keep data that all rows read, and to drop the rest."""
     if WIDTH % TILE == 0:
         values = tl.load(row + at, eviction_policy=POLICY)
     else:
@@ -39,6 +40,7 @@ def read_tile(row, at, WIDTH: tl.constexpr, TILE: tl.constexpr, POLICY: tl.const
 @triton.jit
 @no_type_check
 def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    """Store a tile of a row."""
     if WIDTH % TILE == 0:
         tl.store(row + at, values.to(row.dtype.element_ty))
     else:
@@ -48,7 +50,7 @@ def write_tile(row, at, values, WIDTH: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 @no_type_check
 def _angles(cos, sin, at, HEAD: tl.constexpr, TILE: tl.constexpr):
-    """For each pair of a tile. The tables have each angle twice; all of them are read because that is contiguous."""
+    """Cosine and sine of each pair of a tile. The tables store each angle twice; reading all of it is contiguous."""
     within = at % HEAD
     even, _odd = tl.split(tl.reshape(tl.load(cos + within), [TILE // 2, 2]))
     _even, odd = tl.split(tl.reshape(tl.load(sin + within), [TILE // 2, 2]))
@@ -57,20 +59,20 @@ def _angles(cos, sin, at, HEAD: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _turn(values, c, s, TILE: tl.constexpr):
+def _rotate(values, c, s, TILE: tl.constexpr):
     a, b = tl.split(tl.reshape(values, [TILE // 2, 2]))
     return tl.reshape(tl.join(a * c - b * s, b * c + a * s), [TILE])
 
 
 @triton.jit
 @no_type_check
-def _norm_and_turn(
+def _norm_and_rope(
     x, weight, cos, sin, out, rstd, angles, eps,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0)
-    token = (row % angles).to(tl.int64)  # the batch shares the angles, or each row has its own
+    token = (row % angles).to(tl.int64)  # the angles are shared by the batch, or there is one set per row
     first = row.to(tl.int64) * WIDTH
     column = tl.arange(0, TILE)
     held = ()
@@ -88,15 +90,15 @@ def _norm_and_turn(
         factors = read_tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         normed = held[tile].to(tl.float32) * scale * factors
         if HEAD > 0:
-            if TILE % HEAD != 0:  # otherwise each tile has the first one's
+            if TILE % HEAD != 0:  # otherwise all tiles use the same angles
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
-            normed = _turn(normed, c, s, TILE)
+            normed = _rotate(normed, c, s, TILE)
         write_tile(out + first, at, normed, WIDTH, TILE)
 
 
 @triton.jit
 @no_type_check
-def _norm_and_turn_backward(
+def _norm_and_rope_backward(
     dy, x, weight, cos, sin, rstd, dx, angles,
     WIDTH: tl.constexpr, HEAD: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +120,7 @@ def _norm_and_turn_backward(
         if HEAD > 0:
             if TILE % HEAD != 0:
                 c, s = _angles(cos + token * HEAD, sin + token * HEAD, at, HEAD, TILE)
-            gradient = _turn(gradient, c, -s, TILE)
+            gradient = _rotate(gradient, c, -s, TILE)
         gradient *= read_tile(weight, at, WIDTH, TILE, "evict_last").to(tl.float32)
         along += gradient * (given.to(tl.float32) * scale)
         held = held + (given,)  # noqa: RUF005
@@ -130,7 +132,7 @@ def _norm_and_turn_backward(
 
 
 def row_sizes(width: int) -> tuple[dict[str, int], int]:
-    """Of a kernel's tiles, and how many warps work on a row."""
+    """A kernel's tile sizes for rows of this width, and the number of warps per row."""
     tile = min(width & -width, _MOST_TILE)
     if tile < _LEAST_TILE:
         tile = min(triton.next_power_of_2(width), _MOST_TILE)
@@ -148,7 +150,7 @@ def _forward(
     out, rstd = x.new_empty(batch, tokens, width), x.new_empty(batch * tokens, dtype=torch.float32)
     tables, rows, head = _angle_tables(cos, sin, weight)
     sizes, warps = row_sizes(width)
-    kernel: Any = wrap_triton(_norm_and_turn)
+    kernel: Any = wrap_triton(_norm_and_rope)
     kernel[(batch * tokens,)](x, weight, *tables, out, rstd, rows, eps, **sizes, HEAD=head, num_warps=warps)
     return out, rstd
 
@@ -162,21 +164,21 @@ def _backward(
     dx = x.new_empty(batch, tokens, width)
     tables, rows, head = _angle_tables(cos, sin, weight)
     sizes, warps = row_sizes(width)
-    kernel: Any = wrap_triton(_norm_and_turn_backward)
+    kernel: Any = wrap_triton(_norm_and_rope_backward)
     kernel[(batch * tokens,)](dy, x, weight, *tables, rstd, dx, rows, **sizes, HEAD=head, num_warps=warps)
     return dx
 
 
 def _angle_tables(cos: Tensor | None, sin: Tensor | None, unread: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
-    """Their rows, and how many channels they are for: 0 where nothing is turned; something has to be given all the
-    same."""
+    """The tables, their number of rows, and their number of channels: 0 without RoPE. Then `unread` stands in, because
+    the kernel needs pointers."""
     if cos is None or sin is None:
         return (unread, unread), 1, 0
     return (cos.contiguous(), sin.contiguous()), cos.shape[0] * cos.shape[1], cos.shape[-1]
 
 
 class _NormedTurned(torch.autograd.Function):
-    """Keeps x and one number for each row."""
+    """Saves x and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -191,11 +193,11 @@ class _NormedTurned(torch.autograd.Function):
 
 
 def normed_turned(x: Tensor, weight: Tensor, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-    """x [batch, tokens, width] normed by rows with a weight [width], and turned by cos and sin [1, tokens, 1, head], or
+    """RMS norm of x [batch, tokens, width] with a weight [width], then RoPE by cos and sin, [1, tokens, 1, head] or
     [batch, tokens, 1, head].
 
-    The width is that of a number of whole heads. Only x gets a gradient: the weight is frozen. Without angles it is the
-    norm alone.
+    The width is a multiple of the head size. Only x gets a gradient: the weight is frozen. Without cos and sin only the
+    norm is computed.
     """
     result: Tensor = _NormedTurned.apply(x, weight, eps, cos, sin)  # type: ignore[no-untyped-call]
     return result

@@ -1,7 +1,7 @@
-"""LoKr's small factor on a GPU: one pass over what it mixes.
+"""Multiplication by LoKr's small factor on a GPU, in one pass over its input.
 
-A batched product of 16 x 16 and 16 x 320 matrices, one for each token, takes four to six times as long as reading and
-writing them does: the library's kernels are made for larger ones. This one is bound by memory.
+A batched product of a 16 x 16 with a 16 x 320 matrix for each token takes the matrix library four to six times as long
+as reading and writing the data, because its kernels are made for larger matrices. This kernel is memory-bound.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 _LEAST: Final = 16
-"""What the matrix units multiply at least; smaller factors are filled up with zeros."""
+"""The smallest side the matrix units support. Smaller factors are padded with zeros."""
 _COLUMNS: Final = 256
+"""Columns per program, over all its tokens."""
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _mix(
     P: tl.constexpr, Q: tl.constexpr, K: tl.constexpr,
     P_TILE: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr, TOKENS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of TOKENS tokens and K_TILE columns of each."""
+    """Computes TOKENS tokens and K_TILE columns of each."""
     column = tl.arange(0, TOKENS * K_TILE)
     token = tl.program_id(0).to(tl.int64) * TOKENS + column // K_TILE
     within = tl.program_id(1) * K_TILE + column % K_TILE
@@ -50,12 +51,12 @@ def _mix(
 
 @triton_op("gracetune::mixed", mutates_args={})
 def mixed(small: Tensor, rows: Tensor) -> Tensor:
-    """small [p, q] on each of rows [n, q, k], in fp32 and rounded once."""
+    """small [p, q] times each of rows [n, q, k], in fp32 and rounded once."""
     return _launch(wrap_triton(_mix), small, rows, None)
 
 
 def mixed_at_once(small: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with a bias [p k], where no compiler looks on."""
+    """The same with a bias [p k], launched directly instead of through torch.compile."""
     return _launch(_mix, small, rows, bias)
 
 

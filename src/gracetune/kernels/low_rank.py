@@ -1,7 +1,8 @@
-"""Products from and to a few columns on a GPU: what they write, or read, is all they cost.
+"""Products with a small inner or outer dimension (a LoRA's rank) on a GPU, bound by the memory they read or write.
 
-The matrix library's kernels wait for a long inner side, and a LoRA's has sixteen numbers: it takes twice the time that
-writing the result takes. To sixteen columns it needs three kernels, because one would leave most of the GPU idle.
+The matrix library's kernels are made for a long inner dimension. With a rank of sixteen they take twice as long as
+writing the result. For sixteen output columns the library needs three kernels, because one would leave most of the GPU
+idle.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ from torch.library import triton_op, wrap_triton
 from gracetune import kernels
 
 _LEAST: Final = 16
-"""What the matrix units multiply at least; what is missing is filled up with zeros."""
+"""The smallest side the matrix units support. The rest is padded with zeros."""
 _ROWS: Final = 64
 _COLUMNS: Final = 128
 _ROWS_TO_RANK: Final = 32
-"""4096 tokens then are 128 programs: as many as an H200 has processors for."""
+"""With this, 4096 tokens are 128 programs, about the number of an H200's multiprocessors."""
 _DEEP: Final = (256, 5)
-"""Columns in a tile, and tiles on their way at a time: what hides the memory's latency..."""
+"""Columns per tile, and tiles in flight. More of both hides the memory's latency."""
 _SHALLOW: Final = (128, 3)
+"""The same for GPUs with less shared memory."""
 _DEEP_BYTES: Final = 128 << 10
-"""...where a processor has this much shared memory."""
+"""Shared memory that `_DEEP` needs."""
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def _multiply(
     left, right, bias, out, n, m, left_row, left_column, right_row, right_column,
     R: tl.constexpr, R_TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the result."""
+    """One tile of left times right."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, R_TILE)
@@ -61,7 +63,7 @@ def _gather(
     rows, factor, out, n, K: tl.constexpr, R: tl.constexpr, FACTOR_ROW: tl.constexpr, FACTOR_COLUMN: tl.constexpr,
     R_TILE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some rows of the result."""
+    """ROWS rows of rows times factor."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rank = tl.arange(0, R_TILE)
     first = rows + row.to(tl.int64)[:, None] * K
@@ -84,7 +86,7 @@ def _gather(
 
 @triton_op("gracetune::to_rank", mutates_args={})
 def to_rank(rows: Tensor, factor: Tensor) -> Tensor:
-    """rows [n, k] factor [k, r], for a small r; the factor in any strides."""
+    """rows [n, k] times factor [k, r] for a small r. The factor may have any strides."""
     rows = rows.contiguous()
     (n, k), r = rows.shape, factor.shape[1]
     out = rows.new_empty(n, r)
@@ -99,12 +101,12 @@ def to_rank(rows: Tensor, factor: Tensor) -> Tensor:
 
 @triton_op("gracetune::thin", mutates_args={})
 def thin(left: Tensor, right: Tensor) -> Tensor:
-    """left [n, r] right [r, m], for a small r; in any strides."""
+    """left [n, r] times right [r, m] for a small r, both with any strides."""
     return _launch(wrap_triton(_multiply), left, right, None)
 
 
 def thin_at_once(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """The same with a bias [m], where no compiler looks on."""
+    """The same with a bias [m], launched directly instead of through torch.compile."""
     return _launch(_multiply, left, right, bias)
 
 

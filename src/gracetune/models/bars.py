@@ -1,4 +1,4 @@
-"""Progress bars that libraries draw of their own accord."""
+"""Suppression of the progress bars that libraries show on their own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def without_bars(logging: Any) -> Iterator[None]:
-    """Inside, a library draws none; `logging` is its own `utils.logging` (transformers and diffusers have the same)."""
+    """Hide a library's progress bars in this context. `logging` is its `utils.logging` (transformers or diffusers)."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,4 +1,4 @@
-"""What frozen linear layers in 8 bits have in common, however they multiply."""
+"""The base class of frozen linear layers that store their weight in 8 bits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from torch import Tensor, nn
 
 
 class EightBitLinear(nn.Linear):
-    """Its weight is a buffer in 8 bits with scales. `weight` is not a parameter, but made when it is asked for: DoRA, a
-    merge and a file read the numbers this layer multiplies with, never the 8-bit ones without their scales."""
+    """A linear layer whose weight is an 8-bit buffer with scales.
+
+    `weight` is a property that dequantizes on access. Code that reads it (DoRA, merging, saving) therefore sees the
+    values this layer multiplies with, never the 8-bit values without their scales.
+    """
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None) -> None:
-        """Of a weight [out, in] in any precision, which is not kept."""
+        """`weight` is [out, in], in any precision. It is quantized by the subclass and not kept."""
         nn.Module.__init__(self)
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", bias)
@@ -24,23 +27,23 @@ class EightBitLinear(nn.Linear):
         return self.plain_weight()
 
     def plain_weight(self) -> Tensor:
-        """A copy of what this layer multiplies with, in bf16; [out, in]."""
+        """The dequantized weight [out, in] in bf16, as a new tensor."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """A model that is cast keeps these: without their precision they would be other numbers."""
+        """Move this layer's buffers but never cast them: 8-bit values and fp32 scales would lose their meaning."""
         own = {id(buffer) for buffer in self._buffers.values()}
 
-        def exact(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in own and moved.dtype != tensor.dtype else moved
+        def moved_only(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            return tensor.to(result.device) if id(tensor) in own and result.dtype != tensor.dtype else result
 
-        super()._apply(exact, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(moved_only, recurse)  # type: ignore[no-untyped-call]
         return self
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The precision a linear layer answers this input in."""
+    """The dtype a linear layer returns for this input, under autocast or without it."""
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return x.dtype

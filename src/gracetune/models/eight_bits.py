@@ -1,6 +1,7 @@
-"""Which layers of a model are held in 8 bits, and how their weights get there without a copy of all of them.
+"""The choice of layers whose weights are held in 8 bits, and the loading of those weights.
 
-A few weights at a time are read (or drawn) into memory of their own precision, rounded, and let go of.
+Weights are read (or initialized) a few at a time in their own precision, quantized, and released. The full-precision
+model is never in memory as a whole.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from gracetune.storage.safetensors_headers import Weights
 from gracetune.units import MIB
 
 AT_ONCE = 512 * MIB
-"""So many bytes of weights are read together, or one weight, if that is larger."""
+"""Bytes of weights that are read together. A single larger weight is read on its own."""
 _WEIGHT = ".weight"
 
 Put = Callable[[str, Tensor], None]
-"""Takes the weight of that name, as it was read; the layer is held in 8 bits from then on."""
+"""Receives a weight by name, as it was read, and replaces its layer by an 8-bit one."""
 
 
 def eight_bit_weights(model: nn.Module, held: EightBits, exact: Collection[str] = ()) -> frozenset[str]:
-    """Names of the weights to hold in 8 bits: of linear layers the patterns name; in fp8, of those whose sides the
-    matrix units take.
+    """Names of the weights to hold in 8 bits: the linear layers that match the patterns.
 
-    Not of layers below a module called as one of `exact`, nor such as two layers share.
+    fp8 additionally needs sides that the matrix units support. Excluded are layers inside a module named in `exact`,
+    and weights that two layers share.
     """
     owners = Counter(id(module.weight) for module in model.modules() if isinstance(module, nn.Linear))
     names = frozenset(
@@ -49,12 +50,13 @@ def eight_bit_weights(model: nn.Module, held: EightBits, exact: Collection[str] 
         sides = "" if held.kind == "int8" else f" with sides that are multiples of {SIDE}"
         expected = f"linear layers named {', '.join(held.layers[:3])}{sides}"
         hint = "--set model.base_precision=bf16"
-        found = f"{held.kind}, and no layer it could be used for"
+        found = f"{held.kind}, for a model without any layer it applies to"
         raise ConfigError([Problem("model.base_precision", found, expected, hint)])
     return names
 
 
 def listed(model: nn.Module, patterns: Collection[str]) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear layers whose path matches one of the patterns."""
     split = [pattern.split(".") for pattern in patterns]
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and any(_matches(path.split("."), pattern) for pattern in split):
@@ -62,7 +64,7 @@ def listed(model: nn.Module, patterns: Collection[str]) -> Iterator[tuple[str, n
 
 
 def _matches(parts: list[str], pattern: list[str]) -> bool:
-    """A pattern is a run of parts anywhere in the path."""
+    """Whether the pattern's parts match consecutive parts anywhere in the path."""
     return any(
         all(fnmatchcase(part, wanted) for part, wanted in zip(parts[start:], pattern, strict=False))
         for start in range(len(parts) - len(pattern) + 1)
@@ -70,10 +72,13 @@ def _matches(parts: list[str], pattern: list[str]) -> bool:
 
 
 def fits(layer: nn.Linear) -> bool:
+    """Whether fp8 products support the layer's sides."""
     return layer.in_features % SIDE == 0 and layer.out_features % SIDE == 0
 
 
 def putting(model: nn.Module, held: EightBits, device: torch.device) -> Put:
+    """A `Put` that replaces the layers of `model`."""
+
     def put(name: str, weight: Tensor) -> None:
         path = name.removesuffix(_WEIGHT)
         linear = model.get_submodule(path)
@@ -88,7 +93,10 @@ def _in_eight_bits(weight: Tensor, bias: nn.Parameter | None, held: EightBits) -
 
 
 def read(weights: Weights, wanted: Mapping[str, Tensor], device: torch.device, put: Put, progress: Progress) -> None:
-    """Weights whose names and shapes have been checked, each in the precision of its file, and rounded once."""
+    """Read these weights in the precision of the file, quantize each one once, and hand it to `put`.
+
+    The caller has checked names and shapes.
+    """
     for names in groups({name: weights.entries[name].size for name in wanted}):
         entries = {name: weights.entries[name] for name in names}
         held = {
@@ -101,12 +109,13 @@ def read(weights: Weights, wanted: Mapping[str, Tensor], device: torch.device, p
 
 
 def _precision(name: str) -> torch.dtype:
+    """The dtype to read into: 8-bit floats in the file are widened to bf16."""
     dtype = TORCH_DTYPES[name]
     return dtype if dtype.itemsize > 1 else torch.bfloat16
 
 
 def readable(weights: Weights, name: str, wanted: Tensor) -> bool:
-    """Whether the file has that weight, in that shape and as numbers."""
+    """Whether the file has a floating-point weight of this name and shape."""
     entry = weights.entries.get(name)
     if entry is None or entry.shape != tuple(wanted.shape) or entry.dtype not in TORCH_DTYPES:
         return False
@@ -114,6 +123,7 @@ def readable(weights: Weights, name: str, wanted: Tensor) -> bool:
 
 
 def groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Names in order, grouped so that each group stays below `AT_ONCE` bytes."""
     group: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -127,17 +137,19 @@ def groups(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 
 
 def eight_bit_line(model: nn.Module, patterns: Collection[str]) -> str:
-    """What became of the layers: for a run's list of decisions."""
+    """One line about the 8-bit layers, for the run's list of decisions."""
     layers = [layer for _, layer in listed(model, patterns)]
     int8 = sum(isinstance(layer, Int8Linear) for layer in layers)
     if int8:
-        rest = f"; {len(layers) - int8} stay as they are: two layers share them" if len(layers) > int8 else ""
-        return f"base weights: int8 for {int8:,} layers (a scale for each row), multiplied in 16 bits{rest}"
+        rest = f"; {len(layers) - int8} are not quantized: two layers share a weight" if len(layers) > int8 else ""
+        return f"base weights: int8 for {int8:,} layers (one scale per row), multiplied in 16 bits{rest}"
     held = [layer for layer in layers if isinstance(layer, Fp8Linear)]
     both = sum(layer.fp8_turned is not None for layer in held)
-    layouts = "in both layouts: nothing is turned in a step" if both else "in one layout, turned in the backward pass"
+    layouts = "in both layouts: no transpose in a step" if both else "in one layout, transposed in the backward pass"
     left = len(layers) - len(held)
     rest = (
-        f"; {left} stay as they are: their sides are no multiples of {SIDE}, or two layers share them" if left else ""
+        f"; {left} are not quantized: their sides are not multiples of {SIDE}, or two layers share a weight"
+        if left
+        else ""
     )
-    return f"base weights: fp8 for {len(held):,} layers (e4m3, a scale for each row), {layouts}{rest}"
+    return f"base weights: fp8 for {len(held):,} layers (e4m3, one scale per row), {layouts}{rest}"

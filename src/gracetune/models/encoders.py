@@ -1,4 +1,4 @@
-"""The encoders a config asks for: what the caches are made with. Fills `cache.session.Encoders` for every family."""
+"""The latent and text encoders that fill the caches: `cache.session.Encoders` for every family."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class FamilyEncoders:
-    """What it is asked first, it remembers: ids take a look at all weights."""
+    """The encoders of one run. Ids are computed once, because each one fingerprints all weights of its encoder."""
 
     spec: ModelSpec
     source: ModelSource
     placement: Placement
     options: EncodeOptions
-    """Tiles may be added to them: by `tile`, or because an earlier start needed them."""
+    """`tiling` is switched on later by `tile`, or because an earlier run needed it."""
     notes: TilingNotes
     _remembered: str | None = field(default=None, init=False)
-    """Why an earlier start needed tiles, where this one would not have begun with them."""
+    """Why an earlier run needed tiling, if this one would otherwise have started without it."""
 
     def text_id(self) -> EncoderId:
         return self._text_facts[0]
@@ -52,11 +52,11 @@ class FamilyEncoders:
         return self.spec.load_text_encoder(self.source, self.placement)
 
     def load_latents(self) -> LatentEncoder:
-        self.latent_id()  # which learns whether an earlier start needed tiles
+        self.latent_id()  # switches tiling on if an earlier run needed it
         return self.spec.load_latent_encoder(self.source, self.placement, self.options)
 
     def tile(self, why: str) -> None:
-        """See `cache.session.Encoders`, also for the two that follow."""
+        """See `cache.session.Encoders`, also for `tiling_note` and `forget_tiling`."""
         if not self.options.tiling:
             self.notes.remember(self._id(tiling=False), why)
             self._begin_tiling()
@@ -65,19 +65,19 @@ class FamilyEncoders:
         if self._remembered is None:
             return None
         why, file = self._remembered, self.notes.file
-        return f"latents are made in tiles, because at an earlier start {why}; `gracetune cache clear` forgets {file}"
+        return f"latents are encoded in tiles, because in an earlier run {why}; `gracetune cache clear` resets {file}"
 
     def forget_tiling(self) -> None:
         self.notes.forget(self._id(tiling=False))
 
     def _begin_tiling(self) -> None:
         self.options = replace(self.options, tiling=True)
-        self.__dict__.pop("_latent_id", None)
+        self.__dict__.pop("_latent_id", None)  # the id covers tiling
 
     @cached_property
     def _text_facts(self) -> tuple[EncoderId, bool]:
-        """An encoder on the meta device knows its id, and reads no weight but for their fingerprint."""
-        encoder = self.spec.load_text_encoder(self.source, self._nowhere)
+        """An encoder on the meta device has its id. No weight is loaded; they are only read for the fingerprint."""
+        encoder = self.spec.load_text_encoder(self.source, self._on_meta)
         return encoder.id, encoder.reads_pictures
 
     @cached_property
@@ -91,10 +91,10 @@ class FamilyEncoders:
         return self._id(tiling=True)
 
     def _id(self, *, tiling: bool) -> EncoderId:
-        return self.spec.load_latent_encoder(self.source, self._nowhere, replace(self.options, tiling=tiling)).id
+        return self.spec.load_latent_encoder(self.source, self._on_meta, replace(self.options, tiling=tiling)).id
 
     @property
-    def _nowhere(self) -> Placement:
+    def _on_meta(self) -> Placement:
         import torch
 
         return replace(self.placement, device=torch.device("meta"))
@@ -103,20 +103,23 @@ class FamilyEncoders:
 def encoders_of(
     config: RunConfig, device: torch.device, *, tiling: bool = False, fetch: Fetch = hub.fetch
 ) -> FamilyEncoders:
-    """`tiling` is asked for by a memory plan; the config may ask for it too. `fetch` downloads what a hub id lacks."""
+    """The encoders a config needs. The memory plan can request `tiling`, as the config can.
+
+    `fetch` downloads the files of a hub id that are not on this machine.
+    """
     import torch
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     placement = Placement(device, dtypes[config.training.mixed_precision])
     base = places_of(config).base
-    # Names that nobody else gives to a file of his own: people put caches into folders they already have.
+    # A name that no other program uses: people put caches into folders that already hold files.
     source = replace(open_source(config.model, fetch), fingerprints=base / "gracetune-fingerprints.json")
     options = encode_options(config, tiling=tiling)
     return FamilyEncoders(spec_of(config.model.family), source, placement, options, TilingNotes(base))
 
 
 def encode_options(config: RunConfig, *, tiling: bool = False) -> EncodeOptions:
-    """The posterior's mean, whatever the family."""
+    """How latents are encoded. Every family uses the posterior's mean."""
     return EncodeOptions(
         tiling=tiling or config.model.vae_tiling,
         slicing=config.model.vae_slicing,
@@ -125,15 +128,18 @@ def encode_options(config: RunConfig, *, tiling: bool = False) -> EncodeOptions:
 
 
 def _image_to_video(config: RunConfig) -> bool:
-    """One for the run: latents are made by one encoder. Pictures have no first frame, so they are not asked."""
-    said = {
+    """One value for the run, because one encoder makes all latents. Image datasets have no first frame and are
+    skipped."""
+    values = {
         f"datasets[{dataset.id}].video.image_to_video": dataset.video.image_to_video
         for dataset in config.datasets
         if dataset.dataset_type == "video" and not dataset.disabled
     }
-    if len({*said.values()}) > 1:
-        found = ", ".join(f"{key.removesuffix('.video.image_to_video')} {str(on).lower()}" for key, on in said.items())
-        first = next(key for key, on in said.items() if not on)
+    if len({*values.values()}) > 1:
+        found = ", ".join(
+            f"{key.removesuffix('.video.image_to_video')} {str(on).lower()}" for key, on in values.items()
+        )
+        first = next(key for key, on in values.items() if not on)
         expected = "the same for all clips of a run"
         raise ConfigError([Problem("video.image_to_video", found, expected, f"--set '{first}=true'")])
-    return any(said.values())
+    return any(values.values())

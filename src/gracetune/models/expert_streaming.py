@@ -1,10 +1,10 @@
-"""One expert's weights take the place of another's while that one's last backward pass still runs, block by block.
+"""Streaming of the next expert's weights into memory that the active expert frees during its last backward pass.
 
-Where both do not fit, the next expert could only be brought when its turn has come, and the device would wait for all
-of it. But a backward pass goes through its blocks from the last to the first and needs none of them again: each one's
-memory can be filled with the next expert's blocks, the first one first. What has not come when the next expert's turn
-has is waited for block by block, each when it is called: the first ones work while the last are still on their way.
-Frozen weights are never copied back: their home on the host stays.
+When both experts do not fit, the next one could only be copied once its turn comes, and the device would wait for all
+of it. But a backward pass visits blocks from the last to the first and does not need a block again afterwards. As each
+block finishes, its memory is freed and filled with the next expert's weights, first block first. Blocks that have not
+arrived when the expert's turn comes are waited for one by one, each just before it is called, so the first blocks
+compute while the last ones are still being copied. Frozen weights are never copied back: the host copy stays valid.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gracetune.models.parking import CopyParking, CudaLane, Lane, frozen_tensors
 
 
 class StreamedParking:
-    """The frozen weights of a module in pieces: what is around its blocks, and each block for itself."""
+    """The frozen weights of a module in parts: one for everything outside its blocks, and one per block."""
 
     managed = 0
 
@@ -33,24 +33,26 @@ class StreamedParking:
         self, module: nn.Module, names: Collection[str], device: torch.device, lane: Lane,
         new_home: Callable[[int], Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """`names` are the classes of the blocks. `new_home` gives host memory of so many bytes; None: pageable."""
+        """`names` are the class names of the blocks. `new_home(size)` allocates host memory; None uses pageable
+        memory."""
         blocks = [part for part in module.modules() if type(part).__name__ in names]
         owners: dict[int, int] = {}
         for number, block in enumerate(blocks):
             for tensor in frozen_tensors(block):
-                owners.setdefault(id(tensor), number)  # what two blocks share is the first one's
+                owners.setdefault(id(tensor), number)  # a tensor shared by two blocks belongs to the first
         shared: list[list[Tensor]] = [[] for _ in blocks]
         around: list[Tensor] = []
         for tensor in frozen_tensors(module):
             (shared[owners[id(tensor)]] if id(tensor) in owners else around).append(tensor)
         self.around, *self.blocks = (CopyParking.of(part, device, lane, new_home) for part in (around, *shared))
         self.trained = [[one for one in block.parameters() if one.requires_grad] for block in blocks]
-        self.bytes = sum(piece.bytes for piece in self.pieces)
+        self.bytes = sum(part.bytes for part in self.pieces)
         self.waiting: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Around each wait for a block."""
+        """The context entered around each wait for a block."""
         self.unchanged = False
-        """Somebody has made sure of it since they came, and nobody changes them until they leave."""
+        """Whether the device weights are known to equal the host copy until they are parked."""
         self._expected: deque[int] = deque()
+        """Numbers of the blocks that have not been waited for yet."""
         for number, block in enumerate(blocks):
             _before_each_call(block, partial(_arrive, weakref.ref(self), number))
 
@@ -61,21 +63,20 @@ class StreamedParking:
 
     @property
     def pieces(self) -> Sequence[CopyParking]:
-        """In the order a forward pass needs them."""
+        """In the order in which a forward pass needs them."""
         return (self.around, *self.blocks)
 
     def start(self) -> None:
-        for piece in self.pieces:
-            piece.start()
+        for part in self.pieces:
+            part.start()
 
     def expect(self) -> None:
-        """As `finish`, for who calls the blocks next: each one's weights are waited for then, and until then nobody is
-        to read them."""
+        """Like `finish`, but each block is waited for when it is called. Do not read its weights before that."""
         self.start()
         self.unchanged = False
         self.around.finish()
-        for piece in self.blocks:
-            piece.expect()
+        for part in self.blocks:
+            part.expect()
         self._expected = deque(range(len(self.blocks)))
 
     def finish(self) -> None:
@@ -83,41 +84,44 @@ class StreamedParking:
         self.arrive()
 
     def arrive(self, number: int | None = None) -> None:
-        """This block and those before it, with which it may share weights; or all of them."""
+        """Wait for this block and all before it, with which it may share weights. None waits for all blocks."""
         while self._expected and (number is None or self._expected[0] <= number):
             with self.waiting():
                 self.blocks[self._expected.popleft()].finish()
 
     def park(self) -> None:
         self._expected.clear()
-        for piece in self.pieces:
-            piece.park(unchanged=self.unchanged)
+        for part in self.pieces:
+            part.park(unchanged=self.unchanged)
 
     def ask_for_changes(self) -> Callable[[], None]:
-        """Called later, what this returns sees to it that changes are kept. The host has not waited in between."""
-        flags = torch.stack([piece.changed() for piece in self.pieces])
+        """Start checking by checksum whether the device weights have changed, without a host synchronization.
+
+        The returned function waits for the result and saves what changed.
+        """
+        flags = torch.stack([part.changed() for part in self.pieces])
         answer = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=flags.is_cuda).copy_(flags, non_blocking=True)
         answered = torch.cuda.current_stream(flags.device).record_event() if flags.is_cuda else None
 
         def keep() -> None:
             if answered is not None:
                 answered.synchronize()
-            for piece, changed in zip(self.pieces, answer.tolist(), strict=True):
+            for part, changed in zip(self.pieces, answer.tolist(), strict=True):
                 if changed:
-                    piece.keep()
+                    part.keep()
             self.unchanged = True
 
         return keep
 
 
 def _arrive(parking: weakref.ref[StreamedParking], number: int) -> None:
-    """Weakly, so that a module does not keep the memory its weights were parked in."""
+    """Takes a weak reference, so that the hook on a module does not keep its parked weights alive."""
     if (known := parking()) is not None:
         known.arrive(number)
 
 
 def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
-    """Outside of what was compiled: the compiler would make a part of the graph of it."""
+    """Run `action` before every call of the block, outside its compiled graph."""
     compiled = block._compiled_call_impl
     if compiled is None:
         block.register_forward_pre_hook(lambda _module, _inputs: action())
@@ -131,16 +135,18 @@ def _before_each_call(block: nn.Module, action: Callable[[], None]) -> None:
 
 
 class Following:
-    """While a backward pass of `leaving` runs in here, `coming` moves in behind it.
+    """Context manager: while a backward pass of `leaving` runs, parks its finished blocks and brings `coming` in.
 
-    A block is done when a gradient has arrived in the block before it: whatever the compiler made of both, the input's
-    gradient of the one has been computed by then.
+    A block is finished once a gradient has arrived in the block before it. In whatever order the compiler computes the
+    gradients inside blocks, the gradient of the later block's input has been computed by then.
     """
 
     def __init__(self, leaving: StreamedParking, coming: StreamedParking) -> None:
         self._leaving, self._waiting = leaving, list(coming.pieces)
         self._left = len(leaving.blocks)
+        """How many blocks of `leaving` are still on the device."""
         self._room = 0
+        """Bytes freed so far and not used yet."""
         self._hooks: list[RemovableHandle] = []
         self._keep_changes: Callable[[], None] | None = None
         self.brought_bytes = 0
@@ -158,31 +164,34 @@ class Following:
 
     @property
     def moved(self) -> bool:
-        """Something of `leaving` is gone."""
+        """Whether any block of `leaving` has been parked."""
         return self._left < len(self._leaving.blocks)
 
     def _reached(self, number: int) -> Callable[[Tensor], None]:
         def reached(_parameter: Tensor) -> None:
+            # A gradient in block `number` means that all later blocks are done. Before the first of them leaves, save
+            # what changed: afterwards only the host copy is left.
             if self._left > number + 1 and self._keep_changes is not None:
                 self._keep_changes()
                 self._keep_changes = None
             while self._left > number + 1:
                 self._left -= 1
-                piece = self._leaving.blocks[self._left]
-                piece.park(unchanged=True)
-                self._room += piece.bytes
+                part = self._leaving.blocks[self._left]
+                part.park(unchanged=True)
+                self._room += part.bytes
                 self._bring()
 
         return reached
 
     def _bring(self) -> None:
-        """The first that fits into what was given up: what is around the blocks may be larger than one of them."""
-        while (piece := next((one for one in self._waiting if one.bytes <= self._room), None)) is not None:
+        """Start copying the first parts that fit into the freed memory. The part outside the blocks may be larger than
+        one block and wait."""
+        while (part := next((one for one in self._waiting if one.bytes <= self._room), None)) is not None:
             try:
-                piece.start()
-            except torch.OutOfMemoryError:  # memory in other pieces than these: the rest comes when its turn does
+                part.start()
+            except torch.OutOfMemoryError:  # freed memory is fragmented; the rest comes at the expert's turn
                 self._waiting.clear()
                 return
-            self._waiting.remove(piece)
-            self._room -= piece.bytes
-            self.brought_bytes += piece.bytes
+            self._waiting.remove(part)
+            self._room -= part.bytes
+            self.brought_bytes += part.bytes

@@ -1,4 +1,4 @@
-"""Denoisers that take turns: which one works at which noise level, whose turn it is, and where the idle one waits."""
+"""Models with two denoisers (experts): which one trains at which step, and where the inactive one is kept."""
 
 from __future__ import annotations
 
@@ -23,43 +23,42 @@ from gracetune.units import format_bytes, format_duration
 if TYPE_CHECKING:
     from gracetune.memory.managed import ManagedHeap
 
-# -- whose turn it is: pure, and the same on every rank ---------------------------------------------------------------
+# -- the schedule: pure, and the same on every rank --------------------------------------------------------------------
 
 
-def trained_experts(asked: Literal["both", "high", "low"], facts: ModelFacts) -> tuple[ExpertName, ...]:
-    """Names in the order of their turns. A model with one denoiser trains that, whatever was asked."""
+def trained_experts(setting: Literal["both", "high", "low"], facts: ModelFacts) -> tuple[ExpertName, ...]:
+    """Names in the order of their turns. A model with one denoiser trains that one, whatever `setting` says."""
     names = tuple(expert.name for expert in facts.experts)
-    if len(names) == 1 or asked == "both":
+    if len(names) == 1 or setting == "both":
         return names
-    return (names[0],) if asked == "high" else (names[-1],)
+    return (names[0],) if setting == "high" else (names[-1],)
 
 
-def expert_for_window(window: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
-    """The expert of one optimizer window (counted from 0); each keeps its turn for `every` windows."""
-    if window < 0 or every < 1 or not trained:
-        raise ValueError(f"window {window}, every {every}, trained {trained}: need 0 or more, 1 or more, and a name")
-    return trained[window // every % len(trained)]
+def expert_for_window(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName:
+    """The expert trained in optimizer step `step` (from 0). Each expert keeps its turn for `every` steps."""
+    if step < 0 or every < 1 or not trained:
+        raise ValueError(f"step {step}, every {every}, trained {trained}: expected 0 or more, 1 or more, and a name")
+    return trained[step // every % len(trained)]
 
 
-def next_expert(window: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName | None:
-    """Whom to `prepare` during this window: the next window's expert, where that is another one."""
-    now, then = (expert_for_window(index, every, trained) for index in (window, window + 1))
+def next_expert(step: int, every: int, trained: tuple[ExpertName, ...]) -> ExpertName | None:
+    """The expert to `prepare` during this step: the next step's, if it is another one."""
+    now, then = (expert_for_window(index, every, trained) for index in (step, step + 1))
     return None if now == then else then
 
 
 def window_of_levels(expert: ExpertName, facts: ModelFacts) -> tuple[float, float]:
-    """The noise levels to draw for an expert: from the first, up to but without the second.
+    """The range of noise levels an expert is trained at, without its upper end.
 
-    Without: the second is where the next expert begins. The highest of all is the end of the noise itself, which no
-    draw has to reach.
+    The upper end is where the next expert begins. For the highest expert it is pure noise, which need not be sampled.
     """
     for candidate in facts.experts:
         if candidate.name == expert:
             return candidate.lowest, candidate.highest
-    raise KeyError(f"no expert {expert!r}; there are {[candidate.name for candidate in facts.experts]}")
+    raise KeyError(f"no expert {expert!r}; expected one of {[candidate.name for candidate in facts.experts]}")
 
 
-# -- where the idle one waits -----------------------------------------------------------------------------------------
+# -- where the inactive expert is kept ---------------------------------------------------------------------------------
 
 Way = Literal["resident", "pinned_copy", "managed"]
 
@@ -71,7 +70,7 @@ class ParkingChoice:
 
 
 def choose_parking(profile: ProfileName, *, park: bool, experts: int, managed: bool = True) -> ParkingChoice:
-    """Pure. `park` is the plan's `park_experts`; `managed`: the managed-memory layer could be opened here."""
+    """Pure. `park` is the plan's `park_experts`. `managed` says whether the managed-memory layer is available."""
     if experts < 2:
         return ParkingChoice("resident", "resident: the model has one denoiser")
     where = place("cold_weights", profile)
@@ -88,7 +87,7 @@ def choose_parking(profile: ProfileName, *, park: bool, experts: int, managed: b
 
 @dataclass(frozen=True)
 class Prepared:
-    """Whether an expert is on its way ahead of its turn, and why or why not."""
+    """Whether an expert is being copied ahead of its turn, and why or why not."""
 
     started: bool
     reason: str
@@ -96,22 +95,22 @@ class Prepared:
 
 @dataclass
 class SwitchStats:
-    """Times are the device's own clock, and come a little late: nobody waits for them."""
+    """Times come from device events and are read only once complete, so they lag slightly."""
 
     count: int = 0
     followed_bytes: int = 0
-    """Brought behind the last backward pass of the expert before."""
+    """Bytes copied during the last backward pass of the expert before."""
     waited_ms: float = 0.0
-    """The device had nothing to do until an expert was there."""
+    """Time the device stalled because an expert had not arrived."""
 
     @property
     def line(self) -> str:
-        behind = f"{format_bytes(self.followed_bytes)} behind the last backward pass of the one before"
-        return f"experts: {self.count} switches, {behind}; the device waited {format_duration(self.waited_ms / 1000)}"
+        early = f"{format_bytes(self.followed_bytes)} copied during the backward pass before"
+        return f"experts: {self.count} switches, {early}; the device waited {format_duration(self.waited_ms / 1000)}"
 
 
 class _Waits:
-    """When the device waited for an expert, by its own clock; what is over is counted."""
+    """Measures how long the device waits for experts. Only completed waits are counted."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -119,9 +118,9 @@ class _Waits:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        asked = self._clock.mark()
+        before = self._clock.mark()
         yield
-        self._marks.append((asked, self._clock.mark()))
+        self._marks.append((before, self._clock.mark()))
 
     def take_ms(self) -> float:
         taken = 0.0
@@ -131,11 +130,12 @@ class _Waits:
 
 
 class ExpertHost:
-    """Holds the denoisers of a model; one is active, the others may be away.
+    """Holds the denoisers of a model. One is active; the weights of the others may be parked in host memory.
 
-    `add` each one when it is loaded and its adapter attached: what needs a gradient then is never moved, and what does
-    not is parked before the next one is loaded. Bring one ahead of its turn with `prepare`, take it with `activate`,
-    all from the thread that trains. Parked memory is free again when the host and the denoisers are gone.
+    Call `add` for each one after it is loaded and its adapter is attached. Parameters that require a gradient at that
+    point never move; all others are parked before the next denoiser is loaded. `prepare` copies an expert ahead of its
+    turn, and `activate` makes it the active one. Call all methods from the training thread. The parked memory is freed
+    when the host and the denoisers are garbage-collected.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class ExpertHost:
         spare: int = 0,
         clock: Clock | None = None,
     ) -> None:
-        """`spare` is the device memory a step still needs: nothing comes ahead of its turn into that."""
+        """`spare` is the device memory a step still needs. An expert is not copied ahead of its turn into that."""
         self.reason = reason
         self._make_parking = make_parking
         self._room, self._spare = room, spare
@@ -163,7 +163,7 @@ class ExpertHost:
         cls, choice: ParkingChoice, device: torch.device, *, heap: ManagedHeap | None = None, spare: int = 0,
         blocks: Collection[str] = (),
     ) -> ExpertHost:  # fmt: skip
-        """A host that puts the choice into force. `blocks` are the classes of the denoisers' blocks."""
+        """The host for a parking choice. `blocks` are the class names of the denoisers' blocks."""
         if choice.way == "resident":
             return cls(lambda module: Staying(), choice.reason)
         if choice.way == "managed" and heap is None:
@@ -177,7 +177,7 @@ class ExpertHost:
         return cls(make, choice.reason, room=device_room(device), spare=spare, clock=CudaClock())
 
     def add(self, name: ExpertName, module: nn.Module) -> None:
-        """Take a denoiser over, and park its frozen weights until it is activated."""
+        """Take ownership of a denoiser, and park its frozen weights until it is activated."""
         if name in self._experts:
             raise ValueError(f"there is an expert {name!r} already")
         parking = self._make_parking(module)
@@ -187,7 +187,7 @@ class ExpertHost:
 
     @property
     def moves(self) -> bool:
-        """Whether weights leave the device and come back elsewhere."""
+        """Whether weights are moved off the device and back to another address."""
         return not all(isinstance(one, Staying) for one in self._parking.values())
 
     @property
@@ -195,18 +195,18 @@ class ExpertHost:
         return self._active
 
     def module(self, name: ExpertName) -> nn.Module:
-        """For adapters and optimizers, wherever its base weights are. To run it, `activate` it."""
+        """The denoiser, for adapters and optimizers, wherever its base weights are. Call `activate` to run it."""
         return self._experts[self._known(name)]
 
     def activate(self, name: ExpertName, *, at_once: bool = True) -> nn.Module:
-        """The denoiser, ready for work; the one before it is parked.
+        """Make an expert active and return its denoiser; the previous one is parked.
 
-        `at_once=False` is for who calls it next: what of it is still on its way is waited for by the block that needs
-        it, and nobody is to read its weights before that.
+        With `at_once=False` the next forward pass waits for each block's weights when it calls the block. Do not read
+        the weights before that.
         """
         if self._known(name) != self._active:
             leaving = [other for other in (self._active, self._coming) if other is not None and other != name]
-            self._active = self._coming = None  # whatever fails below, nobody is taken for active who is not
+            self._active = self._coming = None  # if anything below fails, no expert counts as active
             for other in leaving:
                 self._parking[other].park()
             parking = self._parking[name]
@@ -223,15 +223,18 @@ class ExpertHost:
         return self._experts[name]
 
     def settle(self) -> None:
-        """All of the active one is there: whoever reads its weights finds them."""
+        """Wait until all weights of the active expert are on the device, so that they can be read."""
         parking = None if self._active is None else self._parking[self._active]
         if isinstance(parking, StreamedParking):
             parking.arrive()
 
     @contextmanager
     def following(self, name: ExpertName | None) -> Iterator[None]:
-        """The backward pass in here is the active one's last before this one's turn: if there is no room for both, its
-        weights come in behind it, block by block. Whom `activate` then names first gets the rest."""
+        """Context for the active expert's last backward pass before expert `name` takes over.
+
+        If there is no room for both, the weights of `name` are copied in block by block as the backward pass frees
+        memory. `activate` copies the rest.
+        """
         leaving = None if self._active is None else self._parking[self._active]
         coming = None if name is None or self._coming is not None else self._parking[self._known(name)]
         if leaving is coming or not isinstance(leaving, StreamedParking) or not isinstance(coming, StreamedParking):
@@ -242,17 +245,17 @@ class ExpertHost:
             with moving:
                 yield
         finally:
-            if moving.moved:  # the one that was active is no longer whole, the next one not yet
+            if moving.moved:  # the active expert is no longer complete, and the next one not yet
                 self._active, self._coming = None, name
                 leaving.park()
                 self.switches.followed_bytes += moving.brought_bytes
 
     def count_waits(self) -> None:
-        """What is over by now, into `switches`."""
+        """Add the waits completed by now to `switches`."""
         self.switches.waited_ms += self._waits.take_ms()
 
     def prepare(self, name: ExpertName) -> Prepared:
-        """Start to bring an expert ahead of its turn, if there is room for both."""
+        """Start copying an expert ahead of its turn, if there is room for both."""
         if self._known(name) in (self._active, self._coming):
             return Prepared(True, "already there or on its way")
         if self._coming is not None:
@@ -260,22 +263,23 @@ class ExpertHost:
         needed = self._parking[name].bytes
         room = self._room_left() - self._spare
         if needed > room:
-            found = f"{format_bytes(needed)} needed, {format_bytes(max(0, room))} to spare"
-            return Prepared(False, f"no room beside the active one: {found}; it is brought when its turn comes")
+            found = f"{format_bytes(needed)} needed, {format_bytes(max(0, room))} free"
+            return Prepared(False, f"no room beside the active expert: {found}; it is copied when its turn comes")
         try:
             self._parking[name].start()
         except torch.OutOfMemoryError:
-            self._parking[name].park()  # pieces that were given room before
-            return Prepared(False, "no room in one piece beside the active one; it is brought when its turn comes")
+            self._parking[name].park()  # release the parts that were already allocated
+            return Prepared(False, "no contiguous room beside the active expert; it is copied when its turn comes")
         self._coming = name
-        return Prepared(True, "room for both: brought ahead of its turn")
+        return Prepared(True, "room for both: copied ahead of its turn")
 
     def _room_left(self) -> int:
+        # Pages of parked experts may still occupy the device. The room depends on how many bytes could be such pages.
         managed = {name: parking.managed for name, parking in self._parking.items()}
         here = sum(managed[name] for name in (self._active, self._coming) if name is not None)
         return self._room(here=here, away=sum(managed.values()) - here)
 
     def _known(self, name: ExpertName) -> ExpertName:
         if name not in self._experts:
-            raise KeyError(f"no expert {name!r}; there are {[*self._experts]}")
+            raise KeyError(f"no expert {name!r}; expected one of {[*self._experts]}")
         return name

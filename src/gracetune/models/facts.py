@@ -1,4 +1,4 @@
-"""What a config may say otherwise than the weights' own files. Everything else about a model is theirs to say."""
+"""Model facts with a config's overrides. Whatever a config does not override comes from the weights' own files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gracetune.models.spec import ModelFacts, ModelSpec
 
 
 def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFacts:
-    """What the weights say, with what the config says otherwise: for training and for `ModelSpec.load_pipeline`."""
+    """The facts of the weights with the config's overrides, for training and for `ModelSpec.load_pipeline`."""
     facts = _of_flavour(spec.inspect(source), config.model.flavour)
     if config.model.expert_boundary is not None:
         facts = with_boundary(facts, config.model.expert_boundary)
@@ -25,20 +25,22 @@ def facts_of(config: RunConfig, spec: ModelSpec, source: ModelSource) -> ModelFa
     return facts
 
 
-def _of_flavour(facts: ModelFacts, asked: str | None) -> ModelFacts:
-    """The flavour's name is what data and memory are planned by: another one's plan would be for another model.
+def _of_flavour(facts: ModelFacts, flavour: str | None) -> ModelFacts:
+    """The facts under the config's flavour; an error if the files show another one.
 
-    Flavours that differ in the values of their weights alone cannot be told apart by files: there the config is right.
+    Data and memory are planned by the flavour's name, so a wrong name would plan for another model. Flavours that
+    differ only in the values of their weights cannot be told apart by their files; for these the config decides.
     """
-    if asked is None or asked == facts.flavour:
+    if flavour is None or flavour == facts.flavour:
         return facts
-    if _plan(facts.family, asked) != _plan(facts.family, facts.flavour):
-        hint = f"--set model.flavour={facts.flavour}, or give the weights of {asked} as model.path"
-        raise ConfigError([Problem("model.flavour", f"{asked}, for weights of {facts.flavour}", facts.flavour, hint)])
-    return replace(facts, flavour=asked)
+    if _plan(facts.family, flavour) != _plan(facts.family, facts.flavour):
+        hint = f"--set model.flavour={facts.flavour}, or give the weights of {flavour} as model.path"
+        raise ConfigError([Problem("model.flavour", f"{flavour}, for weights of {facts.flavour}", facts.flavour, hint)])
+    return replace(facts, flavour=flavour)
 
 
 def _plan(family: str, flavour: str) -> tuple[object, ...]:
+    """Everything planning reads about a flavour. Two flavours with the same plan are interchangeable here."""
     footprint = next(one for one in FOOTPRINTS[family] if one.flavour == flavour)
     known = find_flavour(family, flavour)
     assert known is not None
@@ -46,7 +48,7 @@ def _plan(family: str, flavour: str) -> tuple[object, ...]:
 
 
 def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
-    """The two experts meet at this noise level."""
+    """The facts of a two-expert model with this noise level as the boundary between the experts."""
     if len(facts.experts) != 2:
         found = f"{boundary:g}, for {facts.flavour}, which has one denoiser"
         raise ConfigError([Problem("model.expert_boundary", found, "no value", "remove model.expert_boundary")])
@@ -55,7 +57,7 @@ def with_boundary(facts: ModelFacts, boundary: float) -> ModelFacts:
 
 
 def with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
-    """What a guidance input is given while the model learns. A model without one stays as it is (`guidance_note`)."""
+    """The value given to the model's guidance input in training. A model without one is unchanged (`guidance_note`)."""
     if facts.details.get("guidance") is None:
         return facts
     return replace(facts, details={**facts.details, "guidance": guidance})
@@ -64,19 +66,19 @@ def with_guidance(facts: ModelFacts, guidance: float) -> ModelFacts:
 def guidance_note(config: RunConfig, facts: ModelFacts) -> str | None:
     if config.objective.guidance is None or facts.details.get("guidance") is not None:
         return None
-    return f"objective.guidance: no effect, {facts.flavour} has no guidance input"
+    return f"objective.guidance: no effect: {facts.flavour} has no guidance input"
 
 
 def with_prediction(facts: ModelFacts, prediction: Prediction) -> ModelFacts:
-    """The denoiser is asked for something else than its files say: weights whose scheduler's file was never mended."""
+    """The facts with another prediction type, for weights whose published scheduler config is wrong."""
     schedule = facts.schedule
     if prediction == schedule.prediction:
         return facts
     if not isinstance(schedule, Ddpm) or prediction == "flow":
-        found = f"{prediction}, for {facts.flavour}, which answers with {schedule.prediction}"
+        found = f"{prediction}, for {facts.flavour}, which predicts {schedule.prediction}"
         expected = "epsilon or v_prediction" if isinstance(schedule, Ddpm) else schedule.prediction
         raise ConfigError([Problem("objective.prediction", found, expected, "remove objective.prediction")])
     if prediction == "epsilon" and schedule.alphas_cumprod[-1] == 0:
-        found = "epsilon, for a noise schedule that ends in pure noise, which says nothing about the picture"
+        found = "epsilon, for a noise schedule that ends in pure noise, which says nothing about the image"
         raise ConfigError([Problem("objective.prediction", found, "v_prediction", "remove objective.prediction")])
     return replace(facts, schedule=replace(schedule, prediction=prediction))

@@ -1,4 +1,4 @@
-"""One kind of part for every family, ours and those of installed packages, each imported when asked for."""
+"""One attribute from each family's package, imported on first access. Covers our families and installed packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Part = TypeVar("Part")
 
 
 class FamilyParts(Mapping[str, Part]):
-    """Family -> `name` in `module` of its package, in the order of `config.families`."""
+    """A mapping from family to the attribute `name` of its submodule `module`, in the order of `config.families`."""
 
     def __init__(self, module: str, name: str, packages: FamilyPackages = PACKAGES) -> None:
         self._module, self._name, self._packages = module, name, packages

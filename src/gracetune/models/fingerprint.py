@@ -1,12 +1,12 @@
-"""Which weights these are, in one short digest: caches and checkpoints made with other weights are not taken for ours.
+"""A digest of a set of weights. Caches and checkpoints store it, so that those made with other weights are rejected.
 
-Format version 2: xxh3-128 over the version and one line for every tensor, sorted: the xxh3-128 of its bytes, its dtype,
-its shape, its name. So neither files nor folders nor shards nor their metadata count, and every byte of the weights
-does: a text encoder in which somebody replaced a single row of the embedding table is another one.
+Format version 2: xxh3-128 over the version and one line per tensor, sorted. A line has the xxh3-128 of the tensor's
+bytes, its dtype, its shape and its name. File names, folders, sharding and metadata do not count; every byte of the
+weights does. A text encoder with a single replaced row in its embedding table has another fingerprint.
 
-Reading a text encoder of 11 GB takes seconds from the page cache and a minute from a slow disk, before every run. So
-the digests can be kept in a file. They are taken from there while the weights' file is the same by path, device, inode,
-size and time of change; the file may be removed at any time.
+Reading an 11 GB text encoder takes seconds from the page cache and a minute from a slow disk, before every run. The
+digests of tensors can therefore be remembered in a file. They are reused while the weight file's path, device, inode,
+size and modification time are unchanged. The remembered file can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _CHUNK: Final = MIB
 _MAX_THREADS: Final = 16
 
 Digests = Mapping[str, str]
-"""Of the tensors of one file, by name."""
+"""Tensor name -> digest, for the tensors of one file."""
 
 
 def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) -> str:
-    """Of the content of all these. `remembered`: the file digests are kept in; None reads every byte."""
+    """The fingerprint of all these tensors. `remembered` is the file that keeps digests; None reads every byte."""
     memory = _Memory(remembered)
     by_file: dict[Path, list[TensorEntry]] = {}
     for tensor in tensors:
         by_file.setdefault(tensor.path, []).append(tensor)
     if not by_file:
-        raise ValueError("the fingerprint of no tensor at all would fit every model")
+        raise ValueError("no tensors to fingerprint: expected at least one")
     lines: list[str] = []
     for path, entries in by_file.items():
         digests = _digests(path, entries, memory)
@@ -51,6 +51,7 @@ def fingerprint(tensors: Iterable[TensorEntry], remembered: Path | None = None) 
 
 
 def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests:
+    """The digests of a file's tensors. Computes those that are not remembered, several at a time."""
     try:
         descriptor = open_regular(path)
         try:
@@ -70,6 +71,7 @@ def _digests(path: Path, entries: list[TensorEntry], memory: _Memory) -> Digests
 
 
 def _digest(descriptor: int, entry: TensorEntry) -> str:
+    """Hash one tensor's bytes in chunks. Uses positioned reads, so threads can share the descriptor."""
     digest, end = xxhash.xxh3_128(), entry.start + entry.size
     buffer = memoryview(bytearray(min(_CHUNK, entry.size)))
     for offset in range(entry.start, end, _CHUNK):
@@ -78,7 +80,7 @@ def _digest(descriptor: int, entry: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-# -- what was computed before -----------------------------------------------------------------------------------------
+# -- remembered digests ------------------------------------------------------------------------------------------------
 
 
 class _File(BaseModel):
@@ -102,13 +104,15 @@ class _Files(BaseModel):
 
 
 class _Memory:
+    """The file of remembered digests."""
+
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self._files = self._read()
         self._changed = False
 
     def _read(self) -> dict[str, _File]:
-        """Nothing where there is no file, or one that this release would not have written: it is only a memory."""
+        """Empty if the file is missing or was not written by this version: the digests can always be recomputed."""
         try:
             found = None if self._file is None else _Files.model_validate_json(self._file.read_bytes())
         except (OSError, ValidationError):
@@ -130,7 +134,7 @@ class _Memory:
         self._changed = True
 
     def save(self) -> None:
-        """Where it cannot be written the digests are computed again the next time, and that is all."""
+        """Failing to write is not an error: the digests are computed again next time."""
         if self._file is None or not self._changed:
             return
         content = _Files(version=VERSION, files=self._files).model_dump_json().encode()

@@ -1,8 +1,8 @@
-"""What a model family declares about itself so that its memory can be planned without loading it.
+"""What a model family declares about its memory, so that a run can be planned without loading the model.
 
-Plain data, filled by `models/<family>/footprint.py`. Sizes are given for one sample and grow with its tokens, so one
-declaration covers every resolution, clip length and batch. How the numbers become bytes:
-`planning.activations`, `adapters.trainable`, `planning.estimate`; the formulas are written out in docs/estimate.md.
+Plain data, filled by `models/<family>/footprint.py`. Sizes are given per token of one sample, so one declaration covers
+every resolution, clip length and batch size. `planning.activations`, `adapters.trainable` and `planning.estimate` turn
+the numbers into bytes; docs/estimate.md has the formulas.
 """
 
 from __future__ import annotations
@@ -14,57 +14,60 @@ from fractions import Fraction
 from typing import Literal
 
 Stream = Literal["image", "text", "joint", "vision", "sample"]
-"""Which tokens a tensor has a row for: latents, caption, both in one sequence, an image encoder's output, or one for
-the whole sample."""
+"""The sequence a tensor has one row per token of: the latents, the caption, both joined, or an image encoder's output.
+`sample` has one row for the whole sample."""
 Tokens = Mapping[Stream, int]
 NeededBy = Literal["graph", "weights", "block", "scales", "full"]
 STAYING = 2
-"""Of blocks' inputs that wait in host memory, so many of the newest stay on the device as well."""
+"""How many of the newest block inputs stay on the device when the others are parked in host memory."""
 FP8_CAPABILITY = (9, 0)
-"""From Hopper on: products with a scale for each row of both operands."""
+"""Hopper and later: matrix products with a scale for each row of both operands."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor that one block keeps from its forward pass until its backward pass, per token of `stream`."""
+    """A tensor that a block saves for its backward pass, per token of `stream`."""
 
     name: str
+    """For messages and for `Linear.reads`."""
     width: int
+    """Elements per token."""
     stream: Stream = "image"
     needed_by: NeededBy = "graph"
-    """`graph`: whatever is trained. `weights`: only if a trained matrix reads it. `block`: only if something in this
-    block is trained; no gradient reaches it otherwise. `scales`: only if a trained matrix computes what this stream is
-    multiplied by (`Linear.scales`). `full`: only if all is trained."""
+    """When the tensor is saved. `graph`: always. `weights`: only if a trained matrix reads it. `block`: only if
+    something in this block is trained, because no gradient reaches the block otherwise. `scales`: only if a trained
+    matrix computes the modulation of this stream (`Linear.scales`). `full`: only if everything is trained."""
     fp32: bool = False
-    """Four bytes an element whatever precision the run computes in."""
+    """Four bytes per element, whatever precision the run computes in."""
     eager: bool = True
+    """Whether eager autograd saves it."""
     compiled: bool = True
-    """Whether torch.compile's partitioner keeps it too, instead of computing it again."""
+    """Whether torch.compile's partitioner saves it too, instead of recomputing it."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix or convolution of a block that an adapter can sit on."""
+    """One matrix or convolution of a block that an adapter can be attached to."""
 
     name: str
     inputs: int
     outputs: int
     reads: str
-    """Name of the `Kept` that is its input; "" where the input is shared by all blocks (the caption's embedding)."""
+    """Name of the `Kept` that is its input. "" if the input is shared by all blocks (the caption's embedding)."""
     owner: str = ""
-    """Class of the module around it, the name LyCORIS presets select by."""
+    """Class of the module that contains it. LyCORIS presets select by this name."""
     stream: Stream = "image"
     bias: bool = True
     backward: bool = True
-    """Whether its input needs a gradient; without one, its weight is not kept for the backward pass."""
+    """Whether its input needs a gradient. If not, its weight is not saved for the backward pass."""
     default: bool = True
-    """Part of the family's own choice of targets."""
+    """Part of the family's default targets."""
     conv_default: bool = False
-    """Part of it where `adapter.conv_rank` is set (`ModelSpec.conv_targets`)."""
+    """Part of the default targets if `adapter.conv_rank` is set (`ModelSpec.conv_targets`)."""
     scales: Stream | None = None
-    """The stream that its outputs shift, scale and gate: those of a modulation layer."""
+    """For a modulation layer: the stream that its outputs shift, scale and gate."""
     kernel: tuple[int, ...] = ()
-    """Of a convolution; empty for a matrix."""
+    """Kernel size of a convolution; empty for a matrix."""
 
     @property
     def weights(self) -> int:
@@ -72,7 +75,7 @@ class Linear:
 
     @property
     def is_spatial(self) -> bool:
-        """A convolution that sees more than one pixel."""
+        """Whether it is a convolution over more than one pixel."""
         return math.prod(self.kernel) > 1
 
 
@@ -84,12 +87,12 @@ class Block:
     count: int
     kept: tuple[Kept, ...]
     enters: tuple[Kept, ...]
-    """What one block hands to the next: all that is kept of a block whose forward pass will be repeated."""
+    """The tensors a block passes to the next: all that is saved of a block under gradient checkpointing."""
     working: tuple[Kept, ...]
-    """Gradients and scratch alive at the worst moment of its backward pass, beside what is kept."""
+    """Gradients and temporaries alive at the peak of its backward pass, in addition to the saved tensors."""
     linears: tuple[Linear, ...] = ()
     tokens: Fraction = Fraction(1)
-    """Tokens of this block for each image token of the model (levels of a U-Net)."""
+    """Tokens of this block per image token of the model. Below 1 for the lower levels of a U-Net."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class PixelLatents:
-    """Latents of an image or video VAE: 1 + (frames - 1) / `temporal` planes of (side / `spatial`) squared."""
+    """Latents of an image or video VAE: 1 + (frames - 1) / `temporal` frames of (side / `spatial`) squared pixels."""
 
     channels: int
     spatial: int = 8
@@ -116,13 +119,15 @@ class PixelLatents:
     patch: int = 2
     """Latent pixels per side of one token; 1 for a U-Net."""
     condition_channels: int = 0
-    """Further channels cached with each sample (first frame and mask of image-to-video models)."""
+    """Additional channels cached with each sample (first frame and mask of image-to-video models)."""
     default_frames: int = 1
 
     def planes(self, shape: Shape) -> int:
+        """Number of latent frames."""
         return 1 + (shape.frames - 1) // self.temporal
 
     def area(self, shape: Shape) -> int:
+        """Latent pixels per frame."""
         return math.ceil(shape.width / self.spatial) * math.ceil(shape.height / self.spatial)
 
     def elements(self, shape: Shape) -> int:
@@ -135,15 +140,17 @@ class PixelLatents:
 
 @dataclass(frozen=True)
 class AudioLatents:
-    """Latents of an audio VAE: one column per `hop` samples."""
+    """Latents of an audio VAE: one column per `hop` audio samples."""
 
     channels: int
     hop: int
     sample_rate: int
     longest_seconds: float
     prefix_tokens: int = 0
+    """Tokens the denoiser puts in front of the columns."""
 
     def columns(self, shape: Shape) -> int:
+        """Length of the latents."""
         return math.ceil(min(shape.seconds, self.longest_seconds) * self.sample_rate / self.hop)
 
     def elements(self, shape: Shape) -> int:
@@ -155,10 +162,10 @@ class AudioLatents:
 
 @dataclass(frozen=True)
 class Codec:
-    """The VAE: its size, and the elements alive at the worst moment of a pass per pixel of one frame (audio: sample).
+    """The VAE: its size, and the elements alive at the peak of a pass, per pixel of one frame (per audio sample).
 
-    A video VAE works a few frames at a time and remembers the ones before, so beyond the first frame its need grows
-    only with the pixels that go in or come out.
+    A video VAE processes a few frames at a time and caches the previous ones. Beyond the first frame, its memory grows
+    only with its input or output; `encode_video` and `decode_video` are the values for more than one frame.
     """
 
     name: str
@@ -168,12 +175,12 @@ class Codec:
     encode_video: float = 0.0
     decode_video: float = 0.0
     element_bytes: int = 2
-    """4 where the published weights have to run in fp32."""
+    """4 for weights that have to run in fp32."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """A text or image encoder; `working` is bytes alive per token beside its weights."""
+    """A text or image encoder. `working` is the bytes alive per token, in addition to its weights."""
 
     name: str
     parameters: int
@@ -181,14 +188,14 @@ class Encoder:
     tokens: int
     kind: Literal["text", "vision"] = "text"
     sees_references: bool = False
-    """Whether what a text encoder makes of a caption depends on the sample's references."""
+    """Whether the text encoder also reads the sample's reference images."""
     draws: bool = True
-    """Whether samples are drawn with it in memory; not, where they are drawn from cached embeddings."""
+    """Whether validation keeps it in memory. False for families that generate samples from cached embeddings."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """What the denoiser reads of a caption, and what the text cache keeps of it."""
+    """The caption: tokens the denoiser reads, and elements the text cache stores."""
 
     tokens: int
     cached_elements: int
@@ -196,14 +203,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Footprint:
-    """One flavour of a family."""
+    """The memory footprint of one flavour of a family."""
 
     family: str
     flavour: str
     denoisers: tuple[str, ...]
-    """One name, or two for a model with a high-noise and a low-noise expert (in this order)."""
+    """One name, or two for a model with a high-noise and a low-noise expert, in this order."""
     parameters: int
-    """Of each denoiser."""
+    """Parameters of each denoiser."""
     width: int
     blocks: tuple[Block, ...]
     latents: PixelLatents | AudioLatents
@@ -212,13 +219,13 @@ class Footprint:
     text: Text
     vision_tokens: int = 0
     references: bool = False
-    """Edit models: the latents of reference pictures join the image tokens."""
+    """Edit models: the latents of reference images join the image tokens."""
     measured: str = ""
-    """Where this footprint was compared with a GPU's own counters; empty means nowhere yet."""
+    """The hardware this footprint was compared with; empty if it has not been measured."""
 
     @property
     def block_weights(self) -> int:
-        """Weights in the blocks' matrices; what stands beside convolutions is small and counts with the rest."""
+        """Weights in the blocks' matrices. The layers next to convolutions are small and count with the rest."""
         matrices = (
             (block.count, linear) for block in self.blocks for linear in block.linears if not linear.conv_default
         )
@@ -226,30 +233,31 @@ class Footprint:
 
     @property
     def linear_weights(self) -> int:
-        """Weights of the family's default targets, its large matrices: what fp8 and int8 apply to."""
+        """Weights of the family's default targets, its large matrices. fp8 and int8 apply to these."""
         return sum(count * linear.weights for count, linear in self._matrices())
 
     @property
     def linear_rows(self) -> int:
-        """Rows and columns of the same matrices: one scale each in fp8."""
+        """Rows and columns of the same matrices. fp8 has one scale for each."""
         return sum(count * (linear.inputs + linear.outputs) for count, linear in self._matrices())
 
     @property
     def linear_outputs(self) -> int:
-        """Rows of the same matrices: one scale each in int8."""
+        """Rows of the same matrices. int8 has one scale for each."""
         return sum(count * linear.outputs for count, linear in self._matrices())
 
     @property
     def largest_matrix(self) -> int:
-        """Weights of the largest of them."""
+        """Weights of the largest matrix."""
         return max((linear.weights for _, linear in self._matrices()), default=0)
 
     def _matrices(self) -> Iterator[tuple[int, Linear]]:
-        """How often each is there."""
+        """The default targets, each with the number of its blocks."""
         for block in self.blocks:
             yield from ((block.count, linear) for linear in block.linears if linear.default)
 
     def token_counts(self, shape: Shape, references: tuple[Shape, ...] = ()) -> dict[Stream, int]:
+        """Tokens of each stream for one sample of this shape with these references."""
         image = self.latents.tokens(shape)
         if self.references:
             image += sum(self.latents.tokens(reference) for reference in references)

@@ -1,14 +1,15 @@
-"""Frozen linear layers in 8 bits: both products of a training step, forward and the input's gradient, run on them.
+"""Frozen linear layers in fp8. Both products of a training step, forward and the input's gradient, run in 8 bits.
 
-A weight is rounded to e4m3 once, with a scale for each of its rows (output features). What meets it (activations, and
-gradients on the way back) is rounded on the fly with a scale for each row (token); under torch.compile these casts
-become part of the kernels around them.
+A weight is rounded to e4m3 once, with one scale per row (output feature). The other operand (activations in the forward
+pass, gradients in the backward pass) is rounded on the fly with one scale per row (token). Under torch.compile these
+casts are fused into the kernels around them.
 
     y  = (X W') * sx * sw            X, W: values in e4m3, sx [tokens, 1], sw [1, outputs]
-    dx = (G W) * sg                  where G, sg are the rows of dy * sw: the weight's scales go into the gradient
+    dx = (G W) * sg                  G, sg: the rounded rows of dy * sw, so the weight's scales go into the gradient
 
-So both passes multiply with the same rounded weight, in one layout or in two: GPUs want the second operand by columns,
-and the backward pass has it by rows. With both layouts in memory nothing is transposed in a step.
+Both passes multiply with the same rounded weight. GPUs need the second operand in column-major order, which the forward
+pass has and the backward pass has not. `layouts="both"` keeps a transposed copy, so that nothing is transposed in a
+step; `layouts="one"` saves that memory and transposes in every backward pass.
 """
 
 from __future__ import annotations
@@ -26,20 +27,22 @@ from gracetune.models.footprint import FP8_CAPABILITY
 from gracetune.models.spec import Fp8Layouts
 
 SIDE: Final = 16
-"""Of what both sides of a matrix have to be a multiple: the matrix units take nothing else."""
+"""Both sides of a matrix must be a multiple of this; the matrix units support nothing else."""
 _PROBED: Final = 256
-"""A side as real layers have it: that a library refuses the smallest there could be says nothing."""
+"""Side of the matrices `check_fp8` multiplies. As large as real layers: a library may reject the smallest size only."""
 
 
 class Fp8Linear(EightBitLinear):
+    """A frozen linear layer that multiplies in fp8."""
+
     fp8_values: Tensor
     """[out, in]"""
     fp8_scales: Tensor
     """[1, out]"""
     fp8_turned: Tensor | None
-    """[in, out]: the same values by columns."""
+    """[in, out]: the same values transposed, or None with one layout."""
     fp8_ones: Tensor
-    """[1, in]: the scales of the backward pass, whose own are in the gradient."""
+    """[1, in]: the weight's scales in the backward pass, where the real ones are already part of the gradient."""
 
     def __init__(self, weight: Tensor, bias: nn.Parameter | None, layouts: Fp8Layouts = "both") -> None:
         super().__init__(weight, bias)
@@ -53,7 +56,7 @@ class Fp8Linear(EightBitLinear):
         return (self.fp8_values.float() * self.fp8_scales.t()).to(torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out], in the precision a linear layer would answer in."""
+        """[..., in] -> [..., out], in the dtype a linear layer would return."""
         rows = x.reshape(-1, self.in_features)
         result: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
             rows, self.fp8_values, self.fp8_turned, self.fp8_scales, self.fp8_ones, self.bias
@@ -66,7 +69,7 @@ class Fp8Linear(EightBitLinear):
 
 
 def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, k] as values in e4m3 and scales [n, 1] in fp32. What is not a number in a row makes all of it none."""
+    """Quantize [n, k] to e4m3 values and fp32 scales [n, 1]. A NaN makes its whole row NaN."""
     wide = x.float()
     most = wide.abs().amax(dim=1, keepdim=True).clamp_min(SMALLEST)
     values = (wide * (MOST / most)).clamp(-MOST, MOST).to(E4M3)
@@ -74,21 +77,21 @@ def by_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rounded(x: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`by_rows` of x, times `columns` where they are given.
+    """`by_rows` of x, multiplied by `columns` if given.
 
-    A compiler makes it part of the kernel before it, and computes all of that once for the scale and once more for the
-    values; ours reads a row once.
+    torch's compiler fuses the rounding into the preceding kernel and then computes all of that twice, once for the
+    scale and once for the values. Our kernel reads each row once.
     """
     if kernels.pay(x):
-        from gracetune.kernels.fp8_rows import rounded_rows  # only a GPU has triton
+        from gracetune.kernels.fp8_rows import rounded_rows  # triton is only installed with CUDA builds of torch
 
-        wide: tuple[Tensor, Tensor] = rounded_rows(x, columns)
-        return wide
+        rounded: tuple[Tensor, Tensor] = rounded_rows(x, columns)
+        return rounded
     return by_rows(x if columns is None else x.float() * columns)
 
 
 def product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None) -> Tensor:
-    """left [n, k] right [k, m], by rows and by columns in memory, with scales [n, 1] and [1, m]; in bf16."""
+    """left [n, k] times right [k, m], row-major and column-major, with scales [n, 1] and [1, m]; in bf16."""
     if left.device.type == "cuda":
         return torch._scaled_mm(
             left, right, scale_a=left_scales, scale_b=right_scales, bias=None if bias is None else bias.bfloat16(),
@@ -100,22 +103,22 @@ def product(left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tens
 def _plain_product(
     left: Tensor, right: Tensor, left_scales: Tensor, right_scales: Tensor, bias: Tensor | None
 ) -> Tensor:  # fmt: skip
-    """The same numbers without such a product: sums in fp32, rounded once."""
-    with torch.autocast("cpu", enabled=False):  # there is none on meta, and elsewhere this is not reached
+    """The same result on devices without such a product: summed in fp32, rounded once."""
+    with torch.autocast("cpu", enabled=False):  # autocast would multiply in bf16; other devices do not get here
         result = torch.mm(left.float(), right.float()) * left_scales * right_scales
     return (result if bias is None else result + bias.float()).to(torch.bfloat16)
 
 
 class _Frozen(torch.autograd.Function):
-    """Keeps nothing of a step: the input's gradient needs the weight alone."""
+    """Saves no activation: the input's gradient needs only the weight."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, values: Tensor, turned: Tensor | None, scales: Tensor, ones: Tensor, bias: Tensor | None
+        ctx: Any, x: Tensor, values: Tensor, columns: Tensor | None, scales: Tensor, ones: Tensor, bias: Tensor | None
     ) -> Tensor:  # fmt: skip
-        ctx.has_both = turned is not None
+        ctx.has_both = columns is not None
         ctx.dtype = x.dtype
-        ctx.save_for_backward(values if turned is None else turned, scales, ones)
+        ctx.save_for_backward(values if columns is None else columns, scales, ones)
         rounded, own = _rounded(x, None)
         return product(rounded, values.t(), own, scales, bias)
 
@@ -129,11 +132,11 @@ class _Frozen(torch.autograd.Function):
         return product(rounded, by_columns, own, ones, None).to(ctx.dtype), None, None, None, None, None
 
 
-# -- whether this device can ------------------------------------------------------------------------------------------
+# -- device support ----------------------------------------------------------------------------------------------------
 
 
 def check_fp8(device: torch.device) -> None:
-    """A GPU that cannot multiply in fp8 is an error with the reason. A CPU computes the same numbers, slowly."""
+    """Raise ConfigError if this GPU or torch cannot multiply in fp8. A CPU computes the same numbers, slowly."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)
@@ -144,7 +147,7 @@ def check_fp8(device: torch.device) -> None:
         values, scales = by_rows(torch.ones(_PROBED, _PROBED, device=device))
         product(values, values.t(), scales, scales.t(), None)
     except RuntimeError as error:
-        found = f"fp8, which this torch cannot do here: {str(error).strip().splitlines()[0]}"
+        found = f"fp8, which torch does not support here: {str(error).strip().splitlines()[0]}"
         raise ConfigError([_problem(found, "a product of e4m3 matrices with a scale for each row")]) from error
 
 

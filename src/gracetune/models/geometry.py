@@ -1,4 +1,4 @@
-"""How a family's latents become demands on its data: one place, so that no number is written twice."""
+"""The data requirements of a family, derived from its footprint so that no number is written twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from gracetune.models.footprint import AudioLatents, Footprint
 def geometry_from(
     footprint: Footprint, *, halved: int = 1, fps: float | None = None, channels: int | None = None
 ) -> Geometry:
-    """`halved`: by how much a U-Net shrinks its latents; `fps`: the rate the weights know; `channels`: of sound."""
+    """What the data pipeline must deliver for a footprint's latents.
+
+    `halved` is the factor by which a U-Net downsamples its latents, `fps` the frame rate of the weights, `channels` the
+    number of audio channels.
+    """
     flavour = find_flavour(footprint.family, footprint.flavour)
     if flavour is None:
         raise ValueError(f"{footprint.family} has no flavour {footprint.flavour}")

@@ -1,7 +1,7 @@
-"""A hub id turned into files on this machine: only those a diffusers model is loaded from.
+"""Downloads of the files a diffusers model needs, by hub id.
 
-Weights are transferred by `gracetune.storage.transfer` into the hub's own cache, where huggingface_hub finds them:
-its own downloads begin anew after a process was killed. Everything else is left to huggingface_hub.
+`gracetune.storage.transfer` downloads the weights into the hub's own cache, where huggingface_hub finds them, because
+huggingface_hub's own downloads start over after the process was killed. huggingface_hub does everything else.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from gracetune.units import MIB, format_bytes
 
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
 _SMALL = (".json", ".txt", ".model", ".jinja")
-"""Configurations, tokenizers and their templates."""
+"""Configurations, tokenizers and chat templates."""
 _FILES_AT_ONCE: Final = 4
 _REQUESTS: Final = 8
 _RESERVE: Final = 64 * MIB
+"""Bytes that stay free on the disk."""
 _LARGEST: Final = 50 * 10**9
-"""Of a file that the hub hands out in ranges; huggingface_hub has another way for larger ones."""
+"""The largest file the hub serves by ranges. huggingface_hub downloads larger ones in another way."""
 _SITES: Final = ("https://huggingface.co/", "https://hf.co/", "hf://")
 
 
 class Fetch(Protocol):
     def __call__(self, key: str, name: str, revision: str | None, variant: str | None, file: str | None = None) -> Path:
-        """The folder of a hub id's snapshot, or one file of it. `key` is the setting that named it, for messages."""
+        """The folder of a hub id's snapshot, or one file of it. `key` is the config key that named it, for messages."""
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A model on the hub, as people write it: an id, an address of the site, or `hf://owner/name@revision/file`."""
+    """A model on the hub as users write it: an id, a web address, or `hf://owner/name@revision/file`."""
 
     name: str
     revision: str | None = None
@@ -54,7 +55,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> HubName | None:
-        """None for what is no address; a plain id is none either."""
+        """None if the text is not an address. A plain id is not one."""
         site = next((site for site in _SITES if text.startswith(site)), None)
         if site is None:
             return None
@@ -70,7 +71,8 @@ class HubName:
 
 
 def variant_of(file: str) -> str | None:
-    """`fp16` of `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors` and the older order of the two."""
+    """`fp16` for `model.fp16.safetensors`, `model.fp16-00001-of-00002.safetensors` and
+    `model-00001-of-00002.fp16...`."""
     parts = _SHARD.sub("", PurePosixPath(file).name).removesuffix(".safetensors").split(".")
     return parts[-1] if len(parts) > 1 else None
 
@@ -80,7 +82,7 @@ def has_variant(file: str, variant: str) -> bool:
 
 
 def needed_files(names: Iterable[str], variant: str | None) -> list[str]:
-    """Of all files in a repository: small ones of the root and of each part, and one set of weights for each part."""
+    """The files to download: small ones of the root and of each part, and one set of weights per part."""
     files = [name for name in names if name.count("/") <= 1]
     wanted = [name for name in files if name.endswith(_SMALL)]
     by_part: dict[str, list[str]] = {}
@@ -90,7 +92,7 @@ def needed_files(names: Iterable[str], variant: str | None) -> list[str]:
     has_parts = any(name.count("/") == 1 for name in wanted) and "model_index.json" in files
     for part, weights in by_part.items():
         if part == "." and has_parts:
-            continue  # the whole model once more, in one file of the original layout
+            continue  # the same model again as a single file in the original layout
         exact = [name for name in weights if variant is not None and has_variant(name, variant)]
         wanted += exact or [name for name in weights if variant_of(name) is None]
     return sorted(wanted)
@@ -98,7 +100,7 @@ def needed_files(names: Iterable[str], variant: str | None) -> list[str]:
 
 @dataclass(frozen=True)
 class HubFetcher:
-    """Downloads what a hub id lacks; where the hub cannot be asked, what was downloaded before counts."""
+    """Downloads the missing files of a hub id. If the hub is unreachable, an earlier download is used."""
 
     access: HubAccess = field(default_factory=HubAccess)
     say: Callable[[str], None] = lambda text: None
@@ -115,11 +117,11 @@ class HubFetcher:
             return self._download(key, repo, variant, file)
         except HfHubHTTPError as error:
             if is_server_error(error):
-                reason = f"the hub is out of reach (it answered {error.response.status_code})"
+                reason = f"the hub is out of reach (HTTP {error.response.status_code})"
                 return _downloaded_before(key, repo, variant, file, reason)
             raise ConfigError([refusal(key, repo, error)]) from None
         except TransferError as error:
-            hint = "start again: it is fetched anew"
+            hint = "start again: the file is downloaded anew"
             raise ConfigError([Problem(key, f"{repo.words}: {error.found}", error.expected, hint)]) from None
         except unreachable_errors() as error:
             if isinstance(error, OSError) and is_of_this_disk(error):
@@ -127,7 +129,7 @@ class HubFetcher:
             return _downloaded_before(key, repo, variant, file, f"the hub is out of reach ({why(error)})")
 
     def plan(self, name: str, revision: str | None, variant: str | None, file: str | None = None) -> DownloadPlan:
-        """What a download would bring; asks the hub for its listing and nothing else. Raises what the hub does."""
+        """What a download would transfer. Requests only the hub's file listing; raises the hub's errors."""
         from huggingface_hub import HfApi
         from huggingface_hub.hf_api import RepoFile
 
@@ -146,7 +148,7 @@ class HubFetcher:
         plan = self.plan(repo.name, repo.revision, variant, file)
         if plan.missing:
             with _locked(repo):
-                # Anew: another process may have downloaded it meanwhile.
+                # Plan again: another process may have downloaded it while this one waited for the lock.
                 plan = self.plan(repo.name, repo.revision, variant, file)
                 plan.check(key)
                 for line in plan.lines():
@@ -160,6 +162,7 @@ class HubFetcher:
         return folder if file is None else folder / file
 
     def _transfer(self, plan: DownloadPlan) -> None:
+        """Download the plan's large files, several at a time, with one progress count."""
         large = {path: one for path, one in plan.missing.items() if plan.is_ours(path)}
         if not large:
             return
@@ -169,6 +172,7 @@ class HubFetcher:
             ThreadPoolExecutor(_REQUESTS, thread_name_prefix="requests") as requests,
             ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="weights") as pool,
         ):
+            # A thread per file assembles it; the range requests of all files share one pool.
             futures = [
                 pool.submit(
                     transfer, plan.blob(path), plan.part(path), one,
@@ -185,7 +189,7 @@ class HubFetcher:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _files(self) -> Any:
-        """The hub as a file system."""
+        """The hub as an fsspec file system, which serves byte ranges."""
         from huggingface_hub import HfFileSystem
 
         access = None if self.access.endpoint is None else StorageAccess(endpoint_url=self.access.endpoint)
@@ -193,26 +197,27 @@ class HubFetcher:
 
 
 fetch: Final[Fetch] = HubFetcher()
-"""For whoever shows nothing of it."""
+"""The fetcher without progress messages."""
 
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """What of a model is not on this machine yet."""
+    """The files of a model that are not on this machine yet."""
 
     repo: Repo
     commit: str
     wanted: tuple[str, ...]
     missing: Mapping[str, RemoteFile]
-    """One path for each content: the hub's cache keeps files of the same content once."""
+    """One path per content: the hub's cache stores files of equal content once."""
 
     @property
     def size(self) -> int:
-        """Bytes to download, without what an earlier download left behind."""
+        """Bytes to download, not counting what an interrupted download left behind."""
         return sum((one.size or 0) - begun(self.part(path), one) for path, one in self.missing.items())
 
     @property
     def free(self) -> int | None:
+        """Free bytes on the disk of the hub's cache; None if unknown."""
         place = self.repo.cache_folder
         while not place.is_dir() and place != place.parent:
             place = place.parent
@@ -222,12 +227,13 @@ class DownloadPlan:
             return None
 
     def is_ours(self, path: str) -> bool:
-        """Large files have a digest by which the hub's cache names them."""
+        """Whether `storage.transfer` downloads this file. Large files have the sha256 that names them in the hub's
+        cache."""
         digest, size = self.missing[path].digest or "", self.missing[path].size or 0
         return digest.startswith("sha256:") and size <= _LARGEST
 
     def blob(self, path: str) -> Path:
-        """Where the hub's cache keeps a file with this content."""
+        """The path of a file with this content in the hub's cache."""
         return _blob(self.repo, self.missing[path])
 
     def part(self, path: str) -> Path:
@@ -235,6 +241,7 @@ class DownloadPlan:
         return blob.with_name(f"{blob.name}.gracetune-part")
 
     def lines(self) -> list[str]:
+        """What the download will transfer, for the log."""
         if not self.missing:
             return []
         free = "" if self.free is None else f", {format_bytes(self.free)} free"
@@ -249,11 +256,11 @@ class DownloadPlan:
             hint = (
                 f"export HF_HOME=FOLDER on a larger disk, or make room in {self.repo.cache_folder.parent}: hf cache rm"
             )
-            raise ConfigError([Problem(key, found, "a disk that holds it", hint)])
+            raise ConfigError([Problem(key, found, "a disk with enough free space", hint)])
 
 
 class _Counter:
-    """Bytes of all files together. Ends the transfers where one of them failed."""
+    """Counts the bytes of all files together, and aborts the other transfers after one has failed."""
 
     def __init__(self, total: int, on_fetched: OnFetched) -> None:
         self._total, self._done, self._on_fetched = total, 0, on_fetched
@@ -261,7 +268,7 @@ class _Counter:
 
     def add(self, count: int) -> None:
         if self._stopped:
-            raise TransferError("a download that was stopped", "all of it")
+            raise TransferError("a download that was stopped", "the whole file")
         with self._lock:
             self._done += count
             self._on_fetched(self._done, self._total)
@@ -271,7 +278,7 @@ class _Counter:
 
 
 def _one_path_each(files: Mapping[str, RemoteFile]) -> dict[str, RemoteFile]:
-    """Without files of the same content as another."""
+    """One path for each content."""
     by_content: dict[str, str] = {}
     for path, one in files.items():
         by_content.setdefault(one.digest or path, path)
@@ -288,7 +295,7 @@ def _blob(repo: Repo, remote: RemoteFile) -> Path:
 
 
 def _is_cached(repo: Repo, commit: str, path: str, remote: RemoteFile) -> bool:
-    """Under its name, or only its content: the name is huggingface_hub's business."""
+    """Whether the file is in the cache, or at least its content: huggingface_hub creates the missing link."""
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(repo.name, path, revision=commit), str) or _blob(repo, remote).is_file()
@@ -296,7 +303,7 @@ def _is_cached(repo: Repo, commit: str, path: str, remote: RemoteFile) -> bool:
 
 @contextmanager
 def _locked(repo: Repo) -> Iterator[None]:
-    """One process at a time downloads a model; the others wait."""
+    """Hold the model's download lock. One process downloads a model at a time; the others wait."""
     folder = repo.cache_folder.parent / ".locks" / repo.cache_folder.name
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = open_lock_file(folder / "gracetune.lock")
@@ -308,11 +315,12 @@ def _locked(repo: Repo) -> Iterator[None]:
 
 
 def _unwritable(key: str, repo: Repo, error: OSError) -> Problem:
-    elsewhere, then = "export HF_HOME=FOLDER on another disk", "then start again: it goes on"
+    elsewhere, then = "export HF_HOME=FOLDER on another disk", "then start again: the download continues"
     return problem_of(error, f"{key}: {repo.words}", repo.cache_folder, elsewhere=elsewhere, then=then)
 
 
 def _downloaded_before(key: str, repo: Repo, variant: str | None, file: str | None, reason: str) -> Path:
+    """The snapshot of an earlier download, or an error that explains why the hub is not used (`reason`)."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import IncompleteSnapshotError, LocalEntryNotFoundError
 
@@ -322,11 +330,11 @@ def _downloaded_before(key: str, repo: Repo, variant: str | None, file: str | No
             snapshot_download(repo.name, revision=repo.revision, local_files_only=True, allow_patterns=wanted)
         )
     except IncompleteSnapshotError as error:
-        found = f"{repo.words}: {error.snapshot_path} lacks some of the model's files, and {reason}"
+        found = f"{repo.words}: {error.snapshot_path} is incomplete, and {reason}"
         raise ConfigError([Problem(key, found, "a complete model", _remedy(key, repo))]) from None
     except LocalEntryNotFoundError:
         found = f"{repo.words}: no folder {Path(repo.name).absolute()}, nothing in {repo.cache_folder}, and {reason}"
-        expected = "a model on this machine, or a hub that answers"
+        expected = "a model on this machine, or a reachable hub"
         raise ConfigError([Problem(key, found, expected, _remedy(key, repo))]) from None
     lacking = _lacking_parts(folder)
     if lacking:
@@ -339,7 +347,7 @@ def _downloaded_before(key: str, repo: Repo, variant: str | None, file: str | No
 
 
 def _wanted_before(repo: Repo, variant: str | None) -> list[str] | None:
-    """What an earlier download was for; None where the cache does not say what the model has."""
+    """The files an earlier download was meant to fetch; None if the cache has no listing of the model."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -355,7 +363,7 @@ def _remedy(key: str, repo: Repo) -> str:
 
 
 def _lacking_parts(folder: Path) -> list[str]:
-    """Parts that model_index.json names and that were not downloaded: a download that was broken off."""
+    """Parts named in model_index.json that are missing, because a download was interrupted."""
     index = folder / "model_index.json"
     if not index.is_file():
         return []

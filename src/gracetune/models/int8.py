@@ -1,10 +1,10 @@
-"""Frozen linear layers whose weight is held in int8, with a scale for each row. Nothing else is rounded.
+"""Frozen linear layers that store their weight in int8, with one scale per row. Activations are not quantized.
 
     W  = round(w / s), s = max |w| of the row / 127        [out, in] in int8, [out, 1] in fp32
     y  = x (W s)'         dx = dy (W s)
 
-Both passes multiply with the same weight, put together in the precision of the computation and let go of again: this
-saves memory and no time, on any device. A step keeps nothing but the weight itself.
+Both passes multiply with the same weight, which is dequantized to the compute dtype and freed again. This saves memory
+but no time, on any device. A step saves nothing but the int8 weight.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from gracetune.models.eight_bit_linear import EightBitLinear, compute_dtype
 
 _MOST: Final = 127.0
 _SMALLEST: Final = 2.0**-100
-"""Rows whose largest number is below this become zeros."""
+"""Rows whose largest absolute value is below this become zeros."""
 
 
 class Int8Linear(EightBitLinear):
+    """A frozen linear layer whose weight is stored in int8."""
+
     int8_values: Tensor
     """[out, in]"""
     int8_scales: Tensor
@@ -32,7 +34,8 @@ class Int8Linear(EightBitLinear):
         super().__init__(weight, bias)
         wide = weight.detach().float()
         scales = wide.abs().amax(dim=1, keepdim=True).clamp_min(_SMALLEST) / _MOST
-        # A row with a number that is not finite becomes one without any finite number: the first loss shows it.
+        # A row with a NaN or infinity gets a non-finite scale and becomes non-finite as a whole: the first loss shows
+        # it.
         self.register_buffer("int8_values", (wide / scales).round().to(torch.int8))
         self.register_buffer("int8_scales", scales)
 
@@ -55,8 +58,8 @@ def _plain(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("gracetune::through_int8", mutates_args=())
 def _through(gradient: Tensor, values: Tensor, scales: Tensor) -> Tensor:
-    """The gradient of the input. torch.compile does not look into it: it would keep the forward pass's 16-bit weight
-    for it, at twice the memory of int8."""
+    """The gradient of the input. A custom operator, because torch.compile would otherwise save the 16-bit weight of the
+    forward pass for it, at twice the memory of int8."""
     return gradient @ _plain(values, scales, gradient.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The names of every family's layers in one place."""
+"""The layer names of every family."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from gracetune.models.family_parts import FamilyParts
 from gracetune.models.keys import KeyMap
 
 KEY_MAPS: FamilyParts[KeyMap] = FamilyParts("keys", "KEYS")
-"""By family, in the order of `config.families`."""
+"""Family -> its key map, in the order of `config.families`."""

@@ -1,10 +1,10 @@
-"""What a family's layers are called: in diffusers' model, and in the model as it was first published.
+"""The names of a family's layers: in diffusers' model, and in the originally published one.
 
-Other programs name adapter layers after the second (ComfyUI keeps the original layout), some with every dot turned
-into an underscore. A name with underscores cannot be taken apart by looking at it, so nothing here guesses: a family
-lists every layer it has, and a name is one of them or unknown.
+Other programs use the original names for adapter layers (ComfyUI keeps the original layout), some with every dot
+replaced by an underscore. Such a name cannot be split reliably, so nothing here guesses: a family lists every layer it
+has, and a name is either one of them or unknown.
 
-A template is a layer's path with `{}` for each counted block: `blocks.{}.attn1.to_q`.
+A template is a layer's path with `{}` for each block number: `blocks.{}.attn1.to_q`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from typing import Literal
 Layout = Literal["diffusers", "original"]
 
 _COUNT = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]*)(?![0-9])")
-"""As `str` writes a number: `00` and the digits of other scripts are no numbers, or two names would be one layer's."""
+"""A number as `str` writes it. Were `00` or digits of other scripts numbers too, two names could mean one layer."""
 _NUMBER = re.compile(rf"\{{\}}|{_COUNT.pattern}")
 _LONGEST = 500
-"""No layer's name is longer. A number of thousands of digits would be an error instead of no name."""
+"""No layer's name is longer. Without a limit, a number of thousands of digits would make `int` raise."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One layer under both names."""
+    """One layer: its template in diffusers' model and in the original."""
 
     ours: str
     original: str
     halves_swapped: bool = False
-    """The two halves of its output rows have changed places between the layouts (shift and scale of a final norm)."""
+    """The two halves of its output rows are swapped between the layouts (shift and scale of a final norm)."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Several of diffusers' layers that are one matrix in the original, stacked by output rows."""
+    """Several of diffusers' layers that are one matrix in the original, stacked along the output rows."""
 
     original: str
     parts: tuple[tuple[str, int], ...]
-    """Template and its share of the rows: query, key and value have one each, Flux' feed-forward four."""
+    """Template and share of the rows: 1 each for query, key and value, 4 for Flux' feed-forward."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What a name stands for: one layer, or the layers a fused matrix consists of."""
+    """The layer a name refers to, or the layers a fused matrix consists of."""
 
     paths: tuple[str, ...]
     layout: Layout
@@ -59,16 +59,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Original:
-    """A layer's name in the original layout, and everything that shares it."""
+    """A layer's name in the original layout, and all layers that share it."""
 
     name: str
     place: Place
     part: int
-    """Which of `place.paths` was asked for."""
+    """Index in `place.paths` of the layer that was looked up."""
 
 
 @dataclass(frozen=True)
 class _Template:
+    """A template whose numbers are compared by value. None stands for any block number."""
+
     text: str
     numbers: tuple[int | None, ...]
 
@@ -77,8 +79,8 @@ class _Template:
         return cls(text, tuple(None if found == "{}" else int(found) for found in _NUMBER.findall(text)))
 
     def counts_in(self, numbers: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The block numbers in a name of this shape; None where another number differs."""
-        if len(numbers) != len(self.numbers):  # a name with a `#` of its own
+        """The block numbers of a name of this shape; None if one of its other numbers differs."""
+        if len(numbers) != len(self.numbers):  # the name contains a `#` itself
             return None
         if any(wanted not in (None, found) for wanted, found in zip(self.numbers, numbers, strict=True)):
             return None
@@ -87,41 +89,43 @@ class _Template:
 
 @dataclass(frozen=True, eq=False)  # one of each: a key of caches, by identity
 class KeyMap:
-    """All layers of one family."""
+    """All layers of one family, under every name."""
 
     family: str
     component: str
-    """The denoiser's name in diffusers' pipeline, which begins its keys: transformer, unet."""
+    """The denoiser's component in diffusers' pipeline (transformer, unet): the prefix of its keys."""
     rules: tuple[Rule, ...]
     fused: tuple[Fused, ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
-    """Templates of a program that calls the original's layers otherwise, each with the original's. Only read."""
+    """(template of another program, template of the original) for the same layer. Only used for reading."""
     experts: bool = False
-    """Whether there are files of a high-noise and a low-noise expert."""
+    """Whether files of a high-noise and a low-noise expert exist."""
     depths: tuple[tuple[str, int], ...] = ()
-    """The most blocks a published model has under a name: tells families apart whose layers are called the same."""
+    """(list of blocks, most blocks any published model has). Distinguishes families with equal layer names."""
     comfyui_takes_ours: bool = False
-    """ComfyUI loads `<component>.<diffusers path>` for this family. True where the original layout is fused."""
+    """Whether ComfyUI loads `<component>.<diffusers path>` for this family. True if the original layout is fused."""
     architecture: str = ""
-    """What the headers of files call the model (`modelspec.architecture`); empty: the family's own name."""
+    """The model's name in file headers (`modelspec.architecture`). Empty: the family's name."""
     base_version: str = ""
-    """The same in kohya's words (`ss_base_model_version`); empty: not written."""
+    """The same in kohya's headers (`ss_base_model_version`). Empty: not written."""
     of_experts: tuple[str, str] | None = None
-    """Both of these for weights with two experts, where they are called otherwise."""
+    """Both of these for weights with two experts, if they differ."""
     also_read_by: tuple[tuple[str, str], ...] = ()
-    """Formats of adapter files and programs that know this family's names in them, beside those that always do: each
-    pair is (format, program), as in `config/export_formats.py`."""
+    """(format, program) pairs, as in `config/export_formats.py`: programs that read this family's names in a format, in
+    addition to those that read every family."""
     header_marks: tuple[str, ...] = ()
-    """Texts in those entries, or in an entry of our own, by which a file's header names this family."""
+    """Texts in those header entries, or in our own, that identify this family."""
 
     def find(self, name: str) -> Place | None:
-        """The layer a name stands for, in either layout, with dots or underscores."""
+        """The layer a name refers to, in either layout, with dots or underscores."""
         if len(name) > _LONGEST:
             return None
         entries = self._names.get(_shape(name))
         if entries is None:
             return None
         numbers = _numbers(name)
+        # Few templates share a shape; their fixed numbers decide. Indexes from `len(self.templates)` on are entries of
+        # the original layout.
         for template, index in entries:
             counts = template.counts_in(numbers)
             if counts is None:
@@ -132,7 +136,7 @@ class KeyMap:
         return None
 
     def original(self, path: str) -> Original | None:
-        """What the original model calls diffusers' layer `path`; None where the family has no such layer."""
+        """The original model's name of diffusers' layer `path`; None if the family has no such layer."""
         numbers = _numbers(path)
         for template, index in self._ours.get(_shape(path), ()):
             counts = template.counts_in(numbers)
@@ -144,11 +148,11 @@ class KeyMap:
         return self.original(path) is not None
 
     def in_order(self, paths: Iterable[str]) -> list[str]:
-        """Block by block, and within a block in the order the family lists its layers."""
+        """Sorted block by block, and within a block in the order the family lists its layers."""
         return sorted(paths, key=self._position)
 
     def beyond_depth(self, path: str) -> bool:
-        """Whether no published model of this family has that many blocks."""
+        """Whether no published model of this family has so many blocks."""
         for prefix, most in self.depths:
             found = re.match(rf"{re.escape(prefix)}\.([0-9]+)\.", path)
             if found and int(found.group(1)) >= most:
@@ -157,13 +161,13 @@ class KeyMap:
 
     @cached_property
     def templates(self) -> tuple[str, ...]:
-        """Every layer's template in diffusers' model."""
+        """The template of every layer in diffusers' model."""
         return (*(rule.ours for rule in self.rules), *(part for fused in self.fused for part, _ in fused.parts))
 
-    # -- looking up ---------------------------------------------------------------------------------------------------
+    # -- look-up tables ------------------------------------------------------------------------------------------------
 
     def _place(self, index: int, counts: tuple[int, ...]) -> Place:
-        """Of the original layout's entry `index`: rules first, then fused matrices."""
+        """The place of entry `index` of the original layout: rules first, then fused matrices."""
         if index < len(self.rules):
             rule = self.rules[index]
             return Place((rule.ours.format(*counts),), "original", halves_swapped=rule.halves_swapped)
@@ -172,6 +176,7 @@ class KeyMap:
         return Place(paths, "original", tuple(share for _, share in fused.parts))
 
     def _original(self, index: int, counts: tuple[int, ...], path: str) -> Original:
+        """The original name of the layer with template `index`."""
         entry = self._entry_of_part[index]
         place = self._place(entry, counts)
         text = self.rules[entry].original if entry < len(self.rules) else self.fused[entry - len(self.rules)].original
@@ -190,7 +195,8 @@ class KeyMap:
 
     @cached_property
     def _names(self) -> _Table:
-        """Every spelling of every layer; ours come first, so that a name both layouts have is diffusers'."""
+        """Every spelling of every layer. diffusers' names come first, so a name that both layouts have is
+        diffusers'."""
         originals = (*(rule.original for rule in self.rules), *(fused.original for fused in self.fused))
         dotted = (*self.templates, *originals)
         table = _table(dotted)
@@ -198,10 +204,11 @@ class KeyMap:
             table.setdefault(shape, []).extend(entry for entry in entries if entry not in table.get(shape, ()))
         index_of = {text: len(self.templates) + index for index, text in enumerate(originals)}
         for other, original in self.other_names:
-            table.setdefault(_blotted(other), []).append((_Template.of(other), index_of[original]))
+            table.setdefault(_shape_of_template(other), []).append((_Template.of(other), index_of[original]))
         return table
 
     def _position(self, path: str) -> tuple[int, tuple[int, ...], int]:
+        """Sort key of `in_order`: group of the layer, its block numbers, its place in the list."""
         numbers = _numbers(path)
         for template, index in self._ours.get(_shape(path), ()):
             counts = template.counts_in(numbers)
@@ -211,7 +218,7 @@ class KeyMap:
 
     @cached_property
     def _groups(self) -> tuple[int, ...]:
-        """For each template the first one that repeats with the same blocks."""
+        """For each template, the first template that is repeated with the same blocks."""
         first: dict[str, int] = {}
         return tuple(
             first.setdefault(text.rpartition("{}")[0] or text, index) for index, text in enumerate(self.templates)
@@ -226,16 +233,17 @@ def _numbers(name: str) -> tuple[int, ...]:
 
 
 def _shape(name: str) -> str:
+    """The name with every number replaced by `#`."""
     return _COUNT.sub("#", name)
 
 
 def _table(templates: Iterable[str]) -> _Table:
-    """Templates by their text with every number blotted out, so that a look-up compares a handful instead of all."""
+    """Templates by shape (the text with `#` for numbers), so that a look-up compares a handful instead of all."""
     table: _Table = {}
     for index, text in enumerate(templates):
-        table.setdefault(_blotted(text), []).append((_Template.of(text), index))
+        table.setdefault(_shape_of_template(text), []).append((_Template.of(text), index))
     return table
 
 
-def _blotted(template: str) -> str:
+def _shape_of_template(template: str) -> str:
     return _shape(template.replace("{}", "0"))

@@ -1,6 +1,6 @@
-"""A model's folder in diffusers' layout: its configuration files, where its weights are, and whether it is whole.
+"""A model folder in diffusers' layout: its configuration files, its weight files, and checks for completeness.
 
-All of it is read before any weight is loaded, and all that is wrong is said at once.
+Everything is checked before any weight is loaded, and all problems are reported together.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_headers import TensorEntry, open_weights
 
 CONFIG, TOKENIZER, SCHEDULER = "config.json", "tokenizer_config.json", "scheduler_config.json"
-"""The file by which a part of each kind is recognised."""
+"""The file that identifies a part of each kind."""
 
 _VOCABULARIES = (("tokenizer.json",), ("spiece.model",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Either of these sets. transformers makes a tokenizer without any of them too, and that one knows no word."""
+"""One of these sets must be present. Without any, transformers builds a tokenizer with an empty vocabulary."""
 _DIFFUSERS_STEM = "diffusion_pytorch_model"
 _TRANSFORMERS_STEM = "model"
 
@@ -40,10 +40,10 @@ def read_config(source: ModelSource, component: str, file: str = CONFIG) -> dict
 
 
 def part_config(source: ModelSource, component: str, cls: type[Any]) -> dict[str, Any]:
-    """The configuration of one of diffusers' models: every value, those the file leaves to the class included.
+    """The configuration of a diffusers model, with the class's defaults for keys that the file leaves out.
 
-    Refused where the file is another class's, or was written for a later release that has settings of this class we
-    would not know of.
+    ConfigError if the file belongs to another class, holds quantized weights, or was written by a later diffusers
+    release and has settings that this class does not know.
     """
     config = read_config(source, component)
     file = str(source.part(component) / CONFIG)
@@ -53,12 +53,12 @@ def part_config(source: ModelSource, component: str, cls: type[Any]) -> dict[str
         raise ConfigError([Problem(f"the {component}'s class", str(named), cls.__name__, hint, file)])
     quantised = config.get("quantization_config")
     if quantised is not None:
-        found = f"weights quantised by {quantised.get('quant_method', 'an unnamed method')}"
-        hint = "take the model's unquantised weights, and --set model.base_precision=fp8 to hold them in fewer bytes"
-        raise ConfigError([Problem("quantization_config", found, "weights as they were trained", hint, file)])
+        found = f"weights quantized by {quantised.get('quant_method', 'an unnamed method')}"
+        hint = "use the model's unquantized weights, and --set model.base_precision=fp8 to store them in 8 bits"
+        raise ConfigError([Problem("quantization_config", found, "unquantized weights", hint, file)])
     parameters = inspect.signature(cls.__init__).parameters
     unknown = sorted(key for key in config if key not in parameters and not key.startswith("_"))
-    # Files from before this release may still name settings that were dropped since: those mean nothing any more.
+    # Files written before this release may have settings that were removed since. Those have no effect any more.
     if unknown and _is_later(str(config.get("_diffusers_version", ""))):
         found = f"{', '.join(unknown)}, written by diffusers {config['_diffusers_version']}"
         expected = f"only settings that {cls.__name__} of diffusers {version('diffusers')} has"
@@ -68,16 +68,16 @@ def part_config(source: ModelSource, component: str, cls: type[Any]) -> dict[str
 
 
 def _is_later(written: str) -> bool:
-    """Than the release we have. Numbers alone: `0.43.0.dev0` is taken for 0.43.0."""
+    """Whether the file was written by a later release than ours. Only numbers count: `0.43.0.dev0` reads as 0.43.0."""
     theirs, ours = (re.findall(r"\d+", text)[:3] for text in (written, version("diffusers")))
     return [*map(int, theirs)] > [*map(int, ours)]
 
 
-# -- is this folder what a family asks for? ---------------------------------------------------------------------------
+# -- does the folder fit the family? -----------------------------------------------------------------------------------
 
 
 def pipeline_name(source: ModelSource, family: str, known: Mapping[str, object]) -> str:
-    """The class of diffusers' pipeline these weights were published for: one of `known`, or a refusal."""
+    """The pipeline class in model_index.json. ConfigError if it is not one of `known`."""
     name = read_index(source).get("_class_name")
     if isinstance(name, str) and name in known:
         return name
@@ -88,14 +88,14 @@ def pipeline_name(source: ModelSource, family: str, known: Mapping[str, object])
 
 
 def require_parts(source: ModelSource, parts: Mapping[str, str]) -> None:
-    """`parts`: component -> a file its folder must have. One that has a tokenizer's must have its vocabulary too."""
+    """`parts`: component -> a file its folder must have. A tokenizer must have its vocabulary too."""
     problems = [problem for part, file in parts.items() for problem in _lacking(source.part(part), part, file)]
     if problems:
         raise ConfigError(problems)
 
 
 def _lacking(folder: Path, part: str, file: str) -> Iterator[Problem]:
-    hint = "download the model again, all of it"
+    hint = "download the whole model again"
     if not (folder / file).is_file():
         found = f"{part} without {file}" if folder.is_dir() else f"no folder {part}"
         yield Problem("model.path", found, f"{file} in the folder {part}", hint, str(folder))
@@ -108,9 +108,10 @@ def _lacking(folder: Path, part: str, file: str) -> Iterator[Problem]:
 
 
 def weight_file(source: ModelSource, component: str) -> Path:
-    """The file to read a part's weights from: one .safetensors, or the index of several.
+    """The file to read a part's weights from: one .safetensors file, or the index of several.
 
-    Parts that lack the source's variant have plain files, as with diffusers; `open_source` saw to it that one has it.
+    Parts without the source's variant use their plain files, as in diffusers. `open_source` has checked that at least
+    one part has the variant.
     """
     folder = source.part(component)
     for variant in [source.variant, None] if source.variant else [None]:
@@ -122,7 +123,7 @@ def weight_file(source: ModelSource, component: str) -> Path:
 
 
 def part_tensors(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
-    """All tensors a part is loaded from, wherever they lie: what its fingerprint is taken of."""
+    """All tensors a part is loaded from, wherever they are stored. Its fingerprint covers these."""
     if single_file.supplies(source, component):
         return single_file.tensors_of(source, component)
     return tuple(open_weights(weight_file(source, component)).entries.values())
@@ -132,7 +133,7 @@ def _candidates(folder: Path, stem: str, variant: str | None) -> Iterator[Path]:
     middle = f".{variant}" if variant else ""
     yield folder / f"{stem}.safetensors.index{middle}.json"
     if variant:
-        yield folder / f"{stem}{middle}.safetensors.index.json"  # how diffusers once wrote it
+        yield folder / f"{stem}{middle}.safetensors.index.json"  # the name older diffusers releases wrote
     yield folder / f"{stem}{middle}.safetensors"
 
 
@@ -143,7 +144,7 @@ def _no_weights(folder: Path) -> Problem:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     pickles = [name for name in names if name.endswith(PICKLES)]
     if pickles and not any(name.endswith(".safetensors") for name in names):
-        hint = "take the .safetensors files of the same model: a pickle can run any code when it is read"
+        hint = "use the .safetensors files of the same model: a pickle can run any code when it is loaded"
         return Problem("weights", f"only pickled weights ({pickles[0]})", expected, hint, str(folder))
     found = ", ".join(names[:8]) or "an empty folder"
     return Problem("weights", found, expected, "download this part again, or set model.variant", str(folder))

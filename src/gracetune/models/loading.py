@@ -1,8 +1,8 @@
-"""A part of a model from its folder into the memory it is used from: the configuration builds it, one copy fills it.
+"""Loading one part of a model from its folder: its configuration builds the module, one copy fills it.
 
-`load_component` gives what diffusers' own `from_pretrained(torch_dtype=...)` gives, tensor for tensor. What differs:
-a missing or surplus tensor is an error instead of a warning, tied parameters stay tied, the weights never lie in host
-memory as a whole on their way to a GPU, and the result is frozen.
+`load_component` returns what diffusers' `from_pretrained(torch_dtype=...)` returns, tensor for tensor, with these
+differences: a missing or unexpected tensor is an error instead of a warning, tied parameters stay tied, the weights are
+never in host memory as a whole on their way to a GPU, and the result is frozen.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from gracetune.storage.errors import WeightFileError
 from gracetune.storage.safetensors_headers import Weights, open_weights
 
 Draw = Callable[[nn.Module, Mapping[str, Tensor]], None]
-"""Gives the tensors of a model, by name and in their place, values that come from no file."""
+"""Initializes tensors of a model in place, by name, with values that come from no file."""
 
 
 # -- building ---------------------------------------------------------------------------------------------------------
 
 
 Adjust = Callable[[nn.Module], None]
-"""Lets a model compute the same by other steps."""
+"""Modifies a model so that it computes the same result in another way."""
 
 
 def build_component(
     source: ModelSource, component: str, cls: type[Any], *, adjust: Adjust | None = None
 ) -> nn.Module:  # fmt: skip
-    """The part on the meta device: names and shapes, and no memory at all. Not to be filled: `load_component` does."""
+    """The part on the meta device: names and shapes without memory. Use `load_component` for a part with weights."""
     config = part_config(source, component, cls)
-    with torch.device("meta"), _refusing(source, component, cls):
+    with torch.device("meta"), _config_errors(source, component, cls):
         model: nn.Module = cls.from_config(config)
     if adjust is not None:
         adjust(model)
@@ -58,34 +58,34 @@ def build_component(
 
 
 @contextmanager
-def _refusing(source: ModelSource, component: str, cls: type[Any]) -> Iterator[None]:
-    """A class says what it cannot make of its configuration by raising this or that."""
+def _config_errors(source: ModelSource, component: str, cls: type[Any]) -> Iterator[None]:
+    """Turn the exceptions a class raises for an unusable configuration into ConfigError."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        expected = f"a configuration of {cls.__name__} whose values go together"
+        expected = f"a configuration of {cls.__name__} with values that fit together"
         file, hint = str(source.part(component) / CONFIG), "download this file again"
         raise ConfigError([Problem("the configuration", str(error), expected, hint, file)]) from error
 
 
 @contextmanager
 def _parameters_on_meta(dtype: torch.dtype) -> Iterator[None]:
-    """Modules built in here have their parameters on meta, and everything else they compute (rope tables) for real.
+    """Modules built in this context have their parameters on meta, and compute everything else (RoPE tables) for real.
 
-    All on meta would leave such tables without values, and some of them are no buffers that could be found again.
+    With everything on meta, such tables would have no values, and some are not buffers that could be found and filled.
     """
     builder = threading.get_ident()
 
     def to_meta(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta or threading.get_ident() != builder:
-            return None  # already there: a tied parameter has to stay the same object
+            return None  # registered before: a tied parameter has to stay the same object
         return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     before = torch.get_default_dtype()
     hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     torch.set_default_dtype(dtype)
     try:
-        with torch.random.fork_rng(devices=[]):  # constructors draw numbers; the caller's draws are not to depend on us
+        with torch.random.fork_rng(devices=[]):  # constructors use the global generator; the caller's must not advance
             yield
     finally:
         torch.set_default_dtype(before)
@@ -105,19 +105,19 @@ def load_component(
     draw: Draw | None = None,
     adjust: Adjust | None = None,
 ) -> nn.Module:
-    """A diffusers model, frozen and in eval mode, its weights read straight to `placement.device`.
+    """A diffusers model, frozen and in eval mode, with its weights read directly to `placement.device`.
 
-    With `draw` no weight is read: the model is the same in all else, and its values are what `draw` makes them.
+    With `draw` no weight is read; `draw` initializes the weights instead, and everything else is the same.
 
-    Layers the class wants in float32 are. With `placement.eight_bits` the weights of the layers it names are held in 8
-    bits, rounded while they are read: they are never in memory as a whole in another precision.
+    Layers that the class keeps in float32 stay in float32. With `placement.eight_bits` the weights of the layers it
+    names are quantized to 8 bits while they are read, so they are never in memory as a whole in another precision.
 
-    On the meta device nothing is read: for whoever only asks an encoder for its id.
+    On the meta device nothing is read. That is enough to ask an encoder for its id.
     """
     if placement.device.type == "meta":
         return build_component(source, component, cls, adjust=adjust)
     config = part_config(source, component, cls)
-    with _parameters_on_meta(placement.dtype), _refusing(source, component, cls):
+    with _parameters_on_meta(placement.dtype), _config_errors(source, component, cls):
         model: Any = cls.from_config(config)
     rounded: frozenset[str] = frozenset()
     if placement.eight_bits is not None:
@@ -145,7 +145,7 @@ def load_component(
 
 
 def _in_fp32(cls: type[Any]) -> list[str]:
-    """Names of modules this class keeps in float32, whatever its dtype."""
+    """Names of the modules that this class keeps in float32, whatever its dtype."""
     kept = cls._keep_in_fp32_modules or []
     return [kept] if isinstance(kept, str) else kept
 
@@ -153,9 +153,9 @@ def _in_fp32(cls: type[Any]) -> list[str]:
 def _allocate(
     model: nn.Module, cls: type[Any], dtype: torch.dtype, device: torch.device, rounded: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Memory for every parameter and saved buffer in its final place; by name, a tied one under each of its names.
+    """Allocate every parameter and saved buffer on its device. Returns them by name; a tied one has several names.
 
-    Those to be `rounded` stay on meta: whoever fills the others hands them on as they come.
+    The tensors named in `rounded` stay on meta: they are handed to `put` as they are read.
     """
     kept = _in_fp32(cls)
 
@@ -183,6 +183,7 @@ def _allocate(
 
 
 def _draw(model: nn.Module, destinations: Mapping[str, Tensor], draw: Draw, device: torch.device, put: Put) -> None:
+    """Initialize the weights with `draw`. Those that become 8-bit layers are on meta and are done one by one."""
     draw(model, {name: tensor for name, tensor in destinations.items() if not tensor.is_meta})
     for name, tensor in destinations.items():
         if tensor.is_meta:
@@ -195,15 +196,18 @@ def _fill(
     model: Any, cls: type[Any], weights: Weights, destinations: Mapping[str, Tensor], device: torch.device, put: Put,
     progress: Progress | None,
 ) -> None:  # fmt: skip
+    """Read the weights from the file. All problems are found and reported before anything is read."""
     weights = _with_todays_names(model, weights)
     ignored = cls._keys_to_ignore_on_load_unexpected or []
+    # Unexpected tensors that the class declares as ignorable, and the other names of tied parameters, are skipped. All
+    # other unexpected ones stay in `entries`, so that `load_into` reports them.
     surplus = {name for name in weights.entries if name not in destinations}
     admitted = {name for name in surplus if any(re.search(pattern, name) for pattern in ignored)}
     wanted = _one_name_each(destinations, weights)
     left_out = admitted | (destinations.keys() - wanted.keys())
     entries = {name: entry for name, entry in weights.entries.items() if name not in left_out}
     rounded = {name: one for name, one in wanted.items() if one.is_meta and eight_bits.readable(weights, name, one)}
-    # A weight that cannot be read is found with everything else that is wrong, before anything is.
+    # A weight that cannot be quantized stays here, so that `load_into` reports it together with all other problems.
     at_once = {
         name: torch.empty(one.shape, dtype=one.dtype) if one.is_meta else one
         for name, one in wanted.items()
@@ -216,7 +220,7 @@ def _fill(
 
 
 def _in_all(progress: Progress | None, total: int) -> Progress:
-    """One count over several loads, each of which begins at 0 again."""
+    """One progress count over several loads, each of which starts at 0."""
     before = 0
 
     def count(done: int, of: int) -> None:
@@ -230,7 +234,7 @@ def _in_all(progress: Progress | None, total: int) -> Progress:
 
 
 def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict[str, Tensor]:
-    """Of a tied parameter's names the one the file has; files keep only one of them, and which one differs."""
+    """One name for each tied parameter: the one that the file has. Files keep only one, and which one differs."""
     names: dict[int, str] = {}
     for name, tensor in destinations.items():
         known = names.get(id(tensor))
@@ -240,7 +244,8 @@ def _one_name_each(destinations: Mapping[str, Tensor], weights: Weights) -> dict
 
 
 def _with_todays_names(model: Any, weights: Weights) -> Weights:
-    """Files of early diffusers call the layers of an attention block otherwise; diffusers knows, for unsharded ones."""
+    """Rename the attention layers of files written by early diffusers releases, as diffusers does for unsharded
+    ones."""
     if len(weights.files) != 1:
         return weights
     names = {name: name for name in weights.entries}
@@ -249,7 +254,7 @@ def _with_todays_names(model: Any, weights: Weights) -> Weights:
 
 
 def _finish(model: nn.Module, device: torch.device) -> None:
-    """What the files do not hold: tables computed while building, and weights put together from two parameters."""
+    """Fill what files do not store: tables computed by constructors, and weights that weight norm derives."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -259,15 +264,15 @@ def _finish(model: nn.Module, device: torch.device) -> None:
                 setattr(module, hook.name, hook.compute_weight(module).detach())
 
 
-# -- transformers' models ---------------------------------------------------------------------------------------------
+# -- transformers models -----------------------------------------------------------------------------------------------
 
 
 def load_text_model(source: ModelSource, component: str, cls: Any, placement: Placement) -> nn.Module:
-    """A transformers model, frozen and in eval mode. Tensors it has no use for are left in the file: text encoders are
-    often published inside larger models. transformers itself reads it: it knows the names of older releases.
+    """A transformers model, frozen and in eval mode. transformers reads it, because it knows the tensor names of older
+    releases. Tensors it does not use are ignored: text encoders are often published inside larger models.
 
-    On the meta device nothing is read, as with `load_component`."""
-    read_config(source, component)  # broken JSON is refused in our words before transformers meets it
+    On the meta device nothing is read, as in `load_component`."""
+    read_config(source, component)  # reports broken JSON with our message, before transformers reads it
     if placement.device.type == "meta":
         with torch.device("meta"):
             return _frozen(cls(cls.config_class.from_pretrained(str(source.part(component)), local_files_only=True)))
@@ -277,20 +282,20 @@ def load_text_model(source: ModelSource, component: str, cls: Any, placement: Pl
     folder = source.part(component)
     file = weight_file(source, component)
     options: dict[str, Any] = {"dtype": placement.dtype, "local_files_only": True, "use_safetensors": True}
-    options["ignore_mismatched_sizes"] = True  # told to us with everything else, instead of raised alone
+    options["ignore_mismatched_sizes"] = True  # reported below with all other problems, instead of raised alone
     if source.variant is not None and f".{source.variant}" in file.name:
         options["variant"] = source.variant
     if placement.device.type != "cpu":
         options["device_map"] = {"": placement.device}
-    open_weights(file)  # a broken file is refused in our words before transformers meets it
+    open_weights(file)  # reports a broken file with our message, before transformers reads it
     with without_bars(logging):
         model, info = cls.from_pretrained(str(folder), output_loading_info=True, **options)
-    _refuse_incomplete(info, cls, file)
+    _check_complete(info, cls, file)
     return _frozen(model)
 
 
-def _refuse_incomplete(info: Mapping[str, Any], cls: Any, file: Path) -> None:
-    """`info` is what `from_pretrained` says it could not do."""
+def _check_complete(info: Mapping[str, Any], cls: Any, file: Path) -> None:
+    """`info` is the loading info of `from_pretrained`: missing and mismatched keys."""
     hint = "check that these weights belong to this model, and model.text_encoder_path"
     problems = [
         Problem(name, "no tensor of this name", f"all weights of {cls.__name__}", hint, str(file))

@@ -1,8 +1,8 @@
-"""Frozen weights that are away from the GPU while nobody needs them, and come back exactly as they were.
+"""Moving frozen weights off the GPU while they are not needed, and back unchanged.
 
-What is parked are the tensors of a module that need no gradient: base weights and buffers. Adapters stay where they
-are: they are small, and optimizers and hooks hold on to them. All of a module's parked tensors lie in one block, so a
-move is one copy, and torch's allocator hands out the same block every time.
+Parked are the tensors of a module that need no gradient: base weights and buffers. Adapters stay on the device: they
+are small, and optimizers and hooks hold references to them. All parked tensors of a module are stored in one block, so
+that a move is one copy and torch's allocator can reuse the same block every time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gracetune.memory.errors import UnifiedMemoryError
 from gracetune.memory.managed import ManagedBuffer, ManagedHeap
 
 _ALIGNMENT = 512
-"""What torch's own allocator guarantees; also a multiple of the 8 bytes the checksum reads at once."""
+"""The alignment torch's allocator guarantees. A multiple of 8, because the checksum reads 8-byte words."""
 
 
 class Parking(Protocol):
@@ -31,24 +31,24 @@ class Parking(Protocol):
 
     @property
     def bytes(self) -> int:
-        """Device memory they take while they are there."""
+        """Device memory they occupy while they are on the device."""
 
     @property
     def managed(self) -> int:
-        """So much of that is managed memory: when they leave, the driver keeps it until somebody needs it."""
+        """How much of that is managed memory, which the driver keeps after they left until something else needs it."""
 
     def start(self) -> None:
-        """Begin to bring them to the device, beside whatever it is doing."""
+        """Start bringing them to the device, concurrently with its other work."""
 
     def finish(self) -> None:
-        """Work that is queued from now on finds them on the device."""
+        """Make work that is queued from now on find them on the device."""
 
     def park(self) -> None:
-        """Give up their device memory. What was queued before still finds them."""
+        """Free their device memory. Work that was queued before still finds them."""
 
 
 class Staying:
-    """Nothing moves: both fit, or there is only one memory."""
+    """Parking that moves nothing: everything fits, or there is only one memory."""
 
     bytes = managed = 0
 
@@ -60,7 +60,8 @@ class Staying:
 
 
 def frozen_tensors(module: nn.Module) -> list[Tensor]:
-    """Each tensor that parking moves, once: parameters without gradient, and buffers. Not what is on meta or empty."""
+    """The tensors that parking moves, each once: parameters without gradient, and buffers. Skips empty and meta
+    ones."""
     tensors = [*module.parameters(), *module.buffers()]
     unique = {id(tensor): tensor for tensor in tensors if not tensor.requires_grad and tensor.numel() > 0}
     return list(unique.values())
@@ -68,7 +69,7 @@ def frozen_tensors(module: nn.Module) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class _Slot:
-    """One tensor and its place in the block."""
+    """One tensor and its position in the block."""
 
     tensor: Tensor
     offset: int
@@ -80,6 +81,7 @@ class _Slot:
 
 
 def _slots(tensors: list[Tensor]) -> tuple[list[_Slot], int]:
+    """A slot for each tensor, and the size of the block."""
     slots, end = [], 0
     for tensor in tensors:
         slots.append(_Slot(tensor, end, tensor.nbytes))
@@ -88,44 +90,47 @@ def _slots(tensors: list[Tensor]) -> tuple[list[_Slot], int]:
 
 
 def _point(slots: list[_Slot], block: Tensor) -> None:
+    """Make the tensors views of `block`."""
     for slot in slots:
         slot.tensor.data = slot.view(block)
 
 
 def _take_back(slots: list[_Slot], block: Tensor) -> None:
-    """Tensors that somebody gave other memory (a cast and back, a merge) return to their block with what they hold."""
+    """Copy tensors that were given other memory since (a cast and back, a merge) back into their block."""
     for slot in slots:
         if slot.tensor.data_ptr() != slot.view(block).data_ptr():
             slot.view(block).copy_(slot.tensor.data)
             slot.tensor.data = slot.view(block)
 
 
-# -- a copy in pinned memory ------------------------------------------------------------------------------------------
+# -- a copy in pinned host memory --------------------------------------------------------------------------------------
 
 
 class Lane(Protocol):
-    """Where copies run beside the device's work."""
+    """A queue for copies that run concurrently with the device's compute."""
 
     def beside(self) -> AbstractContextManager[object]:
-        """Copies made in here come after what the device was given so far, and do not hold up what it is given next."""
+        """A context whose copies run after the compute queued so far and do not delay the compute queued next."""
 
     def join(self) -> None:
-        """What the device is given from now on comes after those copies."""
+        """Make compute that is queued from now on wait for all copies."""
 
     def mark(self) -> Any:
-        """The end of the copies so far."""
+        """Mark the end of the copies queued so far."""
 
     def wait(self, mark: Any) -> None:
-        """What the device is given from now on comes after the copies up to there."""
+        """Make compute that is queued from now on wait for the copies up to this mark."""
 
 
 class CudaLane:
+    """A stream of its own for copies."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def beside(self) -> AbstractContextManager[object]:
-        # The block was taken from the current stream's memory: its last user there must be done with it.
+        # The block's memory may just have been freed on the current stream, whose last use of it must be done first.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
 
@@ -144,7 +149,7 @@ class CudaLane:
 
 
 class InlineLane:
-    """For a device without streams."""
+    """The lane of a device without streams: copies run immediately."""
 
     def beside(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -157,11 +162,11 @@ class InlineLane:
 
 
 class CopyParking:
-    """The weights' home is host memory; the device has a copy while they are needed.
+    """Parking with a copy in host memory. The device has a second copy while the weights are needed.
 
-    Frozen weights do not change, so parking them copies nothing: the device's copy is dropped. Whether they really did
-    not (a merged adapter changes them in place) is asked of a checksum that the device computes in the time it takes to
-    read its own memory once; if it differs, they are copied home first.
+    Frozen weights do not change, so parking normally copies nothing and just drops the device's copy. A merged adapter
+    changes them in place, however. A checksum, which takes the device one read of its memory, detects this; changed
+    weights are copied to the host first.
     """
 
     managed = 0
@@ -169,15 +174,15 @@ class CopyParking:
     def __init__(
         self, module: nn.Module | list[Tensor], device: torch.device, lane: Lane, home: Tensor | None = None
     ) -> None:  # fmt: skip
-        """Of a module, or of these tensors of one. `home` is host memory of the right size (pinned, for copies that run
-        beside work); None makes it pageable."""
+        """`module` is a module or a list of its tensors. `home` is host memory of the right size, pinned if copies are
+        to run concurrently; None allocates pageable memory."""
         self._slots, self.bytes = _slots(frozen_tensors(module) if isinstance(module, nn.Module) else module)
         self._device, self._lane = device, lane
         self._home = torch.zeros(self.bytes, dtype=torch.uint8) if home is None else home
         self._block: Tensor | None = None
         self._arrived: Any = None
         self._checksum: Tensor | None = None
-        for slot in self._slots:  # one by one: what a tensor held before is free before the next is copied
+        for slot in self._slots:  # one by one: each tensor's old memory is freed before the next one is copied
             slot.view(self._home).copy_(slot.tensor.data)
             slot.tensor.data = slot.view(self._home)
 
@@ -197,7 +202,7 @@ class CopyParking:
         self._arrived = self._lane.mark()
 
     def expect(self) -> None:
-        """The tensors are where they will be; `finish` has to be called before anybody reads them."""
+        """Point the tensors at their device memory. `finish` must be called before they are read."""
         self.start()
         if self._block is not None and self._checksum is None:
             _point(self._slots, self._block)
@@ -212,7 +217,7 @@ class CopyParking:
         self._checksum = _checksum(self._block)
 
     def park(self, *, unchanged: bool = False) -> None:
-        """`unchanged`: somebody has asked `changed` already, and the host need not wait for the answer."""
+        """`unchanged`: the caller has checked `changed` already, so the host need not wait for the result."""
         if self._block is None:
             return
         self._lane.join()
@@ -222,25 +227,25 @@ class CopyParking:
         self._block = self._arrived = self._checksum = None
 
     def changed(self) -> Tensor:
-        """On the device: whether they are not what came there. False where they have not come."""
+        """Whether the weights differ from what was copied to the device, as a tensor on it. False if nothing was."""
         if self._block is None or self._checksum is None:
             return torch.zeros((), dtype=torch.bool, device=self._device)
         _take_back(self._slots, self._block)
         return _checksum(self._block) != self._checksum
 
     def keep(self) -> None:
-        """What they are now is what they will be."""
+        """Copy the weights' current values to the host."""
         assert self._block is not None
         self._home.copy_(self._block)
 
 
 def _checksum(block: Tensor) -> Tensor:
-    """The sum of all 8-byte words: a change that leaves it alone is not one any training makes."""
+    """The wrapping sum of all 8-byte words. Not cryptographic: it only has to detect changes made by training code."""
     return block[: block.numel() // 8 * 8].view(torch.int64).sum()
 
 
 class HostRegistry(Protocol):
-    """The two calls of the CUDA runtime that pin memory, as `torch.cuda.cudart()` has them."""
+    """The two functions of the CUDA runtime that pin memory, as in `torch.cuda.cudart()`."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int, /) -> int: ...  # noqa: N802 - CUDA's name
 
@@ -248,32 +253,32 @@ class HostRegistry(Protocol):
 
 
 def pinned_bytes(size: int, registry: HostRegistry) -> Tensor:
-    """Host memory of exactly this size, pinned until its last view is gone.
+    """Host memory of exactly this size, pinned until the last view of it is gone.
 
-    torch's own pinned allocator rounds up to a power of two: of 28 GB that would waste four.
+    torch's own pinned allocator rounds up to a power of two, which wastes 4 GB of 28.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, size)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning goes page by page
+    with suppress(OSError):  # the kernel may have no huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # pinning takes time per page, so fewer are faster
     kind: Any = type("PinnedBytes", (ctypes.c_uint8 * size,), {})
     view = kind.from_buffer(memory)
     pointer = ctypes.addressof(view)
     code = int(registry.cudaHostRegister(pointer, size, 0))
     if code != 0:
         raise UnifiedMemoryError(
-            f"{size:,} bytes of host memory could not be pinned (CUDA error {code})\n"
+            f"{size:,} bytes of host memory cannot be pinned (CUDA error {code})\n"
             "  try  ulimit -l unlimited, or free host memory"
         )
-    # Runs before the memory is unmapped: a subclass's finalizers come before its base lets go of what it views.
+    # The finalizer must run before the memory is unmapped. It does: the view's finalizers run before it releases mmap.
     weakref.finalize(view, _unpin, registry, pointer).atexit = False
     return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def _unpin(registry: HostRegistry, pointer: int) -> None:
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # a copy that is still under way reads this memory
+        torch.cuda.synchronize()  # a copy may still be reading this memory
     registry.cudaHostUnregister(pointer)
 
 
@@ -281,12 +286,13 @@ def _unpin(registry: HostRegistry, pointer: int) -> None:
 
 
 class ManagedParking:
-    """The weights lie in managed memory for good, and their pages are sent to and fro. There is only one copy of them.
+    """Parking in managed memory. There is only one copy of the weights, and their pages migrate.
 
-    They can be used wherever the pages are: a kernel that comes early is slow, not wrong. Their preferred home stays
-    the host throughout: telling the driver another one takes it longer than moving them (measured on an H200 over
-    PCIe: 18 ms for 384 MiB, against 8). A prefetch that has to wait returns at once, any other keeps the host until the
-    pages are sent; so each is queued behind what the device is doing.
+    The weights are usable wherever their pages are: a kernel that reads them too early is slow, not wrong. The
+    preferred location stays the host, because setting another one takes longer than the migration itself (measured on
+    an H200 over PCIe: 18 ms for 384 MiB, against 8). A prefetch that has to wait for a stream returns immediately; any
+    other blocks the host until the pages have moved. Each prefetch is therefore queued behind the device's current
+    work.
     """
 
     def __init__(self, module: nn.Module, heap: ManagedHeap) -> None:
@@ -313,7 +319,7 @@ class ManagedParking:
         self._lane.join()
 
     def park(self) -> None:
-        """Their pages leave beside what the device does next: whoever needs the room before gets it from the driver."""
+        """Migrate the pages concurrently with the device's next work. Until then the driver evicts them if needed."""
         if self._buffer is not None and self._on_device:
             _take_back(self._slots, self._buffer.cuda())
             with self._lane.beside():
@@ -323,15 +329,17 @@ class ManagedParking:
 
 class Room(Protocol):
     def __call__(self, *, here: int, away: int) -> int:
-        """Bytes the device could still take, with so many managed bytes of parked modules there, and so many not."""
+        """Bytes the device could still take. `here` and `away` are the managed bytes of modules on the device and
+        parked."""
 
 
 def device_room(device: torch.device) -> Room:
-    """Free for everyone, what torch holds without using it, and what the driver keeps for managed pages that left.
+    """A `Room` for this device: free memory, torch's unused cache, and pages of parked modules that the driver keeps.
 
-    The driver does not call the latter free: it gives it up only when somebody needs it.
+    The driver does not report the latter as free, although it evicts them on demand.
     """
     free, total = torch.cuda.mem_get_info(device)
+    # Memory in use besides torch's: the CUDA context and other processes. No managed pages are on the device yet.
     others = total - free - torch.cuda.memory_reserved(device)
 
     def room(*, here: int, away: int) -> int:

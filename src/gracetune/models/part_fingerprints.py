@@ -1,11 +1,11 @@
-"""One fingerprint for each part of a model beside the weights that are trained: two runs are the same only with all.
+"""A fingerprint of each part of a model besides the trained weights. Two runs match only if all of them match.
 
-Of a part with weights it covers every byte of them and its configuration; of a tokenizer or processor every file. Of
-configurations alone (the scheduler, the denoisers' shape, the pipeline's own settings) it is the values themselves, so
-that a message can name the one that changed. What only says who wrote a file does not count.
+A part with weights is fingerprinted by every byte of them and its configuration; a tokenizer or processor by all its
+files. Plain configurations (the scheduler, the denoisers' shape, the pipeline's settings) are kept as values, so that
+a message can name the one that changed. Keys that only record which program wrote a file are ignored.
 
-A denoiser that is not trained has its configuration here and not its weights: it works in samples alone, and reading
-28 GB for those would delay every first start.
+For a denoiser only the configuration is fingerprinted, even one that is not trained: such a denoiser only affects
+generated samples, and reading its 28 GB would delay every first start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gracetune.storage.os_errors import explained
 
 
 def part_fingerprints(source: ModelSource, facts: ModelFacts) -> dict[str, str]:
-    """By the name of the part, as in model_index.json; that file's own settings under its name."""
+    """Fingerprint by part name, as in model_index.json. That file's own settings are under its file name."""
     index = read_index(source)
     denoisers = {expert.component for expert in facts.experts}
     parts = [name for name, value in index.items() if isinstance(value, list) and value[-1] is not None]
@@ -48,14 +48,14 @@ def _part(source: ModelSource, component: str) -> str:
             return _text(read_config(source, component, SCHEDULER))
         if not (folder / CONFIG).is_file():
             return files_digest(folder)
-    pieces = [_text(read_config(source, component)), _weights(source, component)]
-    return xxhash.xxh3_128_hexdigest("\n".join(pieces).encode())
+    texts = [_text(read_config(source, component)), _weights(source, component)]
+    return xxhash.xxh3_128_hexdigest("\n".join(texts).encode())
 
 
 def _weights(source: ModelSource, component: str) -> str:
     try:
         tensors = part_tensors(source, component)
-    except WeightFileError:  # whoever needs them says so
+    except WeightFileError:  # reported by the code that loads this part
         return "not there"
     return fingerprint(tensors, source.fingerprints) if tensors else "none"
 

@@ -1,7 +1,7 @@
-"""The denoisers of the published weights without their weights: names and shapes, on the meta device.
+"""The denoisers of published weights on the meta device: names and shapes without weights.
 
-For questions about a model nobody has downloaded here. Each family's `published.py` builds its own, with the numbers of
-the config files published with each set of weights; what is not named there is diffusers' default.
+They answer questions about a model that is not on this machine. Each family's `published.py` builds its own, with the
+values of the published config files. Values not listed there are diffusers' defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUILDERS: FamilyParts[Callable[[str], nn.Module]] = FamilyParts("published", "b
 
 
 def build_published(family: str, flavour: str) -> nn.Module:
-    """The denoiser of one flavour; both experts of a dual model look the same."""
+    """The denoiser of one flavour. Both experts of a two-expert model have the same shape."""
     if find_flavour(family, flavour) is None:
         names = [known.name for known in flavours(family)]
         raise ConfigError([Problem("--flavour", flavour, ", ".join(names), nearest(flavour, names) or names[0])])

@@ -1,4 +1,4 @@
-"""Every family's parts, found by the family's name."""
+"""The parts of every family, by the family's name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FOOTPRINTS: FamilyParts[tuple[Footprint, ...]] = FamilyParts("footprint", "FOOTP
 """Family -> the footprints of its flavours, in the order of `config.families`."""
 
 GEOMETRIES: FamilyParts[Mapping[str, Geometry]] = FamilyParts("geometry", "GEOMETRIES")
-"""Family -> flavour -> what it asks of its data."""
+"""Family -> flavour -> its data requirements."""
 
 _SPECS: FamilyParts[ModelSpec] = FamilyParts("spec", "SPEC")
 
 
 def footprint_of(model: Model) -> tuple[Footprint, str | None]:
-    """The footprint of what a config trains, and the assumption behind it where the config does not name a flavour."""
+    """The footprint of the model a config trains, and the assumption behind it if the config names no flavour."""
     known = FOOTPRINTS[model.family]
     if model.flavour is not None:
         return next(footprint for footprint in known if footprint.flavour == model.flavour), None
@@ -37,22 +37,22 @@ def footprint_of(model: Model) -> tuple[Footprint, str | None]:
     named = weights.get(model.path)
     if named is not None:
         return next(footprint for footprint in known if footprint.flavour == named), None
-    return first, f"model.path {model.path}: taken to be {first.flavour}; set model.flavour if it is another"
+    return first, f"model.path {model.path}: assumed to be {first.flavour}; if it is another, set model.flavour"
 
 
 def geometry(family: str, flavour: str) -> Geometry:
-    """What one flavour asks of its data."""
+    """The data requirements of one flavour."""
     return GEOMETRIES[family][flavour]
 
 
 def geometry_of(model: Model) -> tuple[Geometry, str | None]:
-    """What the trained model asks of its data, and the assumption behind it, as for `footprint_of`."""
+    """The data requirements of the model a config trains, and the assumption behind it, as in `footprint_of`."""
     footprint, assumption = footprint_of(model)
     return geometry(footprint.family, footprint.flavour), assumption
 
 
 def spec_of(family: str) -> ModelSpec:
-    """A family's whole bundle. Imports its model code, which takes seconds: nothing above needs that."""
+    """A family's `ModelSpec`. This imports its model code, which takes seconds; nothing above needs that."""
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ConfigError([Problem("model.family", family, known, nearest(family, FAMILIES) or known)])

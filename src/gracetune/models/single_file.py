@@ -1,7 +1,7 @@
-"""Weights in one file of the original layout, under the names their authors gave them; diffusers knows how to read it.
+"""Weights in a single file of the original layout, under the names of the authors; diffusers knows how to rename them.
 
-diffusers' own `from_single_file` forgets the layers that must stay float32 under bfloat16 and lets missing tensors pass
-with a warning. So only its renaming is used here, and the tensors go into memory `models.loading` prepared.
+diffusers' own `from_single_file` casts layers that must stay float32 to bfloat16, and only warns about missing tensors.
+Only its renaming is therefore used here; the tensors are copied into memory that `models.loading` has allocated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _PREFIXES: Mapping[str, tuple[str, ...]] = {
     "text_encoder": ("conditioner.embedders.0.",),
     "text_encoder_2": ("conditioner.embedders.1.",),
 }
-"""What the names of each other part begin with. The text encoders are SDXL's two, as they are called in its whole
-checkpoints; files with others are refused when the source is opened."""
+"""Prefixes of the other parts' tensor names. The text encoders are SDXL's two, as named in its whole checkpoints; files
+with other ones are rejected when the source is opened."""
 _BESIDE = tuple(prefix for prefixes in _PREFIXES.values() for prefix in prefixes)
 
 
@@ -40,7 +40,7 @@ def supplies(source: ModelSource, component: str) -> bool:
 
 
 def tensors_of(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
-    """Those of the file's tensors that are this part's."""
+    """The tensors of the file that belong to this part."""
     assert source.single_file is not None
     entries = open_weights(source.single_file).entries.values()
     if component in _DENOISERS:
@@ -49,14 +49,14 @@ def tensors_of(source: ModelSource, component: str) -> tuple[TensorEntry, ...]:
 
 
 def has_todays_names(file: Path, destinations: Mapping[str, Tensor]) -> bool:
-    """diffusers' own names: nothing to rename, and the quicker way to load is open."""
+    """Whether the file uses diffusers' own names. Then nothing is renamed, and the faster loader can be used."""
     return open_weights(file).entries.keys() == destinations.keys()
 
 
 def load(
     file: Path, cls: type[Any], config: Mapping[str, Any], destinations: Mapping[str, Tensor], put: Put
 ) -> None:  # fmt: skip
-    """What has no memory yet (it is on meta) is handed to `put`."""
+    """Copy the file's tensors into `destinations`. Those on meta have no memory yet and are handed to `put`."""
     renamed = _renamed(file, cls, config)
     problems = shortened(_missing(file, cls, renamed, destinations)) + shortened(_surplus(file, renamed, destinations))
     problems += [
@@ -83,6 +83,7 @@ _BELONG = "check that this file belongs to model.family and model.flavour"
 
 
 def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The file's tensors under diffusers' names."""
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     from gracetune.storage.safetensors_files import read_tensors
@@ -92,12 +93,12 @@ def _renamed(file: Path, cls: type[Any], config: Mapping[str, Any]) -> dict[str,
         hint = "give the model's folder in diffusers' layout as model.path"
         found = f"{file}, a single file in its authors' own layout"
         raise ConfigError([Problem("model.path", found, f"a layout diffusers reads for {cls.__name__}", hint)])
-    open_weights(file)  # a broken file is refused in our words
-    tensors = read_tensors(file)  # mapped, not read
+    open_weights(file)  # reports a broken file with our message
+    tensors = read_tensors(file)  # memory-mapped, not read yet
     try:
         renamed: dict[str, Tensor] = known["checkpoint_mapping_fn"](config=dict(config), checkpoint=tensors)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
-        # The renaming looks for the tensors it expects and falls over the first one that is not there.
+        # diffusers' renaming looks tensors up by name and fails on the first missing one.
         found = f"no layout diffusers knows for {cls.__name__} ({type(error).__name__}: {error})"
         raise WeightFileError(
             [Problem("names", found, "the layout the model was published in", _BELONG, str(file))]
@@ -118,22 +119,22 @@ def _missing(
 
 def _surplus(file: Path, renamed: Mapping[str, Tensor], destinations: Mapping[str, Tensor]) -> list[Problem]:
     return [
-        Problem(name, "a tensor the model has no place for", "only this model's weights", _BELONG, str(file))
+        Problem(name, "an unexpected tensor", "only this model's weights", _BELONG, str(file))
         for name in renamed
         if name not in destinations and not name.startswith(_BESIDE)
     ]
 
 
 def load_text(source: ModelSource, component: str, cls: Any, dtype: torch.dtype) -> nn.Module:
-    """The text encoder inside a whole checkpoint in one file, as SDXL's are published."""
+    """A text encoder from a whole checkpoint in one file, as SDXL's are published."""
     from diffusers.loaders.single_file_utils import create_diffusers_clip_model_from_ldm
 
     from gracetune.storage.safetensors_files import read_tensors
 
     file = source.single_file
     assert file is not None
-    open_weights(file)  # a broken file is refused in our words
-    # diffusers tells the two apart by their width; by their place in the file there is nothing to guess.
+    open_weights(file)  # reports a broken file with our message
+    # diffusers distinguishes the two encoders by their width. Their prefix in the file is unambiguous.
     (prefix,) = _PREFIXES[component]
     tensors = {name: tensor for name, tensor in read_tensors(file).items() if name.startswith(prefix)}
     try:
@@ -146,7 +147,7 @@ def load_text(source: ModelSource, component: str, cls: Any, dtype: torch.dtype)
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         problems = [
-            Problem(name, "no tensor for it", f"all weights of {cls.__name__}", _BELONG, str(file))
+            Problem(name, "no tensor of this name", f"all weights of {cls.__name__}", _BELONG, str(file))
             for name in empty[:8]
         ]
         raise WeightFileError(problems)

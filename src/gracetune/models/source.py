@@ -1,4 +1,4 @@
-"""Where a model's weights are: a folder in diffusers' layout, and single files for parts of it."""
+"""The location of a model's weights: a folder in diffusers' layout, and single files for parts of it."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ from gracetune.storage.safetensors_headers import open_weights
 INDEX = "model_index.json"
 ASSISTANT_KEY = "model.assistant_adapter"
 ASSISTANT_FILE = "pytorch_lora_weights.safetensors"
-"""As diffusers names the file of a LoRA."""
+"""diffusers' file name for a LoRA."""
 PICKLES = (".bin", ".ckpt", ".pt", ".pth", ".pkl")
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+")
 _ADAPTER_KEY = re.compile(r"(^|\.|_)(lora|lokr|hada|oft|lora_magnitude_vector|dora)_|\.lora\.")
 _FOREIGN_TEXT = ("text_encoders.", "cond_stage_model.")
-"""How other tools pack text encoders into a file with the denoiser."""
+"""Prefixes under which other tools pack text encoders into the denoiser's file."""
 _LAYOUT = f"a folder in diffusers' layout ({INDEX} and one subfolder per part)"
 _ANY = f"{_LAYOUT}, a hub id, or a single .safetensors file"
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Everything here is on this machine's disks: a hub id has been resolved to its snapshot."""
+    """The local files of a model. A hub id has been resolved to its downloaded snapshot."""
 
     name: str
-    """As the user wrote it: for messages."""
+    """As written by the user, for messages."""
     folder: Path
-    """diffusers' layout: model_index.json and one subfolder per part."""
+    """The folder in diffusers' layout: model_index.json and one subfolder per part."""
     single_file: Path | None = None
     """The denoiser's weights in one safetensors file of the original layout; `folder` still has the configuration.
 
-    What else such a file holds (a VAE, text encoders) replaces what `folder` has of it."""
+    Other parts in the file (a VAE, text encoders) replace those in `folder`."""
     variant: str | None = None
-    """`fp16` and the like: which of several files in a subfolder."""
+    """`fp16` or similar: selects one of several weight files in a subfolder."""
     vae: Path | None = None
-    """A folder that replaces the VAE's."""
+    """A folder that replaces the VAE's folder."""
     text_encoder: Path | None = None
+    """A folder that replaces the text encoder's folder."""
     fingerprints: Path | None = None
-    """The file in which fingerprints of the weights are remembered; None takes them anew every time."""
+    """The file that remembers fingerprints of weights. None computes them every time."""
 
     def part(self, component: str) -> Path:
         """The folder of one part."""
@@ -59,22 +60,22 @@ class ModelSource:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """One of a model's configuration files."""
+    """One of a model's configuration files. ConfigError if it cannot be read or is not a JSON object."""
     hint = "download it again, or check model.path"
     try:
         value = json.loads(read_small_file(path))
     except OSError as error:
         problem = Problem("model.path", error.strerror or str(error), "a readable file", "check model.path", str(path))
         raise ConfigError([problem]) from None
-    except (ValueError, RecursionError) as error:  # the second: brackets nested by the thousand
-        raise ConfigError([Problem("model.path", f"no valid JSON: {error}", "JSON", hint, str(path))]) from None
+    except (ValueError, RecursionError) as error:  # RecursionError: brackets nested by the thousand
+        raise ConfigError([Problem("model.path", f"invalid JSON: {error}", "JSON", hint, str(path))]) from None
     if not isinstance(value, dict):
         raise ConfigError([Problem("model.path", f"a {type(value).__name__}", "a JSON object", hint, str(path))])
     return value
 
 
 def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
-    """Find the weights a config names; downloads what a hub id lacks, where the machine is not offline."""
+    """Find the weights a config names. Downloads the missing files of a hub id unless the machine is offline."""
     vae = _open_part(model, "vae", model.vae_path, fetch)
     text_encoder = _open_part(model, "text_encoder", model.text_encoder_path, fetch)
     name = model.path or _published(model)
@@ -82,9 +83,10 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
     found = None if address is not None else _find("model.path", name)
     if found is not None and model.revision is not None:
         with_path = f"{model.revision}, with {name}"
-        expected = "a hub id: what lies on this machine's disk has no revisions"
+        expected = "a hub id in model.path: local files have no revisions"
         raise ConfigError([Problem("model.revision", with_path, expected, "remove model.revision")])
     single_file = None
+    # The source is an address on the hub, a hub id, a local file, or a local folder.
     if address is not None:
         single_file, folder = _open_address(model, address, vae, fetch)
     elif found is None:
@@ -105,19 +107,21 @@ def open_source(model: Model, fetch: hub.Fetch = hub.fetch) -> ModelSource:
 def _open_address(
     model: Model, address: hub.HubName, vae: Path | None, fetch: hub.Fetch
 ) -> tuple[Path | None, Path]:  # fmt: skip
-    """A model, or one weight file of it, that `hf://` or an address of the hub's site names."""
+    """Open an `hf://` or web address, which names a model or one weight file of it. Returns (single file, folder)."""
     revision = model.revision or address.revision
     if address.file is None:
         return None, fetch("model.path", address.name, revision, model.variant)
     if not address.file.endswith(".safetensors"):
         expected = "a .safetensors file of the hub, or a whole model"
-        raise ConfigError([Problem("model.path", f"{address.file} of {address.name}", expected, "name the weights")])
+        raise ConfigError(
+            [Problem("model.path", f"{address.file} of {address.name}", expected, "name the weights' file")]
+        )
     file = _checked_file(fetch("model.path", address.name, revision, model.variant, address.file))
     return file, _configuration_of(model, file, vae, fetch)
 
 
 def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
-    """The file of `model.assistant_adapter`; None where the config names none. Downloads what a hub id lacks."""
+    """The file of `model.assistant_adapter`; None if the config names none. Downloads what a hub id lacks."""
     name = model.assistant_adapter
     if name is None:
         return None
@@ -128,7 +132,7 @@ def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
         wanted = address.file or ASSISTANT_FILE
         file = fetch(ASSISTANT_KEY, address.name, address.revision, None, wanted)
         if not file.is_file():
-            hint = f"name the file that is there: --set {ASSISTANT_KEY}=hf://{address.name}/FILE.safetensors"
+            hint = f"name the file in the repository: --set {ASSISTANT_KEY}=hf://{address.name}/FILE.safetensors"
             raise ConfigError([Problem(ASSISTANT_KEY, f"{address.name}, which has no {wanted}", "a LoRA", hint)])
         return file
     file = place.path if place.kind == "file" else place.path / ASSISTANT_FILE
@@ -139,12 +143,12 @@ def find_assistant(model: Model, fetch: hub.Fetch = hub.fetch) -> Path | None:
 
 
 def elements_of(file: Path) -> int:
-    """Numbers in a file of weights, by its header."""
+    """Number of elements in a weight file, from its header."""
     return sum(math.prod(entry.shape) for entry in open_weights(file).entries.values())
 
 
 def assistant_elements(model: Model) -> int | None:
-    """Of an assistant adapter that lies on this machine; None for one whose size is not known without a download."""
+    """Elements of a local assistant adapter. None without one, or if its size is unknown without a download."""
     if model.assistant_adapter is None or look(model.assistant_adapter).kind not in ("file", "folder"):
         return None
     file = find_assistant(model)
@@ -152,12 +156,13 @@ def assistant_elements(model: Model) -> int | None:
 
 
 def is_on_disk(model: Model) -> bool:
-    """Whether everything a config names lies on this machine's disks, so that opening it downloads no weights."""
+    """Whether everything a config names is on local disks, so that opening it downloads no weights."""
     names = (model.path or _published(model), model.vae_path, model.text_encoder_path, model.assistant_adapter)
     return all(look(name).kind in ("file", "folder") for name in names if name is not None)
 
 
 def _published(model: Model) -> str:
+    """The hub id of the published weights of the config's flavour, or of the family's first one."""
     known = flavours(model.family)
     flavour = known[0] if model.flavour is None else find_flavour(model.family, model.flavour)
     if flavour is None:
@@ -168,7 +173,7 @@ def _published(model: Model) -> str:
 
 
 def _find(key: str, name: str) -> Place | None:
-    """What is on disk under this name; None for what can only be a hub id."""
+    """The file or folder of this name; None if it can only be a hub id. ConfigError for anything else."""
     place = look(name)
     if place.kind in ("file", "folder"):
         return place
@@ -178,7 +183,7 @@ def _find(key: str, name: str) -> Place | None:
 
 
 def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch) -> Path | None:
-    """`vae_path` and its like: the part's own folder, or a whole model's, whose part is taken."""
+    """The folder of a part that `vae_path` or `text_encoder_path` names: its own, or inside a whole model's folder."""
     if name is None:
         return None
     key = f"model.{component}_path"
@@ -186,7 +191,7 @@ def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch)
     if found is not None and found.kind == "file":
         expected = "a folder with config.json and .safetensors weights, or a hub id"
         hint = "convert it with diffusers' from_single_file and save_pretrained, and give that folder"
-        raise ConfigError([Problem(key, f"{name}, which is a file", expected, hint)])
+        raise ConfigError([Problem(key, f"{name}, a file", expected, hint)])
     folder = fetch(key, name, None, model.variant) if found is None else found.path
     whole = (folder / INDEX).is_file() or not (folder / "config.json").is_file()
     part = folder / component if whole else folder
@@ -196,16 +201,16 @@ def _open_part(model: Model, component: str, name: str | None, fetch: hub.Fetch)
     return part
 
 
-# -- folders ----------------------------------------------------------------------------------------------------------
+# -- folders: each function recognizes one mistake, and returns what was found and a hint ------------------------------
 
 
 def _check_folder(key: str, folder: Path) -> None:
     if (folder / INDEX).is_file():
         return
     for recognise in _WRONG_KINDS:
-        answer = recognise(folder)
-        if answer is not None:
-            found, hint = answer
+        found_and_hint = recognise(folder)
+        if found_and_hint is not None:
+            found, hint = found_and_hint
             raise ConfigError([Problem(key, f"{folder}: {found}", _LAYOUT, hint)])
     hint = "give the folder above the transformer (or unet), vae and text_encoder subfolders"
     raise ConfigError([Problem(key, f"{folder}: {_held(folder)}", _LAYOUT, hint)])
@@ -236,7 +241,7 @@ def _part_folders(folder: Path) -> tuple[str, str] | None:
     parts = sorted(path.parent.name for path in folder.glob("*/config.json"))
     if not parts:
         return None
-    return f"parts ({', '.join(parts)}) without {INDEX}", f"copy {INDEX} from where the model was published"
+    return f"parts ({', '.join(parts)}) without {INDEX}", f"copy {INDEX} from the published model"
 
 
 def _files_alone(folder: Path) -> tuple[str, str] | None:
@@ -245,7 +250,7 @@ def _files_alone(folder: Path) -> tuple[str, str] | None:
         return f"weights in a single file, {single[0].name}", f"--set model.path={single[0]}"
     pickles = _pickles(folder)
     if pickles:
-        return f"pickled weights, {pickles[0].name}", "take the .safetensors files: a pickle can run any code"
+        return f"pickled weights, {pickles[0].name}", "use the .safetensors files: a pickle can run any code"
     return None
 
 
@@ -269,12 +274,12 @@ def _held(folder: Path) -> str:
 
 
 def _check_variant(folder: Path, variant: str) -> None:
-    """diffusers takes the plain files of parts that lack the variant; a variant nobody has is a mistake."""
+    """Reject a variant that no part has. A part without it uses its plain files, as in diffusers."""
     files = sorted(path.name for path in folder.glob("*/*.safetensors"))
     if any(hub.has_variant(name, variant) for name in files):
         return
     variants = sorted({found for name in files if (found := hub.variant_of(name)) is not None})
-    expected = f"one of {', '.join(variants)}, or none" if variants else "none: this model has only plain files"
+    expected = f"one of {', '.join(variants)}, or none" if variants else "none: this model has no variants"
     hint = f"--set model.variant={variants[0]}" if variants else "remove model.variant"
     raise ConfigError([Problem("model.variant", variant, expected, hint, str(folder))])
 
@@ -283,8 +288,9 @@ def _check_variant(folder: Path, variant: str) -> None:
 
 
 def _checked_file(path: Path) -> Path:
+    """The path of a single file with weights that can be loaded; ConfigError otherwise."""
     if path.suffix in PICKLES:
-        hint = "take the .safetensors file of the same model: a pickle can run any code when it is read"
+        hint = "use the .safetensors file of the same model: a pickle can run any code when it is loaded"
         raise ConfigError([Problem("model.path", f"{path}, pickled weights", _ANY, hint)])
     if path.suffix != ".safetensors":
         raise ConfigError([Problem("model.path", f"{path}, a {path.suffix or 'nameless'} file", _ANY, "convert it")])
@@ -294,16 +300,17 @@ def _checked_file(path: Path) -> Path:
         raise ConfigError([Problem("model.path", f"{path}, an adapter", _ANY, hint)])
     foreign = next((name for name in names if name.startswith(_FOREIGN_TEXT)), None)
     if foreign is not None:
-        found = f"{path}, which also holds text encoders in a layout that cannot be read ({foreign})"
-        hint = "take the file that holds the denoiser alone; text encoders then come from the model's folder"
+        found = f"{path}, which also holds text encoders in an unsupported layout ({foreign})"
+        hint = "use a file with only the denoiser; the text encoders then come from the model's folder"
         raise ConfigError([Problem("model.path", found, _ANY, hint)])
     return path
 
 
 def _configuration_of(model: Model, file: Path, vae: Path | None, fetch: hub.Fetch) -> Path:
-    """A single file has weights only: configuration, tokenizers and whatever it lacks come from a whole model's folder.
+    """The folder of the whole model that a single file belongs to. It has the configuration, tokenizers and other
+    parts.
 
-    In this order: the folder the file lies in or the one above it, the model `vae_path` belongs to, the published one.
+    Searched in this order: the file's folder and the one above, the model `vae_path` belongs to, the published model.
     """
     near = [file.absolute().parent, file.absolute().parent.parent, *([vae.absolute().parent] if vae else [])]
     for folder in near:
@@ -313,15 +320,15 @@ def _configuration_of(model: Model, file: Path, vae: Path | None, fetch: hub.Fet
     try:
         return fetch("model.path", published, model.revision if model.path is None else None, model.variant)
     except ConfigError as error:
-        found = f"{file}: weights without configuration; {error.problems[0].found}"
-        expected = f"beside the weights, the other parts of the model, as {published} has them"
-        hint = f"put the file into the folder of the whole model, or {error.problems[0].hint}"
+        found = f"{file}: weights without a configuration; {error.problems[0].found}"
+        expected = f"the other parts of the model next to the weights, as in {published}"
+        hint = f"move the file into the folder of the whole model, or {error.problems[0].hint}"
         raise ConfigError([Problem("model.path", found, expected, hint)]) from None
 
 
 def _check_one_denoiser(folder: Path, file: Path) -> None:
     second = read_json(folder / INDEX).get("transformer_2")
     if isinstance(second, list) and second[0] is not None:
-        found = f"{file}: one file, for the model in {folder}, which has two denoisers"
-        hint = f"put both in diffusers' layout and give that folder: --set model.path={folder}"
+        found = f"{file}: one file, but the model in {folder} has two denoisers"
+        hint = f"store both in diffusers' layout and give that folder: --set model.path={folder}"
         raise ConfigError([Problem("model.path", found, "weights of both noise experts", hint)])

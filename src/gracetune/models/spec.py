@@ -1,4 +1,4 @@
-"""What every model family provides, in one bundle. Generic code reads this and never asks which family it is."""
+"""The bundle every model family provides. Generic code reads only this and never checks which family it is."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from gracetune.models.keys import KeyMap
 
 ExpertName = str
-"""`high_noise`, `low_noise`, or `""` for a model that has only one denoiser."""
+"""`high_noise`, `low_noise`, or `""` for a model with a single denoiser."""
 
 
 @dataclass(frozen=True)
 class Expert:
-    """One denoiser and the noise levels it works at: `lowest <= level`, and below the next expert's `lowest`."""
+    """One denoiser and its noise range: from `lowest` up to, and excluding, the next expert's `lowest`."""
 
     name: ExpertName
     component: str
@@ -36,62 +36,66 @@ class Expert:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the weights' configuration files say: read without loading any weight."""
+    """What the configuration files of the weights say. Reading them loads no weights."""
 
     family: str
     flavour: str
     experts: tuple[Expert, ...]
-    """The one for the highest noise first."""
+    """Sorted from the highest noise to the lowest."""
     schedule: NoiseSchedule
     shift: float = 1.0
-    """Of the flow's noise levels, as the model is sampled with; 1 where there is none."""
+    """The flow shift the model is sampled with; 1 if it has none."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """For the family's own functions: sizes, guidance embedding, templates."""
+    """Values for the family's own functions: sizes, guidance embedding, templates."""
     untrained: tuple[str, ...] = ()
-    """Layers of this very model that never get a gradient, where that depends on how many blocks it has; to be left
-    out of the default targets together with `ModelSpec.untrained`."""
+    """Patterns of layers that never get a gradient, if that depends on the number of blocks. Excluded from the default
+    targets together with `ModelSpec.untrained`."""
 
 
 EightBitKind = Literal["fp8", "int8"]
 Fp8Layouts = Literal["both", "one"]
-"""By rows and by columns, or by rows alone and turned in every backward pass."""
+"""`both` a row-major and a column-major copy, or `one` that is transposed in every backward pass."""
 
 
 @dataclass(frozen=True)
 class EightBits:
-    """The layers whose frozen weights are held in 8 bits (`models.fp8`, `models.int8`)."""
+    """The layers whose frozen weights are stored in 8 bits (`models.fp8`, `models.int8`)."""
 
     layers: tuple[str, ...]
-    """Patterns; a `*` stays within one part of a path. `ModelSpec.default_targets` are a family's large matrices."""
+    """Patterns; `*` matches within one part of a path. `ModelSpec.default_targets` names a family's large matrices."""
     layouts: Fp8Layouts = "both"
-    """Of fp8; int8 has one."""
+    """For fp8; int8 has one layout."""
     kind: EightBitKind = "fp8"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and how a part is held."""
+    """Device, dtype, attention backend and quantization of a part."""
 
     device: torch.device
     dtype: torch.dtype
     attention: str | None = None
-    """diffusers' name of an attention backend, chosen by `models.attention`; None leaves diffusers' own choice."""
+    """diffusers' name of an attention backend, chosen by `models.attention`. None keeps diffusers' default."""
     eight_bits: EightBits | None = None
-    """For denoisers: layers held in fewer bits than `dtype`, which everything else is held and computed in."""
+    """For denoisers: layers stored in 8 bits. Everything else is stored and computed in `dtype`."""
 
 
 @dataclass(frozen=True)
 class EncodeOptions:
+    """How latents are encoded."""
+
     tiling: bool = False
     slicing: bool = False
     posterior: str = "mean"
-    """`mean`, or `sample`: drawn from a generator seeded by the sample's own digest, so that it can be repeated."""
+    """`mean`, or `sample`: sampled with a generator seeded by the item's digest, so that it is reproducible."""
     image_to_video: bool = False
-    """Clips are learnt from their first frame; asked for only where the weights can do both (Wan 2.2 5B)."""
+    """Train clips from their first frame. Only set for weights that can do both (Wan 2.2 5B)."""
 
 
 @dataclass(frozen=True)
 class SampleRequest:
+    """One sample to generate."""
+
     prompt: str
     negative_prompt: str = ""
     width: int = 0
@@ -100,19 +104,20 @@ class SampleRequest:
     seconds: float = 0.0
     steps: int = 20
     guidance: float | None = None
-    """None: the family's own default."""
+    """None uses the family's default."""
     guidance_rescale: float = 0.0
-    """Only for families with `ModelSpec.rescales_guidance`."""
+    """Only supported by families with `ModelSpec.rescales_guidance`."""
     seed: int = 0
     references: tuple[Image, ...] = ()
     embeds: Mapping[str, Tensor] | None = None
-    """The prompt's entry of the text cache. For a pipeline without text encoders (`FromEmbeddings`)."""
+    """The prompt's entry in the text cache, for a pipeline without text encoders (`FromEmbeddings`)."""
     negative_embeds: Mapping[str, Tensor] | None = None
+    """The same for the negative prompt."""
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a pipeline drew: frames (one for a picture) or sound [channels, samples], never both."""
+    """The output of a pipeline: frames (one for an image) or audio [channels, samples], never both."""
 
     frames: tuple[Image, ...] = ()
     fps: float | None = None
@@ -122,23 +127,23 @@ class Sampled:
 
 @dataclass(frozen=True)
 class AttentionCalls:
-    """How a family's denoisers call attention: what a kernel has to be able to do for them (`models.attention`)."""
+    """How a family's denoisers call attention, which decides the kernels they can use (`models.attention`)."""
 
     masked: bool = False
-    """They give it a mask, in some batches at least."""
+    """Whether they pass a mask, at least for some batches."""
     dispatched: bool = True
-    """The calls go through diffusers' dispatcher, and not to torch at once."""
+    """Whether the calls go through diffusers' dispatcher instead of directly to torch."""
     head_dim: int = 128
-    """Of the published weights."""
+    """Head size of the published weights."""
 
 
 class Predict(Protocol):
     def __call__(
         self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
     ) -> Tensor:
-        """The denoiser's answer to `noisy` [B, ...] at `level` [B], shaped like `noisy`.
+        """The denoiser's prediction for `noisy` [B, ...] at `level` [B], shaped like `noisy`.
 
-        `batch` holds the cached entries (names of `cache.encoder`) with a batch dimension.
+        `batch` holds the cached entries (named as in `cache.encoder`) with a batch dimension.
         """
 
 
@@ -150,82 +155,87 @@ class LoadPipeline(Protocol):
         placement: Placement,
         facts: ModelFacts | None = None,
     ) -> Any:
-        """diffusers' own pipeline around the given denoisers (component -> module); the rest is loaded.
+        """diffusers' own pipeline around the given denoisers (component -> module). All other parts are loaded.
 
-        It samples as `facts` say (`models.facts` has those of a config); None: as the weights' files do.
+        It samples with the settings in `facts` (`models.facts` applies a config's). None uses those of the weights.
         """
 
 
 @dataclass(frozen=True)
 class FromEmbeddings:
-    """How samples are drawn without text encoders, from the entries training reads its captions' embeddings from."""
+    """How samples are generated without text encoders, from entries of the text cache that training uses too."""
 
     load_pipeline: LoadPipeline
-    """As the family's own, without text encoders: `sample` is then given requests with embeddings."""
+    """Like the family's `load_pipeline`, but without text encoders. `sample` then gets requests with embeddings."""
     refusal: Callable[[ModelFacts], str | None] = lambda facts: None
-    """Why that is not possible with these weights; None where it is."""
+    """Why these weights cannot do that; None if they can."""
     no_wish: str = ""
-    """The text whose embedding is guided away from where no negative prompt is given."""
+    """The text whose embedding is the negative prompt if none is given."""
 
 
 @dataclass(frozen=True)
 class BlockRouting:
-    """How tokens skip the blocks that `FamilyNames.routed_blocks` lists (`models.token_routing`)."""
+    """How tokens bypass the blocks that `FamilyNames.routed_blocks` lists (`models.token_routing`)."""
 
     patch: tuple[int, ...]
-    """Latent cells of one token along each side of the latents."""
+    """Latent pixels of one token along each dimension of the latents."""
     select: Callable[[Mapping[str, Any], Tensor], Mapping[str, Any]]
-    """Of a block's arguments by name: those beside the image tokens that have a row for each of these, with the rows of
-    the kept tokens [B, kept]."""
+    """Selects the kept tokens [B, kept] from a block's named arguments: every argument with one row per image token,
+    other than the image tokens themselves. Returns the changed arguments."""
     answer: int | None = None
-    """Place of the image tokens in what a block returns; None: they are all of it."""
+    """Index of the image tokens in the tuple a block returns; None if it returns only them."""
     references: Callable[[Mapping[str, Tensor]], Sequence[Tensor]] = lambda batch: ()
-    """Latents of a batch whose tokens stand behind the image's, and are routed as these are."""
+    """Reference latents of a batch. Their tokens follow the image's and are routed like them."""
     always: Callable[[Tensor, Mapping[str, Tensor], ModelFacts], int] = lambda latents, batch, facts: 0
-    """So many of the first tokens skip nothing: latents that are given, and not predicted."""
+    """Number of leading tokens that are never bypassed: latents that are given instead of predicted."""
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """One family. The functions are small; none keeps state."""
+    """One family. The functions keep no state."""
 
     family: str
+    """As in `config.families`."""
     inspect: Callable[[ModelSource], ModelFacts]
+    """Recognizes the flavour of a folder and checks that its configuration is supported."""
     load_denoiser: Callable[[ModelSource, Expert, Placement], nn.Module]
-    """Frozen, in eval mode, one copy of the weights; layers that must stay float32 do."""
+    """Loads it frozen and in eval mode, with one copy of the weights. Layers that must stay float32 do."""
     build_denoiser: Callable[[ModelSource, Expert], nn.Module]
-    """The same on the meta device: shapes and names without memory."""
+    """Builds it on the meta device: shapes and names without memory."""
     load_latent_encoder: Callable[[ModelSource, Placement, EncodeOptions], LatentEncoder]
     load_text_encoder: Callable[[ModelSource, Placement], TextEncoder]
     predict: Predict
     load_pipeline: LoadPipeline
     sample: Callable[[Any, SampleRequest], Sampled]
     keys: KeyMap
-    """What this family's layers are called in other files."""
+    """The names of this family's layers in other files."""
     default_targets: tuple[str, ...]
-    """Patterns of the layers an adapter sits on when a config names none."""
+    """Patterns of the layers an adapter is attached to if the config names none."""
     repeated_blocks: tuple[str, ...]
-    """Names of the block classes the denoiser repeats: what is compiled and checkpointed."""
+    """Class names of the denoiser's repeated blocks. These are compiled and checkpointed."""
     build_tiny: Callable[..., Path]
+    """(folder, flavour, seed) -> the folder, with a tiny model of the flavour."""
     per_use: Callable[[Model], PerUse | None] = lambda model: None
-    """What a config's `model` section says a sample is given at each use instead of what is cached; None: nothing."""
+    """Conditioning that the config's `model` section computes at each use of a sample instead of caching it, or
+    None."""
     conv_targets: tuple[str, ...] = ()
-    """Patterns of the modules with convolutions: they join the default targets where `adapter.conv_rank` is set.
-    Empty where the denoiser's blocks have no convolutions."""
+    """Patterns of the modules with convolutions, which join the default targets if `adapter.conv_rank` is set. Empty if
+    the denoiser's blocks have no convolutions."""
     untrained: Sequence[str] = ()
-    """Patterns of target layers that never get a gradient, left out of the default targets."""
+    """Patterns of layers that never get a gradient, excluded from the default targets."""
     attention: AttentionCalls = AttentionCalls()
     adjust: Callable[[nn.Module], None] | None = None
-    """What `load_denoiser` and `build_denoiser` do to the library's own model, so that it computes the same faster."""
+    """What `load_denoiser` and `build_denoiser` change in the library's model so that it computes the same faster."""
     recorded_inputs: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
-    """The tensors of a batch that `predict` gets in a step captured as a CUDA graph, in as few shapes as possible: each
-    shape is captured separately. None: this family has not been captured on a GPU yet, so CUDA graphs are not used."""
+    """The tensors of a batch that `predict` reads in a step captured as a CUDA graph, padded to as few shapes as
+    possible, because each shape is captured separately. None: the family has not been captured on a GPU yet, so CUDA
+    graphs are not used."""
     check_sample: Callable[[SampleRequest, ModelFacts], None] = lambda request, facts: None
-    """ConfigError for a request that `sample` would refuse: asked before anything is loaded. A problem's key is what
-    the value is called in `validation.prompts`."""
+    """Raises ConfigError for a request that `sample` would reject, before anything is loaded. The key of a problem is
+    the name of the value in `validation.prompts`."""
     token_routing: BlockRouting | None = None
     """For families with `FamilyNames.routed_blocks`."""
     rescales_guidance: bool = False
-    """Whether its pipeline takes `guidance_rescale`."""
-    from_embeddings: FromEmbeddings | str = "this family's samples are drawn from texts"
-    """Or why its samples need text encoders."""
+    """Whether its pipeline supports `guidance_rescale`."""
+    from_embeddings: FromEmbeddings | str = "this family generates samples from texts only"
+    """How samples are generated without text encoders, or why that is not possible."""

@@ -1,4 +1,4 @@
-"""A tiny model of every flavour, written as an ordinary model folder in about a second and without a download."""
+"""Tiny models of every flavour, written as ordinary model folders in about a second and without a download."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.models.registry import spec_of
 
 RECIPE = 1
-"""Raised with every change to what is written, so that folders kept from before are not taken for new ones."""
+"""Version of the written models. Raise it with every change, so that older cached folders are not reused."""
 
 
 def build(family: str, flavour: str, folder: Path, *, seed: int = 0) -> Path:
-    """Writes the tiny model of a flavour into a new or empty folder, and gives the folder back."""
+    """Write the tiny model of a flavour into a new or empty folder, and return the folder."""
     _check(family, flavour)
     return spec_of(family).build_tiny(folder, flavour, seed=seed)
 
 
 def cached(family: str, flavour: str, root: Path, *, seed: int = 0) -> Path:
-    """The tiny model of a flavour in a folder of its own below `root`, built unless it is there already."""
+    """The tiny model of a flavour in its own folder below `root`. Built unless it already exists."""
     _check(family, flavour)
     folder = root / f"{family}-{flavour}-seed-{seed}-recipe-{RECIPE}"
     if (folder / "model_index.json").is_file():
@@ -28,7 +28,7 @@ def cached(family: str, flavour: str, root: Path, *, seed: int = 0) -> Path:
     try:
         return build(family, flavour, folder, seed=seed)
     except (ConfigError, OSError):
-        if (folder / "model_index.json").is_file():  # another process was faster; folders appear whole
+        if (folder / "model_index.json").is_file():  # another process was faster; folders appear complete
             return folder
         raise
 

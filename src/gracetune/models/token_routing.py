@@ -1,22 +1,22 @@
-"""Token routing (TREAD): while training, part of an image's tokens skips some blocks of the denoiser.
+"""Token routing (TREAD): during training, some of an image's tokens bypass some blocks of the denoiser.
 
-    router = TokenRouter(spec, routes, seed)         # routes: config.token_routes.resolve_routes
-    install(denoiser, spec)
-    step = TrainStep(router.spec, ...)               # `predict` routes where a batch says which tokens are kept
+    router = TokenRouter(spec, routes, facts, seed)  # routes: config.token_routes.resolve_routes
+    install(denoiser, spec.family)
+    step = TrainStep(router.spec, ...)               # `predict` routes if the batch says which tokens are kept
     batch = router.routed(batch)
 
-In front of a route's first block the kept tokens are taken out of the sequence, with their rows of the positions.
-Behind its last block they are put back among the others, which have passed unchanged. The caption's tokens are never
-routed.
+Before a route's first block the kept tokens are selected from the sequence, with their rows of the positions. After its
+last block they are put back among the others, which have passed unchanged. Caption tokens are never routed.
 
-Which tokens are kept is a function of (seed, global sample index, route): the same in every process and after a resume.
-It is decided once, on the host, and travels as tensors of the batch. So a forward pass that is computed again in the
-backward pass keeps the same tokens, and a CUDA graph reads the choice from its own inputs: nothing inside a capture is
-random or waits for the host. How many tokens are kept depends on the shape alone, and a graph is compiled or captured
-for it as for any other shape. The one exception are loss masks: masked tokens are always kept, their number is read
-from the device, and such runs are not captured (`train.assembly.why_not_captured`).
+Which tokens are kept is a function of (seed, global sample index, route), so it is the same in every process and after
+a resume. It is computed once, on the host, and travels as tensors of the batch. A forward pass that is recomputed in
+the backward pass therefore keeps the same tokens, and a CUDA graph reads the selection from its own inputs: nothing
+inside a capture is random or waits for the host. The number of kept tokens depends only on the shape, and a graph is
+compiled or captured for it as for any other shape. Loss masks are the one exception: masked tokens are always kept,
+their number is read from the device, and such runs are not captured (`train.assembly.why_not_captured`).
 
-Samples, held-out losses and a base model's own answer see all tokens: routing acts on passes with gradients.
+Generated samples, held-out losses and the base model's predictions use all tokens: routing applies only to passes with
+gradients.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from gracetune.cache.batches import Batch
 
 KEPT: Final = "token_routing_{}"
-"""Name in a batch: [B, kept], the numbers of the tokens that go through the blocks of a route, in rising order."""
+"""Name in a batch: [B, kept], the indices of the tokens that pass through a route's blocks, in ascending order."""
 _TOKENS: Final = "hidden_states"
-"""diffusers' name of the image tokens among a block's arguments."""
+"""diffusers' argument name of the image tokens."""
 Numbers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 Checkpoint = Callable[..., Any]
@@ -58,7 +58,7 @@ Checkpoint = Callable[..., Any]
 
 
 class TokenRouter:
-    """The routes of a run."""
+    """Chooses the kept tokens of a run's routes, and predicts with them."""
 
     def __init__(self, spec: ModelSpec, routes: Sequence[Route], facts: ModelFacts, seed: int) -> None:
         assert spec.token_routing is not None, "the config's rules reject other families"
@@ -66,15 +66,15 @@ class TokenRouter:
 
     @property
     def spec(self) -> ModelSpec:
-        """The family's own, whose `predict` routes a batch that says how."""
+        """The family's spec, with a `predict` that routes the batches from `routed`."""
         inputs = self._spec.recorded_inputs
         return replace(
             self._spec, predict=self._predict,
-            recorded_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_chosen(batch)},
+            recorded_inputs=None if inputs is None else lambda batch: {**inputs(batch), **_kept_of(batch)},
         )  # fmt: skip
 
     def routed(self, batch: Batch) -> Batch:
-        """The batch with the tokens that each route keeps."""
+        """The batch with the kept tokens of each route added."""
         latents = batch.tensors["latents"]
         own = _tokens_of(latents, self._how.patch)
         total = own + sum(_tokens_of(one, self._how.patch) for one in self._how.references(batch.tensors))
@@ -95,44 +95,46 @@ class TokenRouter:
         self, denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
     ) -> Tensor:
         """See `models.spec.Predict`."""
-        chosen = {route: batch.get(KEPT.format(number)) for number, route in enumerate(self._routes)}
-        legs = {route: _Leg(self._how, kept) for route, kept in chosen.items() if kept is not None}
+        kept_by_route = {route: batch.get(KEPT.format(number)) for number, route in enumerate(self._routes)}
+        legs = {route: _Leg(self._how, kept) for route, kept in kept_by_route.items() if kept is not None}
         if not legs or not torch.is_grad_enabled():
             return self._spec.predict(denoiser, noisy, level, batch, facts)
-        with _under_way(denoiser, self._spec.family, legs):
+        with _routed_pass(denoiser, self._spec.family, legs):
             return self._spec.predict(denoiser, noisy, level, batch, facts)
 
 
 def kept_tokens(orders: Numbers, count: int, always: Mask) -> Numbers:
-    """[B, kept]: of each sample the first `count` tokens of its random order [B, tokens], those in `always` first.
+    """[B, kept]: the first `count` tokens of each sample's random order [B, tokens], those in `always` first.
 
-    Where a sample has more of those, all samples of the batch keep as many.
+    If a sample has more than `count` in `always`, every sample of the batch keeps as many.
     """
     count = max(count, int(always.sum(axis=1).max()))
     rows = []
     for order, forced in zip(orders, always, strict=True):
+        # A stable sort by "not forced" moves forced tokens to the front and keeps the random order of the others.
         first = order[np.argsort(~forced[order], kind="stable")] if forced.any() else order
         rows.append(np.sort(first[:count]))
     return np.stack(rows)
 
 
 def masked_tokens(mask: Tensor, patch: Sequence[int]) -> Mask:
-    """[B, tokens]: tokens of which more than half is inside the loss mask [B, 1, ...]. Waits for the device."""
+    """[B, tokens]: whether more than half of a token is inside the loss mask [B, 1, ...]. Synchronizes."""
     pool: Any = F.avg_pool3d if len(patch) == 3 else F.avg_pool2d
     inside: Tensor = pool(mask.float(), tuple(patch)) > 0.5
     return cast(Mask, inside.flatten(1).cpu().numpy())
 
 
 def _tokens_of(latents: Tensor, patch: Sequence[int]) -> int:
+    """Number of tokens of these latents."""
     return math.prod(side // cells for side, cells in zip(latents.shape[2:], patch, strict=True))
 
 
-def _chosen(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _kept_of(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.items() if name.startswith(KEPT.format(""))}
 
 
 def _on(numbers: Numbers, device: torch.device) -> Tensor:
-    """From page-locked memory the copy is only queued; the host does not wait for it."""
+    """Copy to the device. From pinned memory the copy is only queued, so the host does not wait."""
     tensor = torch.from_numpy(numbers)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -141,39 +143,40 @@ def _on(numbers: Numbers, device: torch.device) -> Tensor:
 
 
 def rows_of(x: Tensor, kept: Tensor) -> Tensor:
-    """[B, tokens, ...] -> [B, kept, ...]. `x` may have one sample for all."""
+    """[B, tokens, ...] -> [B, kept, ...]. `x` may have a batch of 1 that all samples share."""
     numbers = kept.flatten() if len(x) == 1 else _flat(kept, x.shape[1])
     rows: Tensor = x.flatten(0, 1).index_select(0, numbers).unflatten(0, kept.shape)
     return rows
 
 
 def put_back(x: Tensor, kept: Tensor, rows: Tensor) -> Tensor:
-    """A copy of `x` [B, tokens, D] with `rows` [B, kept, D] in place of its kept tokens."""
+    """A copy of `x` [B, tokens, D] with `rows` [B, kept, D] in place of the kept tokens."""
     flat = x.flatten(0, 1).index_copy(0, _flat(kept, x.shape[1]), rows.flatten(0, 1).to(x.dtype))
     whole: Tensor = flat.unflatten(0, x.shape[:2])
     return whole
 
 
 def _flat(kept: Tensor, tokens: int) -> Tensor:
-    begins = torch.arange(len(kept), device=kept.device) * tokens
-    return (kept + begins[:, None]).flatten()
+    """Token indices [B, kept] as indices into the flattened [B x tokens]."""
+    first = torch.arange(len(kept), device=kept.device) * tokens
+    return (kept + first[:, None]).flatten()
 
 
 @dataclass(eq=False)
 class _Leg:
-    """One route in one forward pass."""
+    """The state of one route during one forward pass."""
 
     how: BlockRouting
     kept: Tensor
     waiting: Tensor | None = None
-    """All tokens, as they came to the first block."""
+    """All tokens, as they entered the first block."""
     beside: Mapping[str, Any] = field(default_factory=dict)
-    """The blocks' other arguments that have a row for each token, with the kept rows. All blocks are given the same."""
+    """The blocks' other arguments with one row per token, reduced to the kept rows. Equal for all blocks."""
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedBlock:
-    """A block in a route, called as the block itself."""
+    """A block on a route, callable like the block itself."""
 
     block: nn.Module
     leg: _Leg
@@ -184,7 +187,8 @@ class RoutedBlock:
         return self.through(self.block, inputs, named)
 
     def through(self, run: Callable[..., Any], inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """`run` is the block, or a function that computes it again in the backward pass: what happens here is not."""
+        """Select, run the block and put back. `run` is the block or a checkpointed call of it; only `run` is recomputed
+        in the backward pass."""
         leg = self.leg
         names = _argument_names(type(self.block).forward)
         given = {**dict(zip(names, inputs, strict=False)), **named}
@@ -201,7 +205,7 @@ class RoutedBlock:
         if not self.is_last:
             return answer
         waiting, leg.waiting, leg.beside = leg.waiting, None, {}
-        assert waiting is not None, "the first block of the route came before"
+        assert waiting is not None, "a route's first block runs before its last"
         at = leg.how.answer
         if at is None:
             return put_back(waiting, leg.kept, answer)
@@ -214,15 +218,15 @@ def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class RoutedBlocks(nn.ModuleList):
-    """A denoiser's list of blocks. While a routed pass is under way, going through it gives blocks in routes wrapped;
-    modules, names and weights are those of the list itself."""
+    """A denoiser's list of blocks. Iterating over it during a routed pass yields blocks on routes wrapped in
+    `RoutedBlock`. Modules, names and weights stay those of the list."""
 
     legs: tuple[Mapping[Route, _Leg], int] = ({}, 0)
-    """Of the pass under way, and the number of this list's first block among all."""
+    """The routes of the current pass, and the number of this list's first block among all blocks."""
 
     def __iter__(self) -> Iterator[Any]:
-        legs, begins = self.legs
-        for number, block in enumerate(super().__iter__(), start=begins):
+        legs, offset = self.legs
+        for number, block in enumerate(super().__iter__(), start=offset):
             found = next((route for route in legs if route.first <= number <= route.last), None)
             if found is None:
                 yield block
@@ -231,7 +235,7 @@ class RoutedBlocks(nn.ModuleList):
 
 
 def install(denoiser: nn.Module, family: str) -> None:
-    """Prepare the denoiser's lists of blocks. Nothing changes outside routed passes."""
+    """Prepare the denoiser's lists of blocks for routing. Outside routed passes nothing changes."""
     for blocks in block_lists(denoiser, family):
         blocks.__class__ = RoutedBlocks
 
@@ -241,13 +245,13 @@ def block_lists(denoiser: nn.Module, family: str) -> list[nn.ModuleList]:
 
 
 @contextmanager
-def _under_way(denoiser: nn.Module, family: str, legs: Mapping[Route, _Leg]) -> Iterator[None]:
-    lists, begins = block_lists(denoiser, family), 0
+def _routed_pass(denoiser: nn.Module, family: str, legs: Mapping[Route, _Leg]) -> Iterator[None]:
+    lists, offset = block_lists(denoiser, family), 0
     try:
         for blocks in lists:
-            assert isinstance(blocks, RoutedBlocks), "install() comes before"
-            blocks.legs = (legs, begins)
-            begins += len(blocks)
+            assert isinstance(blocks, RoutedBlocks), "call install() first"
+            blocks.legs = (legs, offset)
+            offset += len(blocks)
         yield
     finally:
         for blocks in lists:
@@ -255,17 +259,17 @@ def _under_way(denoiser: nn.Module, family: str, legs: Mapping[Route, _Leg]) -> 
 
 
 def outside_of(checkpoint: Checkpoint | None) -> Checkpoint:
-    """For diffusers' `enable_gradient_checkpointing`: of a routed block only the block itself is computed again, with
-    the kept tokens as its input. None: torch's own way."""
+    """A checkpoint function for diffusers' `enable_gradient_checkpointing` that recomputes only the block itself, not
+    the selection of tokens around it. `checkpoint` None uses torch's."""
 
-    def repeated(block: Any, *inputs: Any, **named: Any) -> Any:
+    def checkpointed(block: Any, *inputs: Any, **named: Any) -> Any:
         if checkpoint is None:
             return torch_checkpoint(block, *inputs, use_reentrant=False, **named)
         return checkpoint(block, *inputs, **named)
 
     def run(block: Any, *inputs: Any, **named: Any) -> Any:
         if not isinstance(block, RoutedBlock):
-            return repeated(block, *inputs, **named)
-        return block.through(lambda *given, **others: repeated(block.block, *given, **others), inputs, named)
+            return checkpointed(block, *inputs, **named)
+        return block.through(lambda *given, **others: checkpointed(block.block, *given, **others), inputs, named)
 
     return run

@@ -204,7 +204,7 @@ class TestBatches:
         second = built(sdxl)
         assert (second.encoded, sdxl.encoders.loaded) == (0, [])
         assert second.latents.encoder == first.latents.encoder
-        assert any("in tiles, because at an earlier start one sample of bucket" in note for note in second.notes)
+        assert any("in tiles, because in an earlier run one sample of bucket" in note for note in second.notes)
         sdxl.encoders.forget_tiling()
         sdxl.encoders = start()
         assert sdxl.encoders.latent_id() == untiled

@@ -137,7 +137,7 @@ class TestReport:
 
     def test_an_assumed_model_is_said(self, tmp_path: Path, photos: str) -> None:
         config = write(tmp_path, {"path": photos}, model={"family": "wan", "path": "/models/mine"})
-        assert "taken to be t2v-14b-2.2" in run(config, "--no-sheets").stdout
+        assert "assumed to be t2v-14b-2.2" in run(config, "--no-sheets").stdout
 
 
 class TestSheets:

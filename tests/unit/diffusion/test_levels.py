@@ -37,7 +37,7 @@ TABLE = Ddpm(tuple(float(kept) for kept in np.linspace(0.999, 0.005, 1000)))
 KINDS = ("uniform", "sigmoid", "logit_normal", "beta", "shift", "weighted")
 DRAWS = 4000
 CLOSE = (0.9081128851953352, 0.28183784439970383)
-"""Bounds whose nearest lower float32 comes out as the bound's own timestep, in one of the two ways to compute that."""
+"""Bounds whose next lower float32 has the bound's own timestep, in one of the two ways to compute it."""
 
 
 def objective(**changes: object) -> Objective:
@@ -45,7 +45,7 @@ def objective(**changes: object) -> Objective:
 
 
 def furthest(levels: list[float], share_below: Callable[[float], float]) -> float:
-    """Kolmogorov and Smirnov's distance: how far the share of draws strays from what it should be, at worst."""
+    """The Kolmogorov-Smirnov distance of the samples from the true distribution."""
     ordered = sorted(levels)
     return max(
         max(abs(share_below(level) - at / len(ordered)), abs(share_below(level) - (at + 1) / len(ordered)))
@@ -54,11 +54,11 @@ def furthest(levels: list[float], share_below: Callable[[float], float]) -> floa
 
 
 LIMIT = 1.63 / math.sqrt(DRAWS)
-"""Of the distance, which one true distribution in a hundred exceeds; the draws below are always the same ones."""
+"""The critical distance at a significance of 1 %. The samples below are always the same."""
 
 
 def true_share(asked: Objective, shift: float, level: float) -> float:
-    """The distributions by their definitions, apart from the code under test."""
+    """The distributions by definition, independent of the code under test."""
     level = level / (shift - (shift - 1) * level)
     share = level
     if asked.timesteps in ("sigmoid", "logit_normal"):
@@ -80,7 +80,7 @@ class TestDistributions:
     @pytest.mark.parametrize("bias", ["balanced", "content", "style"])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("shift", [1.0, 3.0])
-    def test_are_what_their_names_say(self, kind: str, bias: str, shift: float) -> None:
+    def test_match_their_definitions(self, kind: str, bias: str, shift: float) -> None:
         asked = objective(timesteps=kind, timestep_bias=bias, flow_shift=shift, sigmoid_scale=1.3)
         levels = LevelSampler.from_config(asked, Flow()).levels(42, range(DRAWS))
         assert furthest(levels, lambda level: true_share(asked, shift, level)) < LIMIT
@@ -88,20 +88,20 @@ class TestDistributions:
     @pytest.mark.parametrize("bias", ["balanced", "content", "style"])
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("window", [(0.875, 1.0), (0.0, 0.875), (0.3, 0.6)])
-    def test_in_a_window_are_the_same_given_that_they_fall_there(self, kind: str, bias: str, window: Window) -> None:
+    def test_in_a_noise_range_are_the_conditional_distributions(self, kind: str, bias: str, window: Window) -> None:
         asked = objective(timesteps=kind, timestep_bias=bias, flow_shift=5.0)
         levels = LevelSampler.from_config(asked, Flow(), window=window).levels(7, range(DRAWS))
         first, last = (true_share(asked, 5.0, bound) for bound in window)
         share = furthest(levels, lambda level: (true_share(asked, 5.0, level) - first) / (last - first))
         assert share < LIMIT
 
-    def test_wrong_ones_are_told_apart(self) -> None:
-        """The check above can fail: the same draws against the neighbouring distribution."""
+    def test_wrong_distributions_are_detected(self) -> None:
+        """The check above can fail: the same samples against another distribution."""
         levels = LevelSampler(LogitNormal()).levels(42, range(DRAWS))
         assert furthest(levels, LogitNormal(1.2).share_below) > LIMIT
         assert furthest(levels, Uniform().share_below) > LIMIT
 
-    def test_content_favours_noise_and_style_the_picture(self) -> None:
+    def test_content_favours_noise_and_style_favours_the_image(self) -> None:
         means = {
             bias: np.mean(LevelSampler(Uniform(), bias).levels(0, range(DRAWS)))  # type: ignore[arg-type]
             for bias in ("style", "balanced", "content")
@@ -116,13 +116,13 @@ class TestDistributions:
 
 
 class TestPartsOfABatch:
-    def test_each_sample_has_a_part_of_the_levels_of_its_own(self) -> None:
+    def test_each_sample_has_its_own_stratum(self) -> None:
         sampler = LevelSampler(Uniform(), stratified=True)
         for first in range(0, 400, 4):
             levels = sampler.levels(5, range(first, first + 4))
             assert [math.floor(4 * level) for level in levels] == [3, 2, 1, 0]
 
-    def test_all_of_them_have_the_same_levels_as_without_parts(self) -> None:
+    def test_distribution_is_the_same_without_strata(self) -> None:
         sampler = LevelSampler(LogitNormal(), shift=3.0, stratified=True)
         levels = [level for first in range(0, DRAWS, 4) for level in sampler.levels(5, range(first, first + 4))]
         asked = objective(timesteps="sigmoid", flow_shift=3.0)
@@ -140,12 +140,12 @@ class TestTerminal:
         assert levels == pytest.approx(expected, abs=1e-6)
 
     def test_is_for_flow_matching_only(self) -> None:
-        with pytest.raises(ConfigError, match="remove shift_terminal"):
+        with pytest.raises(ConfigError, match=r"remove objective\.shift_terminal"):
             LevelSampler.from_config(objective(shift_terminal=0.02), TABLE)
 
 
 class TestDraws:
-    def test_depend_on_the_seed_and_the_sample_alone(self) -> None:
+    def test_depend_only_on_the_seed_and_the_sample(self) -> None:
         sampler = LevelSampler(LogitNormal())
         whole = sampler.levels(1, range(20))
         assert [sampler.level(1, index) for index in reversed(range(20))] == whole[::-1]
@@ -154,12 +154,12 @@ class TestDraws:
         assert len(set(whole)) == 20
 
     def test_are_pinned(self) -> None:
-        """A resumed or compared run needs the same ones in every version of this program."""
+        """Resumed and compared runs need the same levels in every release."""
         sampler = LevelSampler.from_config(objective(), Flow(), shift=3.0)
         assert sampler.levels(42, range(3)) == PINNED
 
-    def test_do_not_change_for_another_expert_but_in_their_range(self) -> None:
-        """One draw, two windows: its quantile in both is the same."""
+    def test_share_their_quantile_between_experts(self) -> None:
+        """One random number has the same quantile in both noise ranges."""
         high, low = LevelSampler(Uniform(), window=(0.5, 1.0)), LevelSampler(Uniform(), window=(0.0, 0.5))
         for index in range(50):
             assert high.level(0, index) - 0.5 == pytest.approx(low.level(0, index), abs=1e-6)
@@ -192,7 +192,7 @@ class TestWindows:
     @given(samplers(), st.integers(0, 2**40), st.integers(0, 2**62))
     def test_are_never_left(self, sampler: LevelSampler, seed: int, index: int) -> None:
         picks_random = sampler.biased_window and sampler.bias != "balanced" and sampler.distribution != Uniform()
-        lowest, highest = (0.0, 1.0) if picks_random else sampler.window  # a window of random levels has no fixed ends
+        lowest, highest = (0.0, 1.0) if picks_random else sampler.window  # a range of random levels has no fixed ends
         level = sampler.level(seed, index)
         assert level == float(np.float32(level))
         assert lowest <= level <= highest
@@ -203,7 +203,7 @@ class TestWindows:
     def test_ends_belong_to_the_right_expert(
         self, boundary: float, share: float, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Draws at the very ends, compared as everyone compares them: float64, float32, timesteps of both."""
+        """Random numbers at the very ends, compared as float64, as float32, and as timesteps of both."""
         experts = (Expert("high_noise", "a", lowest=boundary), Expert("low_noise", "b", highest=boundary))
         facts = ModelFacts("wan", "x", experts, Flow())
         monkeypatch.setattr("gracetune.diffusion.levels.uniform", lambda *_parts: share)
@@ -232,20 +232,20 @@ class TestWindows:
         sampler = LevelSampler.from_config(asked, Flow(), window=(0.0, 0.4))
         assert sampler.window == (0.2, 0.4)
 
-    def test_that_miss_the_expert_are_refused(self) -> None:
+    def test_outside_the_experts_range_are_rejected(self) -> None:
         asked = objective(min_timestep=0, max_timestep=500)
         with pytest.raises(ConfigError, match="875 to 1000"):
             LevelSampler.from_config(asked, Flow(), window=(0.875, 1.0))
 
-    def test_where_nothing_is_ever_drawn_are_refused(self) -> None:
-        with pytest.raises(ConfigError, match="timesteps: uniform"):
+    def test_without_any_probability_are_rejected(self) -> None:
+        with pytest.raises(ConfigError, match=r"--set objective\.timesteps=uniform"):
             LevelSampler.from_config(objective(sigmoid_scale=0.05), Flow(), window=(0.9, 1.0))
-        with pytest.raises(ConfigError, match="all of them are at 1"):
+        with pytest.raises(ConfigError, match="every level is 1"):
             LevelSampler.from_config(objective(timesteps="one_step"), Flow(), window=(0.0, 0.875))
 
 
 class TestShift:
-    def test_comes_from_the_config_else_the_family(self) -> None:
+    def test_comes_from_the_config_or_the_family(self) -> None:
         def shift(**changes: object) -> object:
             return LevelSampler.from_config(objective(**changes), Flow(), shift=5.0, rule=RULE).shift
 
@@ -266,28 +266,28 @@ class TestShift:
             sampler.level(3, 9)
 
     def test_by_resolution_needs_a_rule(self) -> None:
-        with pytest.raises(ConfigError, match="flow_shift: 3"):
+        with pytest.raises(ConfigError, match=r"--set objective\.flow_shift=3"):
             LevelSampler.from_config(objective(flow_shift="resolution"), Flow(), shift=3.0)
 
     @pytest.mark.parametrize("schedule", [TABLE, Cosine()])
     def test_is_for_flows_only(self, schedule: Ddpm | Cosine) -> None:
         assert LevelSampler.from_config(objective(), schedule, shift=3.0).shift == 1.0
         assert LevelSampler.from_config(objective(flow_shift=1.0), schedule).shift == 1.0
-        with pytest.raises(ConfigError, match="remove flow_shift"):
+        with pytest.raises(ConfigError, match=r"remove objective\.flow_shift"):
             LevelSampler.from_config(objective(flow_shift=3.0), schedule)
 
     @given(st.floats(0, 1), st.floats(0.05, 20))
-    def test_is_undone_and_keeps_the_ends(self, level: float, shift: float) -> None:
+    def test_is_invertible_and_keeps_the_ends(self, level: float, shift: float) -> None:
         assert unshifted(shifted(level, shift), shift) == pytest.approx(level, abs=1e-12)
         assert (shifted(0.0, shift), shifted(1.0, shift)) == (0.0, pytest.approx(1.0))
 
     @given(st.floats(0, 1), st.sampled_from(["balanced", "content", "style"]))
-    def test_so_is_the_bias(self, share: float, bias: str) -> None:
+    def test_bias_is_invertible_too(self, share: float, bias: str) -> None:
         assert unbiased(biased(share, bias), bias) == pytest.approx(share, abs=2e-5)  # type: ignore[arg-type]
 
 
 class TestWholeSteps:
-    def test_each_is_drawn_alike(self) -> None:
+    def test_are_uniform(self) -> None:
         sampler = LevelSampler.from_config(objective(timesteps="uniform"), TABLE)
         steps = TABLE.step(torch.tensor(sampler.levels(0, range(DRAWS))))
         counts = torch.bincount(steps // 100, minlength=10)

@@ -22,7 +22,7 @@ def test_is_standard_normal() -> None:
 
 
 @given(st.permutations(range(4)), st.integers(0, 2**63))
-def test_a_sample_has_its_own_in_whatever_batch_it_is(order: list[int], seed: int) -> None:
+def test_does_not_depend_on_the_batch(order: list[int], seed: int) -> None:
     objective = Objective(noise_offset=0.1, noise_offset_probability=0.5, input_perturbation=0.2)
     numbers = [7, 2**40, 0, 99]
     together = draw_noise(LATENTS, objective, seed, numbers)
@@ -55,12 +55,12 @@ def test_is_float32_whatever_the_latents_are_and_touches_no_global_generator() -
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_asked_and_seen_is_one_tensor_without_perturbation() -> None:
+def test_target_and_added_noise_are_one_tensor_without_perturbation() -> None:
     noise = draw_noise(LATENTS, PLAIN, 3, range(4))
     assert noise.seen is noise.asked
 
 
-def test_perturbation_moves_only_what_is_seen() -> None:
+def test_perturbation_changes_only_the_added_noise() -> None:
     plain = draw_noise(LATENTS, PLAIN, 3, range(4))
     moved = draw_noise(LATENTS, Objective(input_perturbation=0.1), 3, range(4))
     assert torch.equal(moved.asked, plain.asked)
@@ -78,7 +78,7 @@ class TestOffset:
         assert len(per_channel[..., 0].flatten().unique()) == 32
         assert float(per_channel[..., 0].std()) == pytest.approx(0.5, rel=0.4)
 
-    def test_falls_on_its_share_of_the_samples(self) -> None:
+    def test_applies_to_its_share_of_the_samples(self) -> None:
         latents = torch.zeros(400, 4, 2, 2)
         objective = Objective(noise_offset=0.5, noise_offset_probability=0.25)
         moved = draw_noise(latents, objective, 1, range(400)).asked - draw_noise(latents, PLAIN, 1, range(400)).asked
@@ -91,6 +91,6 @@ class TestOffset:
         assert torch.equal(draw_noise(LATENTS, objective, 1, range(4)).asked, expected)
 
 
-def test_every_sample_needs_its_number() -> None:
-    with pytest.raises(ValueError, match="3 sample numbers for a batch of 4"):
+def test_every_sample_needs_an_index() -> None:
+    with pytest.raises(ValueError, match="3 sample indices for a batch of 4"):
         draw_noise(LATENTS, PLAIN, 0, range(3))

@@ -36,7 +36,7 @@ class TestSnr:
         torch.testing.assert_close(snr(table(), LEVELS), compute_snr(SCHEDULER, STEPS), rtol=1e-4, atol=0)
 
     @pytest.mark.parametrize("gamma", [1.0, 5.0])
-    def test_min_snr_is_the_peers_formula(self, gamma: float) -> None:
+    def test_min_snr_equals_the_published_formula(self, gamma: float) -> None:
         ratio = compute_snr(SCHEDULER, STEPS)
         clipped = torch.stack([ratio, gamma * torch.ones_like(ratio)], dim=1).min(dim=1)[0]
         torch.testing.assert_close(weights(table(), snr_gamma=gamma), clipped / ratio, rtol=1e-4, atol=0)
@@ -51,11 +51,11 @@ class TestSnr:
         far = (ratio > 500) | (ratio < 0.05)
         assert int(far.sum()) >= 2
         torch.testing.assert_close(soft[far], hard[far], rtol=0.02, atol=0)
-        # Both forms weigh the clean picture's error alike: soft(SNR) over SNR, or over SNR + 1.
+        # Both forms weight the error of the clean image alike: soft(SNR) over SNR, or over SNR + 1.
         v = weights(table("v_prediction"), snr_gamma=5.0, soft_min_snr=True)
         torch.testing.assert_close(v * (ratio + 1), soft * ratio, rtol=1e-4, atol=0)
 
-    def test_soft_without_gamma_takes_1(self) -> None:
+    def test_soft_without_gamma_uses_1(self) -> None:
         expected = weights(table(), soft_min_snr=True, snr_gamma=1.0)
         assert torch.equal(weights(table(), soft_min_snr=True), expected)
 
@@ -71,7 +71,9 @@ class TestSnr:
 
     @pytest.mark.parametrize("changes", [{"snr_gamma": 5.0}, {"soft_min_snr": True}, {"debiased": True}])
     @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-    def test_no_signal_and_no_noise_give_numbers(self, prediction: Prediction, changes: dict[str, object]) -> None:
+    def test_pure_noise_and_clean_latents_give_finite_weights(
+        self, prediction: Prediction, changes: dict[str, object]
+    ) -> None:
         ends = Ddpm((1.0, 0.5, 0.0), prediction)
         found = weights(ends, torch.tensor([1 / 3, 2 / 3, 1.0]), **changes)
         assert bool(found.isfinite().all())
@@ -83,14 +85,14 @@ class TestSnr:
 
 class TestFlow:
     @pytest.mark.parametrize("changes", [{"snr_gamma": 5.0}, {"soft_min_snr": True}, {"debiased": True}])
-    def test_weighs_1_and_says_so_once(self, changes: dict[str, object]) -> None:
+    def test_weights_are_1_with_a_warning(self, changes: dict[str, object]) -> None:
         decided = Weighting.from_config(objective(**changes), Flow())
         assert decided.warning is not None
         assert next(iter(changes)) in decided.warning
-        assert "weighs 1" in decided.warning
+        assert "every weight is 1" in decided.warning
         assert torch.equal(decided.weights(Flow(), LEVELS), torch.ones(6))
 
-    def test_asked_for_nothing_says_nothing(self) -> None:
+    def test_no_setting_gives_no_warning(self) -> None:
         for schedule in (Flow(), table(), Cosine()):
             decided = Weighting.from_config(objective(), schedule)
             assert decided.warning is None
@@ -105,7 +107,7 @@ class TestFlow:
         torch.testing.assert_close(bell, bell.flip(0), atol=1e-5, rtol=0)
         assert bell_weight(torch.tensor([0.0, 1.0])).tolist() == pytest.approx([0, 0], abs=1e-6)
 
-    def test_bell_is_ai_toolkits(self) -> None:
+    def test_bell_equals_ai_toolkits(self) -> None:
         """Its table over 1000 steps: a bell, lowered to 0, scaled to a mean of 1."""
         x = torch.arange(1000, dtype=torch.float64)
         y = torch.exp(-2 * ((x - 500) / 1000) ** 2)
@@ -118,7 +120,7 @@ class TestFlow:
         assert elsewhere.warning is not None
         assert torch.equal(elsewhere.weights(table(), LEVELS), torch.ones(6))
 
-    def test_weights_by_level_have_a_name_of_their_own(self) -> None:
+    def test_level_weights_have_their_own_setting(self) -> None:
         assert torch.equal(weights(Flow(), timesteps="sigmoid", timestep_weights="bell"), bell_weight(LEVELS))
         half = weights(Flow(), timestep_weights="half_bell")
         assert torch.equal(half[LEVELS > 0.5], bell_weight(LEVELS[LEVELS > 0.5]))
@@ -152,11 +154,11 @@ class TestLosses:
         found = element_losses(torch.tensor([rest]), torch.zeros(1), objective(loss="huber"))
         assert float(found) == pytest.approx(rest**2, rel=1e-3)
 
-    def test_a_sample_is_its_mean(self) -> None:
+    def test_sample_loss_is_the_mean(self) -> None:
         found = sample_losses(self.A, self.B, objective())
         torch.testing.assert_close(found, (self.A - self.B).square().mean((1, 2, 3)))
 
-    def test_a_mask_weighs_elements_and_the_mean_is_over_all(self) -> None:
+    def test_mask_weights_elements_and_the_mean_includes_all(self) -> None:
         mask = torch.zeros(3, 1, 5, 5)
         mask[:, :, :2] = 1.0
         mask[2] = 0.5
@@ -166,7 +168,7 @@ class TestLosses:
         assert float(found[2]) == pytest.approx(float(errors[2].mean() / 2), rel=1e-5)
 
     @pytest.mark.parametrize("loss", ["mse", "mae", "huber", "smooth_l1"])
-    def test_bf16_answers_are_compared_in_float32_and_give_gradients(self, loss: str) -> None:
+    def test_bf16_predictions_are_compared_in_float32_and_get_gradients(self, loss: str) -> None:
         answer = self.A.bfloat16().requires_grad_()
         found = sample_losses(answer, self.B, objective(loss=loss))
         assert found.dtype == torch.float32

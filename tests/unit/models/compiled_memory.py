@@ -1,4 +1,4 @@
-"""What torch.compile keeps of a block for the backward pass: its own partitioner, asked about the real block.
+"""What torch.compile saves of a block for the backward pass, from its own partitioner on the real block.
 
 The block is traced with fake tensors at its real size, so nothing is computed and no memory is needed; the joint graph
 goes through Inductor's passes and the min-cut partitioner as in a real compilation.
@@ -62,7 +62,7 @@ _attention.register_autograd(_differentiate, setup_context=_remember)
 
 
 def use_opaque_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One attention operator the compiler cannot look into, as the fused ones on a GPU are."""
+    """One opaque attention operator, like the fused ones on a GPU."""
     from diffusers.models.transformers import transformer_flux, transformer_wan
 
     from gracetune.models.qwen_image import attention as of_qwen
@@ -77,7 +77,7 @@ def use_opaque_attention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own operator: a budget goes to what takes longest to compute, and of this one torch knows how long."""
+    """torch's own operator. A memory budget goes to what takes longest to recompute; torch knows its cost."""
     from diffusers.models.transformers import transformer_flux, transformer_wan
 
     from gracetune.models.qwen_image import attention as of_qwen
@@ -162,7 +162,7 @@ def _as_function(
 
 
 def _activations(nodes: Sequence[Any], batch: int) -> dict[str, torch.Tensor]:
-    """Views of weights are weights; what is left carries the batch, flattened into its rows or not."""
+    """Views of weights count as weights. All other inputs have a batch dimension, flattened into rows or not."""
     found = {}
     for node in nodes:
         root = node
@@ -177,5 +177,5 @@ def _activations(nodes: Sequence[Any], batch: int) -> dict[str, torch.Tensor]:
 
 
 def _is_cast_weight(node: Any) -> bool:
-    """An adapter's fp32 weight in the precision of the computation: counted with the adapter."""
+    """An adapter's fp32 weight, cast to the compute dtype. It is counted with the adapter."""
     return node.target is torch.ops.prims.convert_element_type.default and node.args[0].op == "placeholder"

@@ -1,4 +1,4 @@
-"""Which expert works at a noise level, as diffusers' pipelines decide it: what ours is compared with."""
+"""The expert of a noise level by the rule of diffusers' pipelines, to compare ours with."""
 
 from __future__ import annotations
 

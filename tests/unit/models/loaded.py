@@ -1,4 +1,4 @@
-"""Parts of the tiny models that many tests use and none changes: loaded once for all of them."""
+"""Parts of the tiny models that many tests share without changing them, loaded once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of a training step, measured without memory: real model classes on the meta device.
+"""The memory of a training step, measured with real model classes on the meta device.
 
 Tensors on the meta device have shapes and storages but no bytes, and autograd works on them as on any other. So the
 storages alive at each moment of a real forward and backward pass can be added up, for a 14B model, in a second. Three
@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 
 
 class Alive(TorchDispatchMode):
-    """Bytes in storages made while it is active and still referenced, and the most there were at once."""
+    """Counts the bytes of storages created while active: those still referenced, and their peak."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the model code meet attention and norms as a GPU has them."""
+    """Replace attention and norms by operators that save what a GPU's save."""
     from diffusers.models.transformers import transformer_flux, transformer_qwenimage, transformer_wan
 
     def attention(query: Any, key: Any, value: Any, **_rest: Any) -> Any:
@@ -105,7 +105,7 @@ def use_gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LoraLinear(nn.Module):
-    """LoRA on a frozen matrix; `copies` makes the input its own, as peft does with an fp32 adapter under autocast."""
+    """LoRA on a frozen matrix. `copies` copies the input, as peft does for an fp32 adapter under autocast."""
 
     def __init__(self, base: nn.Linear, rank: int = 16, *, copies: bool = False) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class RebuiltLinear(nn.Module):
 
 
 def adapt(model: nn.Module, names: set[str], wrap: Callable[[nn.Linear], nn.Module]) -> int:
-    """Wrap every linear layer whose name inside its block is one of `names`; returns how many there were."""
+    """Wrap every linear layer whose name inside its block is in `names`, and return their number."""
     found = [
         name
         for name, module in model.named_modules()
@@ -151,14 +151,14 @@ def adapt(model: nn.Module, names: set[str], wrap: Callable[[nn.Linear], nn.Modu
 
 @dataclass(frozen=True)
 class Step:
-    """Bytes alive beside parameters, gradients and inputs."""
+    """Bytes alive, not counting parameters, gradients and inputs."""
 
     after_forward: int
     peak: int
 
 
 def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool) -> Step:
-    """One forward and backward pass; parameters, their gradients and the inputs are not counted."""
+    """One forward and backward pass. Parameters, their gradients and the inputs are not counted."""
     model.train()
     if checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
@@ -176,7 +176,7 @@ def train_step(model: nn.Module, inputs: dict[str, Any], *, checkpointing: bool)
 
 
 def inference_peak(model: nn.Module, call: Callable[[], Any]) -> int:
-    """Bytes alive at the worst moment of a pass without gradients, beside the parameters."""
+    """Peak bytes of a pass without gradients, not counting the parameters."""
     alive = Alive([*model.parameters(), *model.buffers()])
     with torch.no_grad(), torch.device("meta"), alive:
         call()

@@ -1,4 +1,4 @@
-"""Something each tiny denoiser and VAE can take, drawn from one seed."""
+"""Random valid inputs for each tiny denoiser and VAE, from one seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def inputs_of(model: Any, dtype: torch.dtype) -> tuple[Any, ...] | dict[str, Any]:
-    """Something each class can take, drawn from one seed."""
+    """Random valid inputs for a class, from one seed."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiny models written the way their authors publish the real ones: one file, the authors' own names."""
+"""Tiny models in the layout their authors published: one file with the original names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wan(name: str) -> str:
 
 
 def sdxl_unet(name: str) -> str:
-    """For two layers per level; on the way up the last level is the one without attention."""
+    """With two layers per level. On the way up, the last level has no attention."""
     for ours, original in _UNET.items():
         if name.startswith(f"{ours}."):
             return f"model.diffusion_model.{original}{name.removeprefix(ours)}"
@@ -85,7 +85,7 @@ def sdxl_vae(name: str) -> str:
 
 
 def vae_tensor(name: str, tensor: Tensor) -> Tensor:
-    """The attention's layers are 1x1 convolutions there."""
+    """In the original, the attention layers are 1x1 convolutions."""
     layer = "attentions" in name and "group_norm" not in name and name.endswith("weight")
     return tensor[:, :, None, None] if layer else tensor
 

@@ -1,4 +1,4 @@
-"""What the tests of the families that draw pictures share."""
+"""Shared by the tests of the image families."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = Placement(torch.device("cpu"), torch.float32)
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SHORT, LONG = "a red cat", "a blue dog with a much longer story: 猫 and so on"
 WIDE = (48, 32)
-"""Width and height of the pictures: not square, so that exchanging them shows."""
+"""Width and height of the images. Not square, so that swapping them is detected."""
 
 
 def source(folder: Path) -> ModelSource:
@@ -40,7 +40,7 @@ def image(seed: int = 0, size: tuple[int, int] = WIDE) -> Image.Image:
 
 
 def sample_of(picture: Image.Image, *conditioning: Sample, digest: str = "0123456789abcdef" * 2, **more: Any) -> Sample:
-    """A picture as `data.load` hands it on. `more`: fit, augmentation and mask."""
+    """An image as `data.load` returns it. `more`: fit, augmentation and mask."""
     ref = SampleRef(
         dataset="d",
         path="a.png",
@@ -55,13 +55,13 @@ def sample_of(picture: Image.Image, *conditioning: Sample, digest: str = "012345
 
 
 def batch_of(*entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Entries side by side, as the source of batches puts them together."""
+    """Entries collated as the batch source does."""
     return {name: one.build() for name, one in collate(entries, [str(n) for n in range(len(entries))]).items()}
 
 
 @dataclass
 class Calls:
-    """What a denoiser was called with, and what it answered."""
+    """The inputs and outputs of a denoiser."""
 
     inputs: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Tensor] = field(default_factory=list)
@@ -83,7 +83,7 @@ def watched(denoiser: nn.Module) -> Iterator[Calls]:
 
 
 def assert_same_inputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Every tensor one of them gave, the other gave too."""
+    """Both calls passed the same tensors."""
     for name in ours.keys() | theirs.keys():
         mine, other = ours.get(name), theirs.get(name)
         if isinstance(other, dict) and isinstance(mine, dict):
@@ -91,14 +91,14 @@ def assert_same_inputs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> No
         elif isinstance(other, Tensor) or isinstance(mine, Tensor):
             assert mine is not None, name
             assert other is not None, name
-            expected = other.expand_as(mine) if other.ndim == 0 else other  # a U-Net is given one step for all
+            expected = other.expand_as(mine) if other.ndim == 0 else other  # a U-Net gets one step for the whole batch
             torch.testing.assert_close(
                 mine.float(), expected.float(), **TOLERANCE, msg=lambda text, n=name: f"{n}: {text}"
             )
 
 
 def targets(spec: ModelSpec, denoiser: nn.Module) -> dict[str, nn.Module]:
-    """The layers an adapter sits on by default, without regard to which of them learn anything."""
+    """The default targets, including those that get no gradient."""
     found = dict(denoiser.named_modules())
     for pattern in spec.default_targets:
         assert any(fnmatchcase(name, pattern) for name in found), f"{pattern} matches nothing"
@@ -110,7 +110,7 @@ def targets(spec: ModelSpec, denoiser: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_gradients(spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Every default target learns, except those that are said not to, and those do not."""
+    """Exactly the default targets that are not declared untrained get a gradient."""
     layers = targets(spec, denoiser)
     assert all(isinstance(layer, nn.Linear) for layer in layers.values())
     untrained = (*spec.untrained, *facts.untrained)
@@ -125,7 +125,7 @@ def check_gradients(spec: ModelSpec, facts: ModelFacts, denoiser: nn.Module, los
 
 
 def check_targets_are_counted(spec: ModelSpec) -> None:
-    """The memory estimate counts the same layers as adapters get by default."""
+    """The memory estimate counts the default targets."""
     footprint = FOOTPRINTS[spec.family][0]
     counted = {
         f"{block.name}.{linear.name}" for block in footprint.blocks for linear in block.linears if linear.default
@@ -135,8 +135,8 @@ def check_targets_are_counted(spec: ModelSpec) -> None:
 
 
 def check_half_precision(spec: ModelSpec, folder: Path, entries: list[dict[str, Tensor]], noisy: Tensor) -> None:
-    """A bfloat16 denoiser answers in bfloat16, near what it answers in float32; entries may have either dtype."""
-    # Flux counts its time in thousandths, of which bfloat16 has not every one: these it has.
+    """A bfloat16 denoiser predicts in bfloat16, close to its float32 prediction, from entries of either dtype."""
+    # Flux' model time is in thousandths, which bfloat16 cannot all represent. It can represent these.
     facts, level, half = spec.inspect(source(folder)), torch.tensor([0.25, 0.5]), Placement(CPU.device, torch.bfloat16)
     answers = []
     for placement in (CPU, half):

@@ -99,7 +99,7 @@ def inputs(family: str, flavour: str, *, batch: int, side: int, text: int) -> di
             "encoder_hidden_states": torch.empty(batch, text, 3584),
             "encoder_hidden_states_mask": None,
             "timestep": torch.ones(batch),
-            "img_shapes": [[(1, side, side // 2)] * 2] * batch,  # a picture and a reference, or both halves of one
+            "img_shapes": [[(1, side, side // 2)] * 2] * batch,  # an image and a reference, or both halves of an image
         }
     if family == "flux":
         return {

@@ -1,4 +1,4 @@
-"""Inputs of repeated blocks that wait in host memory: the same gradients, less on the device, and in which order."""
+"""Block inputs parked in host memory: equal gradients, less device memory, and the order of copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 8
 
 
 class CountingLane:
-    """Copies are made at once; between them, what the device holds of parked inputs is counted."""
+    """Copies run immediately. Counts the parked inputs on the device in between."""
 
     def __init__(self) -> None:
         self.parking: ActivationParking | None = None
@@ -50,7 +50,7 @@ class CountingLane:
         return self.marks
 
     def wait(self, mark: int) -> None:
-        """Called while the tensor that was copied is still held: its memory is free for what comes after."""
+        """Called while the copied tensor is still referenced. Its memory can be reused afterwards."""
         assert self.parking is not None
         alive = [parked for one in self.parking._order if (parked := one()) is not None]
         leaving = [parked for parked in alive if parked.copied == mark]
@@ -71,7 +71,7 @@ def counted(least: int = 1) -> tuple[ActivationParking, CountingLane, list[int]]
 
 
 class Chain(nn.Module):
-    """Blocks in a row, each of which is also given the same caption."""
+    """A sequence of blocks that all get the same caption."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 class TestChain:
-    def test_gradients_are_the_same_bits_step_after_step(self) -> None:
+    def test_gradients_are_bit_identical_in_every_step(self) -> None:
         parking, _, _ = counted()
         ours, theirs = Chain(parking.checkpoint), Chain(plain)
         for step in range(3):
@@ -109,11 +109,11 @@ class TestChain:
             assert len(found) == 2 * BLOCKS
             assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
-    def test_the_device_holds_a_few_inputs_however_many_blocks_there_are(self) -> None:
+    def test_device_holds_few_inputs_for_any_number_of_blocks(self) -> None:
         parking, lane, _ = counted()
         x, caption = inputs()
         gradients(Chain(parking.checkpoint), x, caption)
-        # Those that stay, and one on its way; the caption is parked with the first block's input, not knowing better.
+        # The newest ones and one being copied. The caption is parked with the first block, not yet known as shared.
         assert lane.most <= (STAYING + 1) * x.nbytes
         assert parking.stats.parked_bytes == (BLOCKS + 1) * x.nbytes
         assert parking.stats.stayed == STAYING
@@ -121,8 +121,8 @@ class TestChain:
         assert parking.stats.returned_bytes == parking.stats.returned * x.nbytes
         assert lane.waited == parking.stats.returned, "an input leaves the device after its copy, not before"
 
-    def test_a_backward_pass_that_fails_leaves_nothing_that_is_still_copied_to(self) -> None:
-        """Memory that a copy writes to must not be given away, and the next step waits for that copy."""
+    def test_failed_backward_pass_leaves_no_pending_copy(self) -> None:
+        """The destination of a pending copy must not be freed; the next step waits for the copy."""
         parking, lane, _ = counted()
         model = Chain(parking.checkpoint)
 
@@ -139,8 +139,8 @@ class TestChain:
         assert lane.events[0] == "join"
         assert all(torch.equal(*pair) for pair in zip(found, gradients(Chain(plain), *inputs(1)), strict=True))
 
-    def test_every_input_is_asked_for_one_block_ahead(self) -> None:
-        """The join for a block's input comes before the copy of the next one begins, so nobody waits for two."""
+    def test_inputs_are_fetched_one_block_ahead(self) -> None:
+        """A block's input is joined before the next copy starts, so that no join waits for two copies."""
         parking, lane, _ = counted()
         gradients(Chain(parking.checkpoint), *inputs())
         backward = lane.events[BLOCKS + 1 :]
@@ -149,7 +149,7 @@ class TestChain:
         assert backward[joins[0] - 1] == "copy", "under way before it is needed"
         assert backward[:1] == ["copy"], "started while an input that stayed is worked on"
 
-    def test_host_memory_is_used_again(self) -> None:
+    def test_host_memory_is_reused(self) -> None:
         parking, _, homes = counted()
         model = Chain(parking.checkpoint)
         gradients(model, *inputs(0))
@@ -165,7 +165,7 @@ class TestChain:
         gradients(model, *inputs(1))
         assert parking.stats.waited_ms > 0
 
-    def test_small_and_scattered_tensors_stay(self) -> None:
+    def test_small_and_noncontiguous_tensors_stay_on_the_device(self) -> None:
         parking, lane, homes = counted(least=1 << 20)
         gradients(Chain(parking.checkpoint), *inputs())
         assert not homes
@@ -184,7 +184,7 @@ class TestChain:
         with pytest.raises(RuntimeError, match="changed in place"):
             answer.backward()
 
-    def test_a_pass_that_is_given_up_leaves_nothing_behind(self) -> None:
+    def test_abandoned_pass_leaves_no_state(self) -> None:
         parking, _, homes = counted()
         model = Chain(parking.checkpoint)
         loss = model(*inputs(0))
@@ -196,7 +196,7 @@ class TestChain:
 
 
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_a_tiny_model_learns_the_same(tiny_model: TinyModel, family: str) -> None:
+def test_tiny_model_gets_equal_gradients(tiny_model: TinyModel, family: str) -> None:
     """Through diffusers' own switch, against its own checkpointing."""
     from unit.models.model_inputs import inputs_of
 

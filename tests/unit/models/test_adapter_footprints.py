@@ -1,4 +1,4 @@
-"""What our own adapter layers keep and hold in a real step, on the meta device and by the compiler: as planned."""
+"""Memory of our adapter layers in a real step, on the meta device and compiled, compared with the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EVERYDAY = ("lokr",)
 
 
 def measured(adapter: Adapter, count: int, *, checkpointing: bool) -> int:
-    """The peak of one step with `count` blocks, beside parameters, gradients and inputs."""
+    """Peak of one step with `count` blocks, not counting parameters, gradients and inputs."""
     with on_meta():
         model = published.denoiser("wan", FOOTPRINT.flavour, num_layers=count)
         inputs = published.inputs("wan", FOOTPRINT.flavour, batch=BATCH, side=64, text=512)
@@ -66,7 +66,7 @@ class TestEager:
 
     @pytest.mark.parametrize("checkpointing", [False, True])
     def test_the_peak_is_covered(self, name: str, checkpointing: bool) -> None:
-        """Beside two blocks what only one layer needs weighs most: a plan may be above, and not below."""
+        """With two blocks, what a single layer needs dominates. The plan may be above the measurement, not below."""
         adapter = Adapter(**ADAPTERS[name])
         peak = measured(adapter, 2, checkpointing=checkpointing)
         assert peak <= predicted(adapter, 2, checkpointing=checkpointing) <= 1.2 * peak
@@ -75,7 +75,7 @@ class TestEager:
 @pytest.mark.full
 @pytest.mark.usefixtures("opaque_attention")
 @pytest.mark.parametrize("name", ["lora", "lokr", "lokr by rank"])
-def test_what_a_compiler_keeps(name: str) -> None:
+def test_what_the_compiler_saves(name: str) -> None:
     """No product of the forward pass that is as large as an activation."""
     adapter = Adapter(**ADAPTERS[name])
 

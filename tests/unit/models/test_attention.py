@@ -42,7 +42,7 @@ def gpu(capability: tuple[int, int] = (9, 0), dtype: torch.dtype = torch.bfloat1
     return AttentionFacts("cuda", dtype, capability, **options)
 
 
-def test_the_names_are_those_of_the_config_and_of_diffusers() -> None:
+def test_names_exist_in_the_config_and_in_diffusers() -> None:
     assert get_args(Asked) == get_args(Training.model_fields["attention"].annotation)
     assert {"auto", *BACKENDS} == set(get_args(Asked))
     assert set(BACKENDS.values()) <= {name.value for name in AttentionBackendName}
@@ -57,40 +57,40 @@ def test_the_names_are_those_of_the_config_and_of_diffusers() -> None:
         (gpu(lacking=NO_PACKAGES), "_native_cudnn", "compute capability 9.0"),
         (gpu((10, 0)), "_native_cudnn", "compute capability 10.0"),
         (gpu((8, 0)), None, "compute capability 8.0"),
-        (gpu(masked=True), None, "masks its attention"),
-        (gpu(dtype=torch.float32), None, "takes 16-bit numbers"),
-        (gpu(lacking={"cudnn": "torch cannot use it here"}), None, "torch cannot use it here"),
+        (gpu(masked=True), None, "uses attention masks"),
+        (gpu(dtype=torch.float32), None, "supports float16 and bfloat16 only"),
+        (gpu(lacking={"cudnn": "torch does not support it here"}), None, "torch does not support it here"),
         (AttentionFacts("cpu", torch.bfloat16), None, "no CUDA GPU"),
     ],
 )
-def test_what_auto_takes(facts: AttentionFacts, backend: str | None, reason: str) -> None:
+def test_what_auto_chooses(facts: AttentionFacts, backend: str | None, reason: str) -> None:
     choice = choose_attention("auto", facts)
     assert choice.backend == backend
     assert reason in choice.reason
 
 
 @pytest.mark.parametrize("asked", [*BACKENDS])
-def test_what_is_asked_for_is_taken_where_it_works(asked: Asked) -> None:
+def test_supported_requests_are_used(asked: Asked) -> None:
     assert choose_attention(asked, gpu()).backend == BACKENDS[asked]
 
 
 @pytest.mark.parametrize(
     ("asked", "facts", "why"),
     [
-        ("cudnn", gpu(lacking={"cudnn": "torch cannot use it here"}), "torch cannot use it here"),
-        ("flash", gpu(masked=True), "masks its attention"),
-        ("flash", gpu(dtype=torch.float32), "takes 16-bit numbers, not torch.float32"),
+        ("cudnn", gpu(lacking={"cudnn": "torch does not support it here"}), "torch does not support it here"),
+        ("flash", gpu(masked=True), "uses attention masks"),
+        ("flash", gpu(dtype=torch.float32), "bfloat16 only, not torch.float32"),
         ("flash_attn_2", gpu((7, 5)), "needs compute capability 8.0"),
-        ("flash_attn_2", gpu(dispatched=False), "calls torch's attention itself"),
-        ("flash_attn_3", gpu((10, 0)), "for compute capability 9.0; this GPU has compute capability 10.0"),
-        ("flash_attn_3", gpu(masked=True), "masks its attention"),
+        ("flash_attn_2", gpu(dispatched=False), "calls torch's attention directly"),
+        ("flash_attn_3", gpu((10, 0)), "compute capability 9.x; this GPU has compute capability 10.0"),
+        ("flash_attn_3", gpu(masked=True), "uses attention masks"),
         ("flash_attn_3", gpu(lacking=NO_PACKAGES), "not installed"),
         ("flash_attn_2", AttentionFacts("cpu", torch.bfloat16), "only on a CUDA GPU"),
         ("cudnn", attention_facts(CPU, torch.bfloat16), "only on a CUDA GPU"),
         ("efficient", attention_facts(CPU, torch.float32), "only on a CUDA GPU"),
     ],
 )
-def test_what_is_impossible_is_refused_with_what_is_not(asked: Asked, facts: AttentionFacts, why: str) -> None:
+def test_unsupported_requests_are_rejected_with_alternatives(asked: Asked, facts: AttentionFacts, why: str) -> None:
     with pytest.raises(ConfigError) as refused:
         choose_attention(asked, facts)
     (problem,) = refused.value.problems
@@ -111,7 +111,7 @@ def test_a_package_that_cannot_be_imported_says_why(tmp_path: Path, monkeypatch:
     assert lacking["flash_attn_3"] == "the package flash_attn_interface is not installed"
 
 
-# -- in force ---------------------------------------------------------------------------------------------------------
+# -- applying the choice ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ CASES = [(*model, *kernel) for model in MODELS for kernel in KERNELS] + [(*MASKE
 
 
 @pytest.mark.parametrize(("family", "flavour", "component", "cls", "backend", "allowed"), CASES)
-def test_a_model_runs_on_the_kernel_it_was_given(
+def test_models_run_on_the_chosen_kernel(
     tiny_model: TinyModel,
     used_kernels: list[tuple[bool, bool]],
     family: str,
@@ -162,7 +162,7 @@ def test_a_model_runs_on_the_kernel_it_was_given(
 
 
 @pytest.mark.parametrize(("family", "flavour", "component", "cls"), MODELS[:2])
-def test_cudnn_is_given_what_the_model_has_and_no_copies_of_it(
+def test_cudnn_gets_the_models_tensors_without_copies(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, family: str, flavour: str, component: str, cls: Any
 ) -> None:
     seen = []
@@ -225,13 +225,11 @@ def test_gradients_through_a_bound_unet(tiny_model: TinyModel) -> None:
 
 def test_a_package_for_a_model_that_does_not_dispatch(tiny_model: TinyModel) -> None:
     source = ModelSource("tiny", tiny_model("sdxl", "base-1.0"))
-    with pytest.raises(ConfigError, match="which calls torch's attention itself"):
+    with pytest.raises(ConfigError, match="which calls torch's attention directly"):
         load_component(source, "unet", UNet2DConditionModel, Placement(CPU, torch.float32, "flash"))
 
 
-def test_flash_attention_3_is_torchs_flash_kernel_with_other_code(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_3_replaces_torchs_flash_kernel(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """diffusers' own call of it cannot be trained through: it registers no backward pass."""
     from diffusers.models import attention_dispatch
 

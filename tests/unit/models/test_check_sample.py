@@ -1,4 +1,4 @@
-"""A request is judged by the weights' files as the loaded pipeline judges it: before anything is loaded."""
+"""`check_sample` rejects by the weights' files what the loaded pipeline would reject."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ CASES: list[tuple[str, str, tuple[Any, ...], list[dict[str, Any]]]] = [
     ("sdxl", "base-1.0", (), [SIZE, MANY]),
     ("stable_audio", "open-1.0", (), [MANY]),
 ]
-"""Family, flavour, the pictures it starts from, and what is changed for the worse."""
+"""Family, flavour, number of input images, and the invalid change."""
 
 
 @pytest.mark.parametrize(("family", "flavour", "references", "changes"), CASES)
-def test_what_the_pipeline_refuses_is_refused_by_the_files_alone(
+def test_rejected_like_the_pipeline_without_loading(
     family: str, flavour: str, references: tuple[Any, ...], changes: list[dict[str, Any]],
     tiny_model: Callable[[str, str], Path],
 ) -> None:  # fmt: skip
@@ -55,7 +55,7 @@ def test_what_the_pipeline_refuses_is_refused_by_the_files_alone(
         assert early.value.problems == late.value.problems
 
 
-def test_the_5b_may_start_from_a_picture_and_need_not(tiny_model: Callable[[str, str], Path]) -> None:
+def test_the_5b_supports_an_optional_first_frame(tiny_model: Callable[[str, str], Path]) -> None:
     spec = spec_of("wan")
     facts = spec.inspect(ModelSource("tiny", tiny_model("wan", "ti2v-5b-2.2")))
     for references in ((), (PICTURE,)):

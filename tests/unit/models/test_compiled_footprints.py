@@ -1,4 +1,4 @@
-"""What `compiled` says in a footprint, against torch.compile's own partitioner on the real block."""
+"""`Kept.compiled` of the footprints, compared with torch.compile's own partitioner on the real block."""
 
 from __future__ import annotations
 
@@ -159,10 +159,12 @@ def with_fewer_passes(case: Case) -> nn.Module:
 
 @pytest.mark.full
 class TestProductsOnto:
-    """An operation the compiler cannot look into would be free to repeat, if nobody told it otherwise."""
+    """The compiler assumes that recomputing an opaque operation is free unless it has a flop formula."""
 
     @pytest.mark.parametrize(("policy", "most"), [("off", 6), ("half", 10), ("quarter", 12), ("tenth", 13)])
-    def test_a_budget_repeats_what_it_must(self, monkeypatch: pytest.MonkeyPatch, policy: Policy, most: int) -> None:
+    def test_budget_recomputes_only_what_it_must(
+        self, monkeypatch: pytest.MonkeyPatch, policy: Policy, most: int
+    ) -> None:
         use_flash_attention(monkeypatch)
         monkeypatch.setattr(wan_attention, "dispatch_attention_fn", transformer_wan.dispatch_attention_fn)
         monkeypatch.setattr(products, "pays_in_halves", lambda x: x.dtype == BF16)
@@ -183,14 +185,14 @@ class TestBudgets:
 
     @pytest.mark.parametrize("policy", ["half", "quarter", "tenth"])
     @pytest.mark.parametrize("case", [WAN, OTHERS["flux single"], OTHERS["sdxl"]])
-    def test_a_part_is_kept(self, case: Case, policy: Policy) -> None:
+    def test_part_is_saved(self, case: Case, policy: Policy) -> None:
         budget = float(BUDGETS[policy])
         kept = kept_by_compiler(lambda: adapted(case), lambda _block: case.call(), batch=BATCH, budget=budget)
         assert 0.75 * predicted(case, policy) < kept < 1.08 * predicted(case, policy)
 
     @pytest.mark.parametrize(("policy", "repeated"), [("tenth", [512]), ("nothing", [512, 4096])])
-    def test_what_takes_longest_is_not_repeated(self, policy: Any, repeated: list[int]) -> None:
-        """A tenth keeps what image tokens see of each other; what they see of the caption is computed again."""
+    def test_costliest_operations_are_not_recomputed(self, policy: Any, repeated: list[int]) -> None:
+        """A tenth saves self-attention; cross-attention to the caption is recomputed."""
         budget = float(BUDGETS.get(policy, 0))
         _, backward = split_by_compiler(lambda: adapted(WAN), lambda _block: WAN.call(), batch=BATCH, budget=budget)
         keys = [node.args[1].meta["val"].shape[2] for node in backward.nodes if node.target is FLASH]

@@ -50,7 +50,7 @@ def rounded(model: nn.Module, cls: type[EightBitLinear] = Fp8Linear) -> dict[str
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_s_large_matrices_are_rounded_and_nothing_else(tiny_model: TinyModel, family: str) -> None:
+def test_only_a_familys_large_matrices_are_quantized(tiny_model: TinyModel, family: str) -> None:
     folder = tiny_model(family, flavour_of(family))
     ours, theirs = loaded(folder, family), loaded(folder, family, fp8=False)
     layers = rounded(ours)
@@ -71,7 +71,7 @@ def test_a_family_s_large_matrices_are_rounded_and_nothing_else(tiny_model: Tiny
 
 
 @pytest.mark.parametrize("family", ["flux", "sdxl"])
-def test_in_int8_they_are_closer(tiny_model: TinyModel, family: str) -> None:
+def test_int8_is_closer_than_fp8(tiny_model: TinyModel, family: str) -> None:
     folder = tiny_model(family, flavour_of(family))
     ours, theirs = loaded(folder, family, kind="int8"), loaded(folder, family, fp8=False)
     layers, parameters = rounded(ours, Int8Linear), dict(theirs.named_parameters())
@@ -86,7 +86,7 @@ def test_in_int8_they_are_closer(tiny_model: TinyModel, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_published_models_hold_in_fp8_what_the_plan_counts(family: str) -> None:
+def test_published_models_quantize_what_the_plan_counts(family: str) -> None:
     footprint: Footprint = FOOTPRINTS[family][0]  # type: ignore[index]
     model = build_published(family, footprint.flavour)  # type: ignore[arg-type]
     names = eight_bit_weights(model, EightBits(spec_of(family).default_targets))
@@ -95,7 +95,7 @@ def test_published_models_hold_in_fp8_what_the_plan_counts(family: str) -> None:
 
 
 class TestLayers:
-    def test_sides_that_no_matrix_unit_takes_stay_as_they_are_with_a_reason(self) -> None:
+    def test_unsupported_sides_are_not_quantized_with_a_reason(self) -> None:
         model = nn.ModuleDict({"fits": nn.Linear(32, 48), "odd": nn.Linear(32, 24), "other": nn.Linear(32, 32)})
         patterns = ("fits", "odd")
         assert eight_bit_weights(model, EightBits(patterns)) == {"fits.weight"}
@@ -104,9 +104,9 @@ class TestLayers:
         line = eight_bit_line(model, patterns)
         assert "fp8 for 1 layers" in line
         assert "in one layout" in line
-        assert "1 stay as they are" in line
+        assert "1 are not quantized" in line
 
-    def test_shared_and_exact_layers_are_not_rounded(self) -> None:
+    def test_shared_and_exact_layers_are_not_quantized(self) -> None:
         model = nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16), "norm": nn.ModuleDict()})
         model["b"].weight = model["a"].weight
         model["norm"]["c"] = nn.Linear(16, 16)
@@ -114,20 +114,20 @@ class TestLayers:
         assert eight_bit_weights(model, EightBits(("*",)), exact=["norm"]) == {"d.weight"}
 
     def test_no_layer_at_all_is_an_error(self) -> None:
-        with pytest.raises(ConfigError, match="no layer it could be used for"):
+        with pytest.raises(ConfigError, match="without any layer it applies to"):
             eight_bit_weights(nn.ModuleDict({"a": nn.Linear(16, 16)}), EightBits(("blocks.*.to_q",)))
 
-    def test_groups_are_bounded_but_for_a_single_larger_weight(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_groups_are_bounded_except_for_a_larger_weight(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(eight_bits, "AT_ONCE", 10)
         assert [*groups({"a": 4, "b": 6, "c": 1, "d": 30, "e": 2})] == [["a", "b"], ["c"], ["d"], ["e"]]
         assert [*groups({})] == []
 
-    def test_a_cpu_computes_the_same_and_is_not_refused(self) -> None:
+    def test_cpu_computes_the_same(self) -> None:
         check_fp8(CPU)
 
 
 class TestReading:
-    def test_never_more_than_a_group_is_in_memory_in_another_precision(
+    def test_at_most_one_group_is_in_memory_unquantized(
         self, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every weight of the blocks that is not fp8 yet, counted whenever memory is asked for."""
@@ -156,7 +156,7 @@ class TestReading:
         assert done == sorted(done)
         assert progress[-1][0] == progress[-1][1] == sum(tensor.nbytes for tensor in whole.values())
 
-    def test_a_file_in_another_precision_is_rounded_once(self, tiny_model: TinyModel, tmp_path: Path) -> None:
+    def test_file_in_another_precision_is_quantized_once(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         folder = tiny_model("wan", "t2v-14b-2.2")
         whole = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
         assert whole["blocks.0.ffn.net.2.weight"].dtype == torch.float32
@@ -165,9 +165,7 @@ class TestReading:
         assert torch.equal(layer.fp8_values.view(torch.uint8), again.fp8_values.view(torch.uint8))
         assert torch.equal(layer.fp8_scales, again.fp8_scales)
 
-    def test_everything_wrong_is_told_together_before_anything_is_read(
-        self, tiny_model: TinyModel, tmp_path: Path
-    ) -> None:
+    def test_all_problems_are_reported_before_reading(self, tiny_model: TinyModel, tmp_path: Path) -> None:
         folder = tmp_path / "wan"
         folder.mkdir()
         given = tiny_model("wan", "t2v-14b-2.2")

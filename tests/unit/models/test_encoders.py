@@ -1,4 +1,4 @@
-"""The encoders of a config: known before they are loaded, and by what decides their entries alone."""
+"""The encoders of a config: ids without loading, determined only by what decides their entries."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def config(family: str, folder: Path, output: Path, *, precision: Any = "fp32", 
 
 
 @pytest.mark.parametrize(("family", "flavour"), FLAVOURS)
-def test_known_before_they_are_loaded(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
-    """Where nothing is to be encoded nothing is loaded, and still the entries must be found."""
+def test_ids_need_no_loading(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+    """If nothing needs encoding nothing is loaded, but the entries must be found."""
     encoders = encoders_of(config(family, tiny_model(family, flavour), tmp_path, precision="bf16"), CPU)
     texts, latents = encoders.load_text(), encoders.load_latents()
     assert encoders.text_id() == texts.id
@@ -50,7 +50,7 @@ def test_known_before_they_are_loaded(family: str, flavour: str, tiny_model: Tin
 
 
 @pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[0], FLAVOURS[2], FLAVOURS[4], FLAVOURS[5]])
-def test_known_by_what_decides_their_entries(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_ids_cover_what_decides_the_entries(family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tiny_model(family, flavour)
     moved = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     own, copy, half, tiled = (
@@ -81,7 +81,7 @@ def test_weights_are_read_once_for_all_runs_with_a_cache(
     assert [encoders_of(asked, CPU).text_id(), encoders_of(asked, CPU).latent_id()] == ids
 
 
-def test_clips_are_learnt_one_way_in_a_run(tmp_path: Path) -> None:
+def test_image_to_video_must_agree_within_a_run(tmp_path: Path) -> None:
     def clips(name: str, start: bool) -> Dataset:
         return Dataset(id=name, path=name, dataset_type="video", video={"image_to_video": start})  # type: ignore[arg-type]
 
@@ -94,7 +94,7 @@ def test_clips_are_learnt_one_way_in_a_run(tmp_path: Path) -> None:
         encode_options(mixed)
 
 
-def test_a_file_of_somebody_else_in_the_cache_folder_stays(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_foreign_files_in_the_cache_folder_stay(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     folder.mkdir()
     for name in ("fingerprints.json", "tiling.json"):
@@ -108,7 +108,7 @@ def test_a_file_of_somebody_else_in_the_cache_folder_stays(tiny_model: TinyModel
     assert {(folder / name).read_text() for name in ("fingerprints.json", "tiling.json")} == {"mine"}
 
 
-def test_tiles_of_an_earlier_start(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_tiling_of_an_earlier_run_is_remembered(tiny_model: TinyModel, tmp_path: Path) -> None:
     asked = config("sdxl", tiny_model("sdxl", "base-1.0"), tmp_path)
     first = encoders_of(asked, CPU)
     untiled = first.latent_id()
@@ -140,10 +140,10 @@ def _made_by_pipeline(pipeline: Any, family: str, text: str) -> dict[str, torch.
 
 
 @pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
-def test_a_caption_s_embedding_is_the_pipeline_s(
+def test_caption_embedding_equals_the_pipelines(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Bit for bit alone; beside others but for last bits."""
+    """Bit for bit alone; up to rounding in a batch."""
     encoder: Any = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
     together = encoder.encode([Prompt(text) for text in CAPTIONS])
     for text, beside in zip(CAPTIONS, together, strict=True):
@@ -156,10 +156,10 @@ def test_a_caption_s_embedding_is_the_pipeline_s(
 
 
 @pytest.mark.parametrize(("family", "flavour"), [one for one in FLAVOURS if one[1] != "edit-2509"])
-def test_an_embedding_does_not_depend_on_the_captions_beside_it(
+def test_embedding_does_not_depend_on_its_batch(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """Whatever their lengths are: only how many they are may change its last bits."""
+    """For captions of any length. Only the batch size may change the last bits."""
     encoder = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
     short = encoder.encode([Prompt("a cat"), Prompt("a dog"), Prompt("x")])[0]
     long = encoder.encode([Prompt("a cat"), Prompt("word " * 700), Prompt("one more word")])[0]
@@ -171,7 +171,7 @@ def test_an_embedding_does_not_depend_on_the_captions_beside_it(
 
 
 @pytest.mark.parametrize(("family", "flavour"), [one for one in FLAVOURS if one[1] != "edit-2509"])
-def test_captions_that_are_cut_are_known(
+def test_truncated_captions_are_recorded(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     encoder = encoders_of(config(family, tiny_model(family, flavour), tmp_path), CPU).load_text()
@@ -186,7 +186,7 @@ def test_captions_that_are_cut_are_known(
 
 
 @pytest.mark.parametrize(("family", "flavour"), [FLAVOURS[1], FLAVOURS[3], FLAVOURS[4]])
-def test_a_batch_is_tokenised_once_by_each_tokenizer(
+def test_each_tokenizer_runs_once_per_batch(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipelines do it up to five times, to warn of long captions."""

@@ -1,4 +1,4 @@
-"""The next expert's weights move in behind the last backward pass, block by block; main memory plays the device."""
+"""The next expert is streamed in during the last backward pass, block by block. Host memory is the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCKS = 6
 
 
 class Block(nn.Module):
-    """A frozen matrix and a trained one beside it, as an adapter is."""
+    """A frozen matrix with a trained one, like an adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def host(*, room: int = 0, repeated: bool = False) -> tuple[ExpertHost, list[Exp
 
 
 class TestPieces:
-    def test_are_the_whole_module_once(self) -> None:
+    def test_cover_the_whole_module_once(self) -> None:
         expert = Expert(0)
         expert.blocks[3].base.weight = expert.blocks[1].base.weight
         before, tensors = values(expert), frozen_tensors(expert)
@@ -95,7 +95,7 @@ class TestPieces:
 
 @pytest.mark.parametrize("repeated", [False, True])
 class TestFollowing:
-    def test_blocks_leave_from_the_last_and_come_from_the_first(self, repeated: bool) -> None:
+    def test_blocks_leave_last_first_and_arrive_first_first(self, repeated: bool) -> None:
         coming = parked(Expert(1, repeated=repeated))
         order: list[tuple[list[bool], list[bool]]] = []
         expert = Expert(0, repeated=repeated)
@@ -121,7 +121,7 @@ class TestFollowing:
         )
         assert moving.brought_bytes > leaving.bytes // 2
 
-    def test_training_is_the_same_to_the_bit(self, repeated: bool) -> None:
+    def test_training_is_bit_identical(self, repeated: bool) -> None:
         made, experts = host(repeated=repeated)
         plain = [Expert(seed, repeated=repeated) for seed in range(2)]
         before = [values(expert) for expert in experts]
@@ -143,8 +143,8 @@ class TestFollowing:
         made.activate("high")
         assert made.switches.waited_ms > 0
 
-    def test_the_one_that_left_can_be_called_back(self, repeated: bool) -> None:
-        """A validation between the windows asks for whom it likes."""
+    def test_parked_expert_can_be_activated_again(self, repeated: bool) -> None:
+        """A validation between steps can activate any expert."""
         made, _ = host(repeated=repeated)
         expert = made.activate("high")
         with made.following("low"):
@@ -155,7 +155,7 @@ class TestFollowing:
         assert not any(here(made._parking["low"])), "what had come of the other is gone again"  # type: ignore[arg-type]
         assert torch.equal(made.activate("low")(given()), Expert(1, repeated=repeated)(given()))
 
-    def test_an_error_in_the_backward_pass_leaves_a_host_that_works(self, repeated: bool) -> None:
+    def test_error_in_the_backward_pass_leaves_a_working_host(self, repeated: bool) -> None:
         made, experts = host(repeated=repeated)
         expert = made.activate("high")
 
@@ -170,7 +170,7 @@ class TestFollowing:
 
 
 class LateLane(InlineLane):
-    """What is brought is only there when somebody has waited for it; before that there is something else."""
+    """Copies only become visible when they are waited for; before that the memory holds other values."""
 
     def __init__(self) -> None:
         self.on_their_way: dict[int, Callable[[], object]] = {}
@@ -205,7 +205,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: bool, lane: LateLane) -> None:
+def test_blocks_are_waited_for_when_they_are_called(compiled: bool, lane: LateLane) -> None:
     expert, calls = Expert(0), list[tuple[int, list[int]]]()
     for number, block in enumerate(expert.blocks):
         if compiled:
@@ -226,8 +226,8 @@ def test_each_block_is_waited_for_when_it_is_called_and_not_before(compiled: boo
         calls.clear()
 
 
-def test_who_reads_weights_finds_them(lane: LateLane) -> None:
-    """A checkpoint after a validation that called the expert back, and one after a window that did not begin."""
+def test_settle_makes_weights_readable(lane: LateLane) -> None:
+    """For a checkpoint after a validation that activated the expert, and one after a step that did not start."""
     made = ExpertHost(lambda module: StreamedParking(module, ["Block"], CPU, lane), "", room=lambda *, here, away: 0)
     experts, before = [Expert(seed) for seed in range(2)], [values(Expert(seed)) for seed in range(2)]
     for name, expert in zip(("high", "low"), experts, strict=True):
@@ -243,7 +243,7 @@ def test_who_reads_weights_finds_them(lane: LateLane) -> None:
     assert all(torch.equal(*pair) for pair in zip(values(experts[0]), before[0], strict=True))
 
 
-def test_nothing_stays_of_the_one_that_left_and_nothing_is_held_for_those_who_are_gone() -> None:
+def test_parked_expert_and_deleted_modules_hold_no_memory() -> None:
     made = ExpertHost(parked, "in a test", room=lambda *, here, away: 0)
     experts = [Expert(seed) for seed in range(2)]
     for block in experts[0].blocks[:3]:
@@ -263,7 +263,7 @@ def test_nothing_stays_of_the_one_that_left_and_nothing_is_held_for_those_who_ar
 
 
 @pytest.mark.parametrize("followed", [False, True])
-def test_weights_somebody_changed_in_place_are_kept(followed: bool) -> None:
+def test_weights_changed_in_place_are_saved(followed: bool) -> None:
     """A merge before the first step of a turn."""
     made, experts = host()
     expert = made.activate("high")
@@ -279,7 +279,7 @@ def test_weights_somebody_changed_in_place_are_kept(followed: bool) -> None:
     assert all(torch.equal(*pair) for pair in zip(values(experts[0]), changed, strict=True))
 
 
-def test_nothing_follows_where_both_have_room_or_nobody_is_next() -> None:
+def test_no_streaming_if_both_fit_or_no_expert_is_next() -> None:
     made, _ = host(room=1 << 30)
     expert = made.activate("high")
     assert made.prepare("low").started

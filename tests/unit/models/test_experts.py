@@ -44,13 +44,13 @@ ONE = ModelFacts("flux", "dev", (Expert("", "transformer"),), Flow(1000.0))
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_turns_are_counted_in_windows() -> None:
+def test_turns_are_counted_in_optimizer_steps() -> None:
     assert [expert_for_window(window, 2, (HIGH, LOW)) for window in range(6)] == [HIGH, HIGH, LOW, LOW, HIGH, HIGH]
     assert {expert_for_window(window, 3, (LOW,)) for window in range(9)} == {LOW}
 
 
 @given(st.integers(0, 10_000), st.integers(1, 50), st.sampled_from([(HIGH, LOW), (LOW, HIGH), (HIGH,), ("",)]))
-def test_every_expert_has_the_same_share_and_a_change_is_announced(
+def test_experts_train_equally_often_and_next_expert_announces_changes(
     window: int, every: int, trained: tuple[str, ...]
 ) -> None:
     start = window - window % (every * len(trained))
@@ -62,12 +62,12 @@ def test_every_expert_has_the_same_share_and_a_change_is_announced(
 
 
 @pytest.mark.parametrize("wrong", [(-1, 1, (HIGH,)), (0, 0, (HIGH,)), (0, 1, ())])
-def test_turns_of_nobody(wrong: tuple[int, int, tuple[str, ...]]) -> None:
-    with pytest.raises(ValueError, match="need 0 or more"):
+def test_invalid_turns_are_rejected(wrong: tuple[int, int, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match="expected 0 or more"):
         expert_for_window(*wrong)
 
 
-def test_whom_a_config_trains() -> None:
+def test_trained_experts_of_a_config() -> None:
     assert trained_experts("both", facts()) == (HIGH, LOW)
     assert trained_experts("high", facts()) == (HIGH,)
     assert trained_experts("low", facts()) == (LOW,)
@@ -78,7 +78,7 @@ def test_whom_a_config_trains() -> None:
 
 
 @given(st.fractions(0, 1, max_denominator=1000))
-def test_drawn_levels_lead_back_to_their_expert(share: Fraction) -> None:
+def test_sampled_levels_belong_to_their_expert(share: Fraction) -> None:
     for name in (HIGH, LOW):
         lowest, highest = window_of_levels(name, facts())
         level = lowest + float(share) * (highest - lowest)
@@ -105,7 +105,7 @@ def test_drawn_levels_lead_back_to_their_expert(share: Fraction) -> None:
         ("discrete", True, 1, True, "resident", "one denoiser"),
     ],
 )
-def test_where_the_idle_expert_waits(
+def test_where_the_inactive_expert_is_kept(
     profile: str, park: bool, experts: int, managed: bool, way: str, reason: str
 ) -> None:
     choice = choose_parking(profile, park=park, experts=experts, managed=managed)  # type: ignore[arg-type]
@@ -113,11 +113,11 @@ def test_where_the_idle_expert_waits(
     assert reason in choice.reason
 
 
-# -- parking, with main memory in the part of the device --------------------------------------------------------------
+# -- parking, with host memory as the device --------------------------------------------------------------------------
 
 
 class Denoiser(nn.Module):
-    """Frozen layers of several dtypes, one of them tied, a buffer, and an adapter that is trained."""
+    """Frozen layers of several dtypes, one of them tied, a buffer, and a trained adapter."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def addresses(module: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in frozen_tensors(module)}
 
 
-def test_what_is_frozen_is_moved_once_and_what_is_trained_stays() -> None:
+def test_frozen_tensors_move_once_and_trained_ones_stay() -> None:
     module = Denoiser(0)
     before, adapter = snapshot(module), [(p.data_ptr(), id(p)) for p in module.adapter.parameters()]
     names = {id(tensor): name for name, tensor in module.named_parameters()}
@@ -183,7 +183,7 @@ def other_memory(module: Denoiser) -> None:
 
 
 @pytest.mark.parametrize("change", [in_place, behind_autograds_back, other_memory])
-def test_a_change_on_the_device_is_kept(change: Callable[[Denoiser], None]) -> None:
+def test_change_on_the_device_is_saved(change: Callable[[Denoiser], None]) -> None:
     module = Denoiser(0)
     expected = module.second.weight.detach() + 1.0
     parking = copying(module)
@@ -197,7 +197,7 @@ def test_a_change_on_the_device_is_kept(change: Callable[[Denoiser], None]) -> N
         assert snapshot(module) == changed
 
 
-def test_a_graph_from_before_parking_still_computes_its_gradients() -> None:
+def test_graph_from_before_parking_still_computes_gradients() -> None:
     torch.manual_seed(1)
     module, inputs = Denoiser(0), torch.randn(4, 33)
 
@@ -215,7 +215,7 @@ def test_a_graph_from_before_parking_still_computes_its_gradients() -> None:
     assert all(torch.equal(p.grad, e) for p, e in zip(module.adapter.parameters(), expected, strict=True))  # type: ignore[arg-type]
 
 
-def test_a_start_that_is_called_off() -> None:
+def test_cancelled_start() -> None:
     module = Denoiser(0)
     before, parking = snapshot(module), copying(module)
     parking.start()
@@ -236,7 +236,7 @@ def test_a_module_with_nothing_frozen() -> None:
 
 
 class Registry:
-    """Stands in for the CUDA runtime: keeps the list it would keep."""
+    """Stands in for the CUDA runtime: records what is pinned."""
 
     def __init__(self, answer: int = 0) -> None:
         self.answer, self.pinned = answer, dict[int, int]()
@@ -269,7 +269,7 @@ def test_memory_stays_pinned_until_its_last_view_is_gone() -> None:
 
 
 def test_memory_that_cannot_be_pinned() -> None:
-    with pytest.raises(UnifiedMemoryError, match=r"could not be pinned \(CUDA error 2\)"):
+    with pytest.raises(UnifiedMemoryError, match=r"cannot be pinned \(CUDA error 2\)"):
         pinned_bytes(4096, Registry(answer=2))
 
 
@@ -286,7 +286,7 @@ def host_of(*names: str, room: int = 1 << 40, spare: int = 0) -> ExpertHost:
 @given(
     st.lists(st.tuples(st.sampled_from(["prepare", "activate"]), st.sampled_from([HIGH, LOW, "third"])), max_size=12)
 )
-def test_any_order_of_turns_leaves_every_weight_as_it_was(turns: list[tuple[str, str]]) -> None:
+def test_any_order_of_turns_preserves_every_weight(turns: list[tuple[str, str]]) -> None:
     host = host_of(HIGH, LOW, "third")
     assert host.moves
     before = {name: snapshot(host.module(name)) for name in (HIGH, LOW)}
@@ -302,13 +302,13 @@ def test_any_order_of_turns_leaves_every_weight_as_it_was(turns: list[tuple[str,
         assert {other: snapshot(host.module(other)) for other in (HIGH, LOW)} == before
 
 
-def test_ahead_of_its_turn_only_where_there_is_room() -> None:
+def test_prepare_needs_room() -> None:
     size = copying(Denoiser(0)).bytes
     tight = host_of(HIGH, LOW, room=size + 99, spare=100)
     tight.activate(HIGH)
     refused = tight.prepare(LOW)
     assert not refused.started
-    assert "no room beside the active one" in refused.reason
+    assert "no room beside the active expert" in refused.reason
     tight.activate(LOW)
     roomy = host_of(HIGH, LOW, "third", room=size + 100, spare=100)
     roomy.activate(HIGH)
@@ -317,7 +317,7 @@ def test_ahead_of_its_turn_only_where_there_is_room() -> None:
     assert not roomy.prepare("third").started
 
 
-def test_what_the_driver_keeps_for_the_one_that_is_away_is_asked_for_as_such() -> None:
+def test_managed_bytes_of_parked_experts_are_passed_to_room() -> None:
     class Managed(Staying):
         bytes = managed = 100
 
@@ -339,7 +339,7 @@ def test_what_the_driver_keeps_for_the_one_that_is_away_is_asked_for_as_such() -
 
 
 class OutOfRoom(Staying):
-    """A device that is full, or in pieces."""
+    """A device that is full or fragmented."""
 
     bytes = 1
 
@@ -354,13 +354,13 @@ class OutOfRoom(Staying):
         self.start()
 
 
-def test_a_device_that_is_full_after_all() -> None:
+def test_prepare_on_a_full_device() -> None:
     parking = {HIGH: OutOfRoom(), LOW: OutOfRoom()}
     waiting = iter(parking.values())
     host = ExpertHost(lambda module: next(waiting), "for the test")
     for name in parking:
         host.add(name, nn.Linear(1, 1))
-    assert "no room in one piece" in host.prepare(LOW).reason
+    assert "no contiguous room" in host.prepare(LOW).reason
     parking[HIGH].full = False
     host.activate(HIGH)
     with pytest.raises(torch.OutOfMemoryError):
@@ -372,7 +372,7 @@ def test_a_device_that_is_full_after_all() -> None:
     assert host.active == LOW
 
 
-def test_names_nobody_has() -> None:
+def test_unknown_names_are_rejected() -> None:
     host = host_of(HIGH)
     for call in (host.activate, host.prepare, host.module):
         with pytest.raises(KeyError, match="no expert 'low_noise'"):
@@ -381,7 +381,7 @@ def test_names_nobody_has() -> None:
         host.add(HIGH, Denoiser(3))
 
 
-def test_resident_experts_stay_where_they_are(tiny_model: Callable[[str, str], Path]) -> None:
+def test_resident_experts_do_not_move(tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("wan", "t2v-14b-2.2")
     source = ModelSource("tiny", folder)
     host = ExpertHost.open(choose_parking("cpu", park=True, experts=2), CPU)
@@ -397,12 +397,12 @@ def test_resident_experts_stay_where_they_are(tiny_model: Callable[[str, str], P
     assert Staying.bytes == 0
 
 
-def test_managed_parking_without_a_heap() -> None:
+def test_managed_parking_needs_a_heap() -> None:
     with pytest.raises(ValueError, match="needs the heap"):
         ExpertHost.open(choose_parking("superchip", park=True, experts=2), CPU)
 
 
-def test_wans_experts_answer_the_same_after_any_number_of_turns(tiny_model: Callable[[str, str], Path]) -> None:
+def test_wans_experts_predict_the_same_after_any_number_of_turns(tiny_model: Callable[[str, str], Path]) -> None:
     source = ModelSource("tiny", tiny_model("wan", "t2v-14b-2.2"))
     host = ExpertHost(copying, "for the test")
     given_to = {

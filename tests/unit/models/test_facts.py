@@ -1,4 +1,4 @@
-"""What a config says otherwise than the weights reaches training and sampling alike, or is refused by name."""
+"""A config's overrides of the weights' facts reach training and sampling, or are rejected by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def facts(tiny_model: TinyModel, family: str, flavour: str) -> tuple[ModelSource
     return source, spec_of(family).inspect(source)
 
 
-def test_the_experts_meet_where_the_config_says_in_training_and_in_samples(tiny_model: TinyModel) -> None:
+def test_expert_boundary_applies_to_training_and_sampling(tiny_model: TinyModel) -> None:
     spec, (source, own) = spec_of("wan"), facts(tiny_model, "wan", "t2v-14b-2.2")
     moved = facts_of(config("wan", expert_boundary=0.5), spec, source)
     assert window_of_levels("high_noise", moved) == (0.5, 1.0)
@@ -64,7 +64,7 @@ def test_the_experts_meet_where_the_config_says_in_training_and_in_samples(tiny_
     ("family", "found", "asked"),
     [("flux", "dev", "krea"), ("qwen_image", "t2i", "t2i-2512"), ("wan", "i2v-14b-480p-2.1", "i2v-14b-720p-2.1")],
 )
-def test_weights_that_look_alike_are_what_the_config_says(
+def test_config_decides_between_indistinguishable_flavours(
     tiny_model: TinyModel, family: str, found: str, asked: str
 ) -> None:
     spec, (source, own) = spec_of(family), facts(tiny_model, family, found)
@@ -82,12 +82,12 @@ def test_weights_of_another_flavour(tiny_model: TinyModel, family: str, found: s
         facts_of(config(family, flavour=asked), spec_of(family), source)
 
 
-def test_one_denoiser_meets_nobody(tiny_model: TinyModel) -> None:
+def test_boundary_needs_two_experts(tiny_model: TinyModel) -> None:
     with pytest.raises(ConfigError, match=r"model\.expert_boundary\n.*0\.5, for t2v-1\.3b-2\.1, which has one"):
         with_boundary(facts(tiny_model, "wan", "t2v-1.3b-2.1")[1], 0.5)
 
 
-def test_another_prediction_reaches_the_scheduler_of_samples(tiny_model: TinyModel) -> None:
+def test_prediction_override_reaches_the_sampler(tiny_model: TinyModel) -> None:
     spec, (source, own) = spec_of("sdxl"), facts(tiny_model, "sdxl", "base-1.0")
     other = facts_of(config("sdxl", {"prediction": "v_prediction"}), spec, source)
     assert (own.schedule.prediction, other.schedule.prediction) == ("epsilon", "v_prediction")
@@ -110,7 +110,7 @@ def test_another_prediction_reaches_the_scheduler_of_samples(tiny_model: TinyMod
         ("stable_audio", "open-1.0", "epsilon", "v_prediction"),
     ],
 )
-def test_predictions_a_model_cannot_be_asked_for(
+def test_unsupported_predictions_are_rejected(
     tiny_model: TinyModel, family: str, flavour: str, asked: Any, expected: str
 ) -> None:
     own = facts(tiny_model, family, flavour)[1]
@@ -121,7 +121,7 @@ def test_predictions_a_model_cannot_be_asked_for(
         with_prediction(own, asked)
 
 
-def test_epsilon_of_pure_noise_is_refused(tiny_v_prediction: Path) -> None:
+def test_epsilon_with_zero_terminal_snr_is_rejected(tiny_v_prediction: Path) -> None:
     own = spec_of("sdxl").inspect(ModelSource("v", tiny_v_prediction))
     with pytest.raises(ConfigError, match="pure noise"):
         with_prediction(own, "epsilon")

@@ -1,4 +1,4 @@
-"""A family is one folder: its names stand nowhere else, and every folder has the same files."""
+"""A family is one folder: its names occur nowhere else, and every folder has the same files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_no_code_outside_a_familys_folder_knows_its_name() -> None:
 
 
 def test_names_are_neither_compared_nor_looked_up_where_they_are_allowed() -> None:
-    """The files above may name a family, not decide by its name."""
+    """The files above may name a family but not branch on its name."""
     for path, tree in modules():
         if f"{path}.py" not in ALLOWED:
             continue
@@ -69,8 +69,8 @@ def test_every_folder_has_the_same_files(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", OURS)
-def test_names_import_config_and_errors_alone(family: str) -> None:
-    """Importing them imports no torch: config finds them before any model code is wanted."""
+def test_names_import_only_config_and_errors(family: str) -> None:
+    """Importing them imports no torch, because config reads them before any model code is needed."""
     for file in ("names.py", "__init__.py", "../__init__.py"):
         tree = ast.parse((SOURCE / "models" / family / file).read_text(encoding="utf-8"))
         for node in ast.walk(tree):

@@ -31,7 +31,7 @@ def written(file: Path, tensors: Mapping[str, Tensor], **metadata: str) -> Path:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """Larger than one read: a table of many rows, and small tensors beside it."""
+    """Larger than one read: a table of many rows, and small tensors."""
     generator = torch.Generator().manual_seed(0)
     tensors = {"table": torch.randn(700, 1000, generator=generator), "small": torch.randn(7, generator=generator)}
     file = written(tmp_path / "model.safetensors", tensors, format="pt")
@@ -41,7 +41,7 @@ def weights(tmp_path: Path) -> Path:
 
 @ANY_TIME
 @given(position=st.integers(0, 2_800_027), bit=st.integers(0, 7))
-def test_any_flipped_bit_shows(weights: Path, position: int, bit: int) -> None:
+def test_any_flipped_bit_changes_the_fingerprint(weights: Path, position: int, bit: int) -> None:
     before, start = of(weights), min(one.start for one in open_weights(weights).entries.values())
     with weights.open("r+b") as file:
         file.seek(start + position)
@@ -55,7 +55,7 @@ def test_any_flipped_bit_shows(weights: Path, position: int, bit: int) -> None:
     assert of(weights) == before
 
 
-def test_one_replaced_row_of_an_embedding_table_shows(weights: Path, tmp_path: Path) -> None:
+def test_replaced_row_of_an_embedding_table_changes_the_fingerprint(weights: Path, tmp_path: Path) -> None:
     tensors = load_file(weights)
     tensors["table"][333] += 0.01
     assert of(written(tmp_path / "other.safetensors", tensors, format="pt")) != of(weights)
@@ -72,7 +72,7 @@ def test_names_folders_shards_and_metadata_do_not_count(weights: Path, tmp_path:
     assert len({*found}) == 1
 
 
-def test_every_other_way_weights_are_rewritten_shows(weights: Path, tmp_path: Path) -> None:
+def test_other_rewrites_change_the_fingerprint(weights: Path, tmp_path: Path) -> None:
     tensors = load_file(weights)
     ways = {
         "cast": {name: tensor.half() for name, tensor in tensors.items()},
@@ -86,10 +86,10 @@ def test_every_other_way_weights_are_rewritten_shows(weights: Path, tmp_path: Pa
     assert len({*found, of(weights)}) == len(ways) + 1
 
 
-# -- the memory -------------------------------------------------------------------------------------------------------
+# -- remembered digests -----------------------------------------------------------------------------------------------
 
 
-def test_what_was_computed_is_taken_from_the_memory_while_the_file_is_the_same(
+def test_digests_are_reused_while_the_file_is_unchanged(
     weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, read = tmp_path / "new" / "fingerprints.json", []
@@ -107,7 +107,7 @@ def test_what_was_computed_is_taken_from_the_memory_while_the_file_is_the_same(
     assert of(weights, remembered=memory) == of(weights) != before
 
 
-def test_a_memory_of_some_tensors_grows(weights: Path, tmp_path: Path) -> None:
+def test_remembered_digests_are_extended(weights: Path, tmp_path: Path) -> None:
     memory, entries = tmp_path / "fingerprints.json", open_weights(weights).entries
     fingerprint([entries["small"]], memory)
     assert of(weights, remembered=memory) == of(weights)
@@ -115,23 +115,23 @@ def test_a_memory_of_some_tensors_grows(weights: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1, "files": {}}', '{"version": 2, "files": {"a": 1}}'])
-def test_a_memory_nobody_understands_is_written_anew(weights: Path, tmp_path: Path, content: str) -> None:
+def test_unreadable_memory_is_rewritten(weights: Path, tmp_path: Path, content: str) -> None:
     memory = tmp_path / "fingerprints.json"
     memory.write_text(content)
     assert of(weights, remembered=memory) == of(weights)
     assert json.loads(memory.read_text())["version"] == module.VERSION
 
 
-def test_a_memory_that_cannot_be_written_is_done_without(weights: Path, tmp_path: Path) -> None:
+def test_unwritable_memory_is_ignored(weights: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert of(weights, remembered=tmp_path / "file" / "fingerprints.json") == of(weights)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejections -------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_to_take_a_fingerprint_of(weights: Path) -> None:
-    with pytest.raises(ValueError, match="no tensor at all"):
+def test_no_tensors_is_an_error(weights: Path) -> None:
+    with pytest.raises(ValueError, match="no tensors"):
         fingerprint([])
     entries = [*open_weights(weights).entries.values()]
     weights.unlink()

@@ -1,4 +1,4 @@
-"""Every number of a footprint that can be counted, counted on the published architecture itself."""
+"""Every countable number of a footprint, compared with the published architecture."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TestRegistry:
         by_weights = Model(family="wan", path="Wan-AI/Wan2.1-T2V-1.3B-Diffusers")
         assert footprint_of(by_weights) == (FOOTPRINTS["wan"][3], None)
 
-    def test_an_unknown_path_is_an_assumption_that_is_said(self) -> None:
+    def test_unknown_path_yields_a_stated_assumption(self) -> None:
         footprint, assumption = footprint_of(Model(family="wan", path="/models/mine"))
         assert footprint.flavour == "t2v-14b-2.2"
         assert assumption is not None
@@ -170,7 +170,7 @@ def predicted(footprint: Footprint, case: Case, count: int | None) -> int:
 
 
 def measured(footprint: Footprint, case: Case, count: int | None) -> int:
-    """The peak of one step, beside parameters, gradients and inputs."""
+    """Peak of one step, not counting parameters, gradients and inputs."""
     family = footprint.family
     every = bool(case.adapter.within)
     targets = {linear.name for block in footprint.blocks for linear in block.linears if linear.default or every}
@@ -200,7 +200,7 @@ class Case:
 
 @pytest.mark.usefixtures("gpu_kernels")
 class TestEagerActivations:
-    """The real forward and backward pass on the meta device, against the formula."""
+    """The real forward and backward pass on the meta device, compared with the formula."""
 
     CASES = (Case(LORA, "library", "off"), Case(LORA, "plain", "off"), Case(LORA, "plain", "full"),
              Case(FULL, "plain", "off"))  # fmt: skip
@@ -260,7 +260,7 @@ class TestEagerActivations:
 
 
 class TestPasses:
-    """VAEs and encoders without gradients: bytes alive at the worst moment."""
+    """VAEs and encoders without gradients: peak bytes."""
 
     @pytest.mark.parametrize("name", [name for name, vae in published.VAES.items() if name != "VAE (Oobleck)"])
     def test_one_frame(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Frozen linear layers in e4m3: what they compute, how far that is from bf16, and who may read their weights."""
+"""Frozen linear layers in e4m3: their results, the distance to bf16, and access to their weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def both_ways(layer: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Te
 class TestRounding:
     @settings(deadline=None, max_examples=50)
     @given(st.integers(-30, 30), st.integers(0, 1000))
-    def test_a_row_is_off_by_at_most_the_step_of_e4m3(self, exponent: int, seed: int) -> None:
+    def test_rounding_error_is_at_most_half_an_e4m3_step(self, exponent: int, seed: int) -> None:
         x = rows(4, 64, seed=seed).float() * 2.0**exponent
         values, scales = by_rows(x)
         assert values.dtype == E4M3
@@ -60,7 +60,7 @@ class TestRounding:
         assert ((back - x).abs() <= bound).all()
         assert torch.equal(values.float().abs().amax(1), torch.full((4,), MOST))
 
-    def test_zeros_stay_zeros_and_what_is_no_number_shows(self) -> None:
+    def test_zeros_stay_zeros_and_nan_propagates(self) -> None:
         x = torch.zeros(4, 32)
         x[1, 3], x[2, 3], x[3, 3] = torch.inf, torch.nan, 1e-35
         values, scales = by_rows(x)
@@ -70,7 +70,7 @@ class TestRounding:
         assert back[2].isnan().any()
         assert back[3].isfinite().all()
 
-    def test_torchs_own_product_takes_the_operands_as_they_lie_and_agrees(self) -> None:
+    def test_torchs_product_accepts_the_layouts_and_agrees(self) -> None:
         values, scales = by_rows(rows(24, 96))
         weight, by_output = by_rows(rows(64, 96, seed=2))
         bias = rows(64, seed=3)
@@ -90,7 +90,7 @@ class TestRounding:
 class TestLayer:
     @pytest.mark.parametrize("layouts", LAYOUTS)
     @pytest.mark.parametrize("bias", [True, False])
-    def test_it_multiplies_the_rounded_numbers(self, layouts: Fp8Layouts, bias: bool) -> None:
+    def test_it_multiplies_the_quantized_values(self, layouts: Fp8Layouts, bias: bool) -> None:
         layer = plain(bias=bias)
         ours, x, gradient = rounded(layer, layouts), rows(2, 5, 96), rows(2, 5, 160, seed=2)
         answer, dx = both_ways(ours, x, gradient)
@@ -110,7 +110,7 @@ class TestLayer:
             assert torch.equal(one, two)
 
     def test_how_far_it_is_from_bf16(self) -> None:
-        """What a frozen layer of Wan's width costs in exactness; the bounds are what was measured, rounded up."""
+        """The error of a frozen layer of Wan's width. The bounds are measurements, rounded up."""
         layer, x, gradient = plain(1024, 1536), rows(256, 1024), rows(256, 1536, seed=2)
         exact = both_ways(layer.float(), x.float(), gradient.float())
         ours = both_ways(rounded(layer), x, gradient)
@@ -118,7 +118,7 @@ class TestLayer:
             assert distance(found, wanted) < 0.045
             assert F.cosine_similarity(found.double().flatten(), wanted.double().flatten(), dim=0) > 0.999
 
-    def test_autocast_decides_what_it_answers_in(self) -> None:
+    def test_autocast_decides_the_output_dtype(self) -> None:
         ours, x = rounded(plain()), rows(3, 96)
         assert ours(x.float()).dtype == torch.float32
         with torch.autocast("cpu", torch.bfloat16):
@@ -127,7 +127,7 @@ class TestLayer:
         assert torch.equal(ours(x.float()), ours(x).float())
 
     @pytest.mark.parametrize("layouts", LAYOUTS)
-    def test_a_step_keeps_nothing_of_its_input(self, layouts: Fp8Layouts) -> None:
+    def test_step_saves_nothing_of_its_input(self, layouts: Fp8Layouts) -> None:
         ours, x = rounded(plain(), layouts), rows(64, 96).requires_grad_()
         own = {buffer.data_ptr() for buffer in ours.buffers()}
         kept: list[Tensor] = []
@@ -145,7 +145,7 @@ class TestLayer:
             for found, wanted in zip(both_ways(compiled, x, gradient), both_ways(ours, x, gradient), strict=True):
                 assert torch.equal(found, wanted)
 
-    def test_gradients_are_the_same_when_a_block_is_repeated(self) -> None:
+    def test_gradients_are_equal_under_checkpointing(self) -> None:
         ours, x, gradient = rounded(plain()), rows(6, 96), rows(6, 160, seed=2)
         again = x.clone().requires_grad_()
         checkpoint(ours, again, use_reentrant=False).backward(gradient)
@@ -158,7 +158,7 @@ def _back(pair: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class TestWhoReadsTheWeight:
-    def test_gets_the_numbers_it_multiplies_with(self) -> None:
+    def test_weight_has_the_values_it_multiplies_with(self) -> None:
         layer = plain()
         ours = rounded(layer)
         assert ours.weight.dtype == torch.bfloat16
@@ -167,7 +167,7 @@ class TestWhoReadsTheWeight:
         assert [name for name, _ in ours.named_parameters()] == ["bias"]
         assert "weight" not in ours.state_dict()
 
-    def test_a_cast_model_still_has_the_same_numbers(self) -> None:
+    def test_casting_the_model_keeps_the_values(self) -> None:
         model = nn.Sequential(rounded(plain()))
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.float()
@@ -177,7 +177,7 @@ class TestWhoReadsTheWeight:
             assert torch.equal(buffer.float(), before[name].float())
         assert model[0].bias.dtype == torch.float16
 
-    def test_it_is_parked_and_comes_back_as_it_was(self) -> None:
+    def test_parking_preserves_it(self) -> None:
         ours, x, gradient = rounded(plain()), rows(6, 96), rows(6, 160, seed=2)
         before = both_ways(ours, x, gradient)
         parking = CopyParking(nn.Sequential(ours), torch.device("cpu"), InlineLane())
@@ -186,7 +186,7 @@ class TestWhoReadsTheWeight:
         parking.finish()
         assert all(torch.equal(*pair) for pair in zip(both_ways(ours, x, gradient), before, strict=True))
 
-    def test_a_merge_refuses_it_instead_of_changing_other_numbers(self) -> None:
+    def test_merge_is_rejected(self) -> None:
         model = nn.Sequential(plain())
         attached = attach(model, Adapter(kind="lora"), family="wan", default_targets=("0",), seed=0)
         state = attached.state()
@@ -199,8 +199,8 @@ KINDS = ("lora", "dora", "locon", "lokr", "loha", "ia3", "diag_oft", "full_delta
 
 @pytest.mark.parametrize("path", ["auto", "library"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_adapter_sits_on_it_as_on_a_layer_with_its_numbers(kind: str, path: str) -> None:
-    """Against the same adapter on a plain layer that holds `plain_weight()`; what differs is the rounded input."""
+def test_every_adapter_works_as_on_a_dequantized_layer(kind: str, path: str) -> None:
+    """Compared with the adapter on a plain layer with `plain_weight()`. Only the quantized input differs."""
     ours = nn.Sequential(rounded(plain()))
     same = plain()
     same.weight.copy_(ours[0].weight)

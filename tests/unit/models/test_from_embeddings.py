@@ -1,4 +1,4 @@
-"""Samples drawn from cached embeddings are those the whole pipeline draws from the texts."""
+"""Samples generated from cached embeddings equal those the whole pipeline generates from texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ASKED = SampleRequest("a fox in the snow", width=64, height=64, frames=1, steps=
         pytest.param("flux", "kontext", "", marks=pytest.mark.full),
     ],
 )
-def test_a_sample_is_the_same_with_and_without_text_encoders(
+def test_samples_are_equal_with_and_without_text_encoders(
     family: str, flavour: str, negative: str, tiny_model: TinyModel
 ) -> None:
     spec = spec_of(family)
@@ -62,9 +62,7 @@ def test_a_sample_is_the_same_with_and_without_text_encoders(
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", [*FOOTPRINTS])
-def test_the_memory_plan_counts_the_text_encoders_that_samples_are_drawn_with(
-    family: str, tiny_model: TinyModel
-) -> None:
+def test_memory_plan_counts_the_text_encoders_used_for_samples(family: str, tiny_model: TinyModel) -> None:
     spec = spec_of(family)
     how = spec.from_embeddings
     for footprint in FOOTPRINTS[family]:

@@ -1,4 +1,4 @@
-"""What each family asks of its data, against what its published architecture does with other sizes."""
+"""Each family's data requirements, compared with its published architecture on other sizes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_sound() -> None:
     assert found.max_audio_seconds == footprint.latents.longest_seconds
 
 
-def test_it_is_found_as_the_footprint_is() -> None:
+def test_geometry_is_found_like_the_footprint() -> None:
     assert geometry_of(Model(family="wan", path="Wan-AI/Wan2.2-TI2V-5B-Diffusers"))[0].side_multiple == 32
     found, assumption = geometry_of(Model(family="wan", path="/models/mine"))
     assert found.side_multiple == 16

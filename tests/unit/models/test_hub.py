@@ -1,4 +1,4 @@
-"""Models of a hub: planned, downloaded, resumed, and what is said where that cannot be."""
+"""Models of a hub: planning, downloading, resuming, and error messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def refusal(name: str = NAME, revision: str | None = None, **more: Any) -> str:
     return said
 
 
-def test_only_what_is_needed_is_downloaded_once(hub: HubServer) -> None:
+def test_needed_files_are_downloaded_once(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     said: list[str] = []
     shown: list[tuple[int, int]] = []
@@ -65,8 +65,8 @@ def test_only_what_is_needed_is_downloaded_once(hub: HubServer) -> None:
     assert len(said) == 1
 
 
-def test_files_of_the_same_content_are_downloaded_once(hub: HubServer) -> None:
-    """Two experts before they were trained apart; the hub's cache has one file for both."""
+def test_files_of_equal_content_are_downloaded_once(hub: HubServer) -> None:
+    """For example two experts with equal weights. The hub's cache has one file for both."""
     weights = FILES["unet/diffusion_pytorch_model.safetensors"]
     hub.model(NAME, {**FILES, "unet_2/config.json": b"{}", "unet_2/diffusion_pytorch_model.safetensors": weights})
     said: list[str] = []
@@ -77,8 +77,8 @@ def test_files_of_the_same_content_are_downloaded_once(hub: HubServer) -> None:
     assert "3 files, 48.9 KiB to download to" in said[0]
 
 
-def test_what_was_downloaded_is_enough_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although the repository has files that nobody needs, and that are not there."""
+def test_earlier_download_is_enough_offline(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the repository has unneeded files that were not downloaded."""
     hub.model(NAME, FILES)
     folder = fetcher()("model.path", NAME, None, None)
     before = len(hub.requests)
@@ -89,10 +89,10 @@ def test_what_was_downloaded_is_enough_offline(hub: HubServer, monkeypatch: pyte
     assert "HF_HUB_OFFLINE=1 forbids asking the hub" in said
     assert "hf download owner/another on a machine with network" in said
     (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
-    assert "lacks some of the model's files" in refusal()
+    assert "is incomplete" in refusal()
 
 
-def test_a_download_goes_on_where_it_broke_off(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_download_resumes(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     monkeypatch.setattr(transfer, "RANGE", 4096)
     monkeypatch.setattr("gracetune.models.hub._REQUESTS", 1)
@@ -105,7 +105,7 @@ def test_a_download_goes_on_where_it_broke_off(hub: HubServer, monkeypatch: pyte
     assert hub.sent - before < 50_000 - 6 * 4096
 
 
-def test_wrong_content_is_not_taken(hub: HubServer) -> None:
+def test_wrong_content_is_rejected(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     hub.faults.corrupt = 50
     assert "content with sha256" in refusal()
@@ -135,7 +135,7 @@ def test_addresses(text: str, expected: HubName | None) -> None:
     assert HubName.parse(text) == expected
 
 
-def test_an_address_opens_as_an_id_does(hub: HubServer) -> None:
+def test_address_opens_like_an_id(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     source = open_source(Model(family="sdxl", path=f"hf://{NAME}"), fetcher())
     assert source.folder == fetcher()("model.path", NAME, None, None)
@@ -143,7 +143,7 @@ def test_an_address_opens_as_an_id_does(hub: HubServer) -> None:
         open_source(Model(family="sdxl", path=f"hf://{NAME}/README.md"), fetcher())
 
 
-def test_who_may_not_read_it_hears_what_to_do(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_access_is_an_error_with_a_remedy(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.model(NAME, FILES, gated=True)
     said = refusal()
     assert "https://huggingface.co/owner/tiny" in said
@@ -156,7 +156,7 @@ def test_who_may_not_read_it_hears_what_to_do(hub: HubServer, monkeypatch: pytes
     assert fetcher()("model.path", NAME, None, None)
 
 
-def test_a_disk_that_is_too_small(hub: HubServer) -> None:
+def test_too_small_disk_is_an_error(hub: HubServer) -> None:
     hub.model(NAME, FILES)
     hub.faults.claimed_sizes["unet/diffusion_pytorch_model.safetensors"] = 10**15
     said = refusal()

@@ -1,4 +1,4 @@
-"""Frozen linear layers in int8: the numbers they multiply with, both passes, and how far both are from bf16."""
+"""Frozen linear layers in int8: their values, both passes, and the distance to bf16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def same_numbers(layer: Int8Linear) -> nn.Linear:
     return other.requires_grad_(False)
 
 
-def test_a_weight_is_off_by_half_a_step_of_its_row() -> None:
+def test_rounding_error_is_at_most_half_a_step() -> None:
     weight = rows(40, 64).float() * torch.logspace(-20, 20, 40, base=2)[:, None]
     layer = Int8Linear(weight, None)
     assert layer.int8_values.dtype == torch.int8
@@ -37,7 +37,7 @@ def test_a_weight_is_off_by_half_a_step_of_its_row() -> None:
     assert torch.equal(layer.int8_values.abs().amax(dim=1), torch.full((40,), 127, dtype=torch.int8))
 
 
-def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
+def test_zeros_stay_zeros_and_nonfinite_values_propagate() -> None:
     weight = torch.zeros(3, 8)
     weight[1, 2], weight[2] = torch.inf, 1.0
     found = Int8Linear(weight, None).weight
@@ -47,7 +47,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_shows() -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_both_passes_are_those_of_a_plain_layer_with_these_numbers(bias: bool) -> None:
+def test_both_passes_equal_a_dequantized_layers(bias: bool) -> None:
     layer = held(plain(bias=bias))
     x, gradient = rows(2, 7, 96), rows(2, 7, 160, seed=2)
     ours, theirs = both_ways(layer, x, gradient), both_ways(same_numbers(layer), x, gradient)
@@ -67,7 +67,7 @@ def test_it_is_closer_to_bf16_than_fp8_is() -> None:
     assert distance(ours[1], exact[1]) < 0.012
 
 
-def test_a_model_that_is_cast_keeps_its_numbers() -> None:
+def test_casting_the_model_keeps_the_values() -> None:
     layer = held(plain())
     before = layer.weight
     again = nn.Sequential(layer).to(torch.float16)[0]
@@ -79,14 +79,14 @@ def test_a_model_that_is_cast_keeps_its_numbers() -> None:
     assert again(rows(2, 96).half()).dtype == torch.float16
 
 
-def test_under_autocast_it_answers_in_its_precision() -> None:
+def test_autocast_decides_the_output_dtype() -> None:
     layer, x = held(plain()), rows(2, 96)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = layer(x.float())
     assert torch.equal(found, layer(x))
 
 
-def test_a_step_keeps_nothing_of_the_input() -> None:
+def test_step_saves_nothing_of_its_input() -> None:
     layer, x = held(plain()), rows(4, 96).requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -95,7 +95,7 @@ def test_a_step_keeps_nothing_of_the_input() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr", "loha"])
-def test_adapters_learn_on_it_what_they_learn_on_the_same_numbers(kind: str) -> None:
+def test_adapters_get_the_gradients_of_a_dequantized_layer(kind: str) -> None:
     grads = []
     for base in (held(plain()), same_numbers(held(plain()))):
         model = nn.Sequential(base)
@@ -114,8 +114,8 @@ def test_adapters_learn_on_it_what_they_learn_on_the_same_numbers(kind: str) -> 
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5])
-def test_a_compiled_graph_keeps_no_16_bit_weight(budget: float) -> None:
-    """torch's partitioner would rather keep it than make it twice."""
+def test_compiled_graph_saves_no_16_bit_weight(budget: float) -> None:
+    """torch's partitioner would otherwise save it instead of dequantizing twice."""
     torch._dynamo.reset()
     layers = nn.Sequential(held(plain(96, 96)), nn.GELU(), held(plain(96, 96)))
     with torch._functorch.config.patch(activation_memory_budget=budget):

@@ -81,7 +81,7 @@ def test_wans_original_names_are_those_diffusers_converts(flavour: str) -> None:
     assert converted == {f"{path}.weight": path for path in names}
 
 
-def test_sdxls_original_names_are_those_of_its_single_file() -> None:
+def test_sdxls_original_names_equal_its_single_files() -> None:
     """`sdxl_unet` is what diffusers' own reader of single files is tested with (test_single_file)."""
     for path, name in original_names("sdxl", "base-1.0").items():
         assert f"model.diffusion_model.{name}.weight" == sdxl_unet(f"{path}.weight")
@@ -135,8 +135,8 @@ def test_every_layer_of_the_tiny_models_has_one_name_in_each_layout(family, flav
 
 
 @pytest.mark.parametrize("keys", KEY_MAPS.values(), ids=lambda keys: keys.family)
-def test_no_underscored_name_stands_for_two_layers(keys: KeyMap) -> None:
-    """Over all templates with small block numbers: what a name could mean is one place, whichever table finds it."""
+def test_underscored_names_are_unambiguous(keys: KeyMap) -> None:
+    """Over all templates with small block numbers: a name means one layer, whichever table finds it."""
     means: dict[str, set[tuple[str, ...]]] = {}
     for template in keys.templates:
         for counts in itertools.product(range(3), repeat=template.count("{}")):
@@ -156,12 +156,12 @@ def test_no_underscored_name_stands_for_two_layers(keys: KeyMap) -> None:
         assert {found.paths} == places
 
 
-def test_the_maps_are_those_of_the_families() -> None:
+def test_every_family_has_a_map() -> None:
     assert tuple(KEY_MAPS) == FAMILIES
 
 
 @pytest.mark.parametrize("keys", KEY_MAPS.values(), ids=lambda keys: keys.family)
-def test_another_programs_names_are_of_layers_there_are(keys: KeyMap) -> None:
+def test_other_names_refer_to_existing_layers(keys: KeyMap) -> None:
     assert {original for _, original in keys.other_names} <= {entry.original for entry in (*keys.rules, *keys.fused)}
 
 
@@ -190,7 +190,7 @@ def test_order_follows_the_blocks() -> None:
     ]  # fmt: skip
 
 
-def test_a_map_of_ones_own() -> None:
+def test_custom_map() -> None:
     keys = KeyMap("x", "transformer", (Rule("a.{}.b", "c.{}"),), (Fused("f.{}", (("a.{}.q", 1), ("a.{}.k", 2))),))
     assert keys.find("c_7") == Place(("a.7.b",), "original")
     assert keys.find("f.7") == Place(("a.7.q", "a.7.k"), "original", (1, 2))

@@ -1,4 +1,4 @@
-"""Folders that are not whole, or not what they say: refused by name, whichever family asks."""
+"""Incomplete or mislabelled folders are rejected by name, for every family."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def cut_off(name: str) -> Break:
 
 
 def everything(family: str, folder: Path) -> None:
-    """What a run loads."""
+    """Load everything a run loads."""
     spec = spec_of(family)
     source = open_source(Model(family=family, path=str(folder)))  # type: ignore[arg-type]
     facts = spec.inspect(source)
@@ -63,7 +63,7 @@ def everything(family: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_folder_with_a_name_in_any_script(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_complete_folder_with_a_unicode_name(family: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "モデル é 🐈 'q\""
     shutil.copytree(tiny_model(family, FAMILIES[family]), folder)
     everything(family, folder)
@@ -74,10 +74,10 @@ def test_a_whole_folder_with_a_name_in_any_script(family: str, tiny_model: TinyM
     ("breaks", "says"),
     [
         (without("tokenizer/tokenizer.json"), "tokenizer without its vocabulary"),
-        (written("tokenizer/tokenizer.json", "{"), r"tokenizer\.json: [\s\S]*no valid JSON"),
+        (written("tokenizer/tokenizer.json", "{"), r"tokenizer\.json: [\s\S]*invalid JSON"),
         (written("tokenizer/tokenizer.json", "{}"), r"tokenizer\.json: [\s\S]*no vocabulary"),
         (written("tokenizer/tokenizer_config.json", "[]"), r"tokenizer_config\.json: [\s\S]*a list"),
-        (written("text_encoder/config.json", "{"), r"text_encoder/config\.json: [\s\S]*no valid JSON"),
+        (written("text_encoder/config.json", "{"), r"text_encoder/config\.json: [\s\S]*invalid JSON"),
         (cut_off("text_encoder/model.safetensors"), "it is cut off"),
         (without("text_encoder/model.safetensors"), r"text_encoder: weights[\s\S]*expected  diffusion_pytorch_model"),
         (without("vae/config.json"), r"vae without config\.json"),
@@ -85,11 +85,11 @@ def test_a_whole_folder_with_a_name_in_any_script(family: str, tiny_model: TinyM
             setting("vae/config.json", new_switch=True, _diffusers_version="99.0.0.dev0"),
             r"settings\n.*new_switch, written by diffusers 99.*\n.*only settings .* of diffusers 0\.[\s\S]*--upgrade",
         ),
-        (written("model_index.json", "{"), r"model_index\.json: [\s\S]*no valid JSON"),
+        (written("model_index.json", "{"), r"model_index\.json: [\s\S]*invalid JSON"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_wrong_is_named(family: str, breaks: Break, says: str, tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_problems_are_named(family: str, breaks: Break, says: str, tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model(family, FAMILIES[family]), tmp_path / "model"))
     breaks(folder)
     with pytest.raises(GracetuneError, match=says):
@@ -110,7 +110,7 @@ def test_text_weights_of_another_width(tiny_model: TinyModel, tmp_path: Path) ->
         everything("sdxl", folder)
 
 
-def test_values_that_do_not_go_together(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_inconsistent_values_are_rejected(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("sdxl", "base-1.0"), tmp_path / "model"))
     setting("unet/config.json", block_out_channels=[32])(folder)
     with pytest.raises(ConfigError, match=r"the configuration\n.*block_out_channels"):
@@ -129,7 +129,7 @@ def test_a_configuration_has_the_values_its_file_leaves_out(tiny_model: TinyMode
     assert spec_of("flux").inspect(source).flavour == "schnell"
 
 
-def test_weights_in_pickles_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_pickled_weights_are_rejected(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tiny_model("sdxl", "base-1.0"), tmp_path / "model"))
     (folder / "unet" / "diffusion_pytorch_model.safetensors").rename(folder / "unet" / "diffusion_pytorch_model.bin")
     with pytest.raises(GracetuneError, match=r"only pickled weights \(diffusion_pytorch_model\.bin\)"):

@@ -1,4 +1,4 @@
-"""Whatever of a model's folder shapes a result changes the fingerprint of its part, and of no other."""
+"""Every file that affects a result changes the fingerprint of its part, and of no other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_each_file_counts_for_its_part(family: str, tiny_model: TinyModel, tmp_p
     assert fingerprints(family, folder) == before
 
 
-def test_who_wrote_a_file_and_what_lies_beside_it_do_not_count(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_writer_keys_and_unrelated_files_do_not_count(tiny_model: TinyModel, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("flux", "dev"), folder)
     before = fingerprints("flux", folder)

@@ -15,7 +15,7 @@ def test_every_family_has_its_bundle(family: str) -> None:
     assert spec_of(family).family == family
 
 
-def test_a_family_nobody_has() -> None:
+def test_unknown_family_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"found     wam\n  expected  wan, .*\n  try       wan"):
         spec_of("wam")
 

@@ -43,7 +43,7 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def spoil(folder: Path, part: str, stem: str = "diffusion_pytorch_model") -> None:
-    """So that nothing right can come from the folder."""
+    """Corrupt the folder's weights, so that correct ones can only come from the file."""
     file = folder / part / f"{stem}.safetensors"
     save_file({name: torch.zeros_like(tensor) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
 
@@ -154,7 +154,7 @@ def test_each_part_of_a_whole_checkpoint_is_known_by_its_own_tensors(tiny_model:
     assert found[1] == texts
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejections -------------------------------------------------------------------------------------------------------
 
 
 def test_a_missing_tensor_and_one_too_many(wan_file: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_missing_tensor_and_one_too_many(wan_file: Path) -> None:
         load_component(wan_source(wan_file), "transformer", WanTransformer3DModel, Placement(CPU, torch.float32))
     by_key = {problem.key: problem.found for problem in refused.value.problems}
     assert by_key["blocks.0.ffn.net.2.weight"] == "no tensor of this name"
-    assert by_key["blocks.0.ffn.9.weight"] == "a tensor the model has no place for"
+    assert by_key["blocks.0.ffn.9.weight"] == "an unexpected tensor"
 
 
 def test_another_shape_and_a_value_too_large(wan_file: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_class_diffusers_reads_no_single_file_for(tiny_model: TinyModel, tmp_p
         load_component(source, "transformer", StableAudioDiTModel, Placement(CPU, torch.float32))
 
 
-def test_text_encoders_in_a_layout_that_cannot_be_read(wan_file: Path) -> None:
+def test_text_encoders_in_an_unsupported_layout(wan_file: Path) -> None:
     save_file({**load_file(wan_file), "text_encoders.t5xxl.a": torch.ones(1)}, wan_file)
     with pytest.raises(ConfigError, match="also holds text encoders"):
         wan_source(wan_file)

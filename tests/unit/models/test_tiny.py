@@ -83,7 +83,7 @@ def test_another_seed_gives_other_weights_of_the_same_kind(tiny_model: TinyModel
 
 @every_family
 @pytest.mark.usefixtures("small_references")
-def test_what_was_built_what_was_read_back_and_what_it_draws(
+def test_built_and_reloaded_models_generate_the_same(
     family: str, flavour: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Any] = []
@@ -116,7 +116,7 @@ def test_it_is_the_pipeline_of_the_published_weights(family: str, flavour: str, 
 
 
 @every_flavour
-def test_the_shapes_the_family_promises(family: str, flavour: str, tiny_model: TinyModel) -> None:
+def test_shapes_match_the_family(family: str, flavour: str, tiny_model: TinyModel) -> None:
     vae = load(tiny_model(family, flavour)).vae
     latents = next(footprint for footprint in FOOTPRINTS[family] if footprint.flavour == flavour).latents
     asked = geometry(family, flavour)
@@ -156,7 +156,7 @@ def test_gradients_reach_every_parameter(family: str, flavour: str, tiny_model: 
 
 @pytest.mark.parametrize(("flavour", "boundary"), [("t2v-14b-2.2", 875), ("i2v-14b-2.2", 900)])
 @pytest.mark.parametrize("steps", [2, 5])
-def test_both_experts_take_their_share(flavour: str, boundary: float, steps: int, tiny_model: TinyModel) -> None:
+def test_both_experts_are_used(flavour: str, boundary: float, steps: int, tiny_model: TinyModel) -> None:
     pipeline = load(tiny_model("wan", flavour))
     recorder = Recorder().watch(pipeline)
     sample(pipeline, "wan", flavour, steps=steps, guidance_scale=1.0)
@@ -181,7 +181,7 @@ def test_several_references(flavour: str, tiny_model: TinyModel) -> None:
     assert not np.array_equal(*drawn)
 
 
-def test_the_small_wan_draws_from_a_picture_too(tiny_model: TinyModel) -> None:
+def test_the_5b_generates_from_an_image_too(tiny_model: TinyModel) -> None:
     from diffusers import WanImageToVideoPipeline
 
     pipeline = WanImageToVideoPipeline.from_pretrained(tiny_model("wan", "ti2v-5b-2.2"))
@@ -202,7 +202,7 @@ def test_v_prediction(tiny_v_prediction: Path, tiny_model: TinyModel) -> None:
 
 
 @given(st.text(min_size=1))
-def test_tokenizers_know_every_text(text: str) -> None:
+def test_tokenizers_encode_every_text(text: str) -> None:
     for tokenizer in (T5, CLIP):
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert tokenizer.unk_token_id not in ids
@@ -210,7 +210,7 @@ def test_tokenizers_know_every_text(text: str) -> None:
     assert QWEN.decode(QWEN(text).input_ids) == QWEN.backend_tokenizer.normalizer.normalize_str(text)
 
 
-def test_tokenizers_come_back_from_their_files(tiny_model: TinyModel) -> None:
+def test_tokenizers_reload_from_their_files(tiny_model: TinyModel) -> None:
     text = "Ein roter Kater, 猫 🐈, naïve ﷽"
     sdxl, flux = load(tiny_model("sdxl", "base-1.0")), load(tiny_model("flux", "dev"))
     assert sdxl.tokenizer(text).input_ids == CLIP(text).input_ids
@@ -241,7 +241,7 @@ def test_cached_builds_once(tmp_path: Path) -> None:
     assert tiny_models.cached("flux", "schnell", tmp_path, seed=1) != folder
 
 
-def test_a_build_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     class FullDisk:
         def save_pretrained(self, save_directory: str, /) -> None:
             (Path(save_directory) / "half.safetensors").write_bytes(b"half")
@@ -261,17 +261,19 @@ def test_a_build_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("call", [tiny.build, lambda f, n, folder: tiny.cached(f, n, folder)])
-def test_names_nobody_knows(call: Callable[..., Path], family: str, flavour: str, says: str, tmp_path: Path) -> None:
+def test_unknown_names_are_rejected(
+    call: Callable[..., Path], family: str, flavour: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=says):
         call(family, flavour, tmp_path / "model")
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
+def test_nonempty_folder_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(ConfigError, match="already holds something"):
+    with pytest.raises(ConfigError, match="is not empty"):
         tiny.build("flux", "schnell", tmp_path)
-    with pytest.raises(ConfigError, match="already holds something"):
+    with pytest.raises(ConfigError, match="is not empty"):
         tiny.build("flux", "schnell", tmp_path / "mine.txt")
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
     (tmp_path / "mine.txt").unlink()
@@ -288,7 +290,7 @@ def test_every_family_is_listed_without_loading_torch() -> None:
     assert answer.stdout == "[]\n"
 
 
-def test_every_builder_refuses_a_flavour_it_has_no_recipe_for(tmp_path: Path) -> None:
+def test_builders_reject_unknown_flavours(tmp_path: Path) -> None:
     for family in FAMILIES:
         with pytest.raises(KeyError, match="nothing"):
             spec_of(family).build_tiny(tmp_path / family, "nothing", seed=0)

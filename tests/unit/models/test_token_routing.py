@@ -1,4 +1,4 @@
-"""Tokens that skip blocks: which are kept, that positions go with them, and that the others pass unchanged."""
+"""Token routing: which tokens are kept, that they keep their positions, and that the others pass unchanged."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Tiny:
         return TokenRouter(self.spec, routes, self.facts, seed)
 
     def answer(self, batch: Batch, spec: ModelSpec | None = None) -> Tensor:
-        """Noise and level are the same whichever way the tokens take."""
+        """Noise and level do not depend on the routing."""
         noisy = batch.tensors["latents"]
         level = torch.full((len(noisy),), 0.5)
         return (spec or self.spec).predict(self.denoiser, noisy, level, batch.tensors, self.facts)
@@ -118,7 +118,7 @@ def test_numbers_from_the_end_and_routes_that_skip_nothing() -> None:
         ([(0.5, 8, 9), (0.5, 1, 2)], "routes[1]", "in the order of their blocks, without overlaps"),
     ],
 )
-def test_routes_a_model_cannot_have(routes: list[Any], key: str, expected: str) -> None:
+def test_unsupported_routes_are_rejected(routes: list[Any], key: str, expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve_routes([route(*one) for one in routes], 40)
     (problem,) = error.value.problems
@@ -166,7 +166,7 @@ def test_the_number_of_kept_tokens_depends_on_the_shape_alone(ratio: float, kept
 
 
 def test_masked_tokens_are_always_kept(tiny: Tiny) -> None:
-    """More than half of a token's cells inside the mask; where they are more than the rest of the budget, all are."""
+    """Tokens with more than half of their pixels inside the mask, even if they exceed the budget."""
     masks = torch.zeros(2, 1, *tiny.latents((0, 1)).shape[2:])
     masks[0, ..., :2, :2] = 1.0
     masks[0, ..., 2:4, 0] = 1.0
@@ -211,7 +211,7 @@ def test_random_orders_with_tokens_that_are_never_dropped() -> None:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def test_rows_are_taken_out_and_put_back_with_their_gradients() -> None:
+def test_rows_are_selected_and_put_back_with_their_gradients() -> None:
     x = torch.randn(2, 5, 3, requires_grad=True)
     kept = torch.tensor([[0, 3], [2, 4]])
     rows = rows_of(x, kept)
@@ -240,12 +240,12 @@ def _rows(value: Any, kept: list[int], text: int, name: str, family: str) -> Any
 
 
 def by_hand(tiny: Tiny, index: int, route: Route, kept: list[int]) -> Tensor:
-    """The answer for one sample, its blocks called one by one by plain indexing and the others by the model itself."""
+    """The prediction for one sample: routed blocks are called here with plain indexing, the others by the model."""
     family, blocks, before = tiny.spec.family, tiny.blocks, {}
     names = ["hidden_states", "encoder_hidden_states"]
 
     def stop(block: nn.Module, inputs: Any, named: Mapping[str, Any]) -> Any:
-        """In front of the route's first block: everything through the route, and this block is skipped."""
+        """Before the route's first block: run the whole route here, and skip this block."""
         order = [*cast(Any, block.forward).__code__.co_varnames[1 : 1 + len(inputs)]]
         before.update({**dict(zip(order, inputs, strict=True)), **named})
 
@@ -284,7 +284,7 @@ def spans(tiny: Tiny) -> Iterator[tuple[int, int]]:
     yield 1, last
 
 
-def test_kept_tokens_see_the_blocks_with_their_own_positions(tiny: Tiny) -> None:
+def test_kept_tokens_keep_their_positions(tiny: Tiny) -> None:
     for first, last in {*spans(tiny)}:
         path = Route(first, last, 0.5)
         router = tiny.router(path)
@@ -319,7 +319,7 @@ def test_blocks_in_a_route_see_fewer_tokens_and_the_others_all_of_them(tiny: Tin
     assert seen == [total] * len(tiny.blocks), "a batch that says nothing: held-out data"
 
 
-def test_a_capture_gets_the_choice_among_its_inputs(tiny: Tiny) -> None:
+def test_captured_inputs_include_the_kept_tokens(tiny: Tiny) -> None:
     router = tiny.router(Route(0, 0, 0.25))
     batch = router.routed(tiny.batch((0, 1))).tensors
     assert tiny.spec.recorded_inputs is not None
@@ -328,7 +328,7 @@ def test_a_capture_gets_the_choice_among_its_inputs(tiny: Tiny) -> None:
     assert given == {*tiny.spec.recorded_inputs(tiny.batch((0, 1)).tensors), KEPT.format(0)}
 
 
-def test_tokens_that_skip_reach_the_next_block_unchanged(tiny: Tiny) -> None:
+def test_bypassing_tokens_are_unchanged(tiny: Tiny) -> None:
     found: dict[str, Tensor] = {}
     total, last = (32 if tiny.spec.family == "wan" else 16), len(tiny.blocks) - 1
     router = tiny.router(Route(0, last, 0.5))
@@ -358,7 +358,7 @@ def _parked() -> ActivationParking:
 
 
 @pytest.mark.parametrize("parked", [False, True], ids=["repeated", "parked"])
-def test_blocks_that_are_computed_again_keep_the_same_tokens(tiny: Tiny, parked: bool) -> None:
+def test_checkpointed_blocks_keep_the_same_tokens(tiny: Tiny, parked: bool) -> None:
     """Values and gradients of a routed pass equal those without checkpointing, to the last bit."""
     last = len(tiny.blocks) - 1
     router = tiny.router(Route(0, 0, 0.5), Route(1, last, 0.25))
@@ -392,7 +392,7 @@ def block_parameters(block: nn.Module) -> nn.Parameter:
     return next(one for name, one in block.named_parameters() if name.endswith("to_q.weight"))
 
 
-def test_compiled_blocks_give_what_eager_ones_give(tiny: Tiny) -> None:
+def test_compiled_blocks_equal_eager_ones(tiny: Tiny) -> None:
     last = len(tiny.blocks) - 1
     router = tiny.router(Route(0, last, 0.5))
     batches = [router.routed(tiny.batch(indexes)) for indexes in ((0, 1), (2, 3))]

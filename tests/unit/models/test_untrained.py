@@ -1,4 +1,4 @@
-"""An adapter on the default targets sits on exactly the layers that a gradient reaches."""
+"""The default targets are exactly the layers that get a gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = Placement(torch.device("cpu"), torch.float32)
         ("wan", "i2v-14b-480p-2.1", 0),
     ],
 )
-def test_every_adapted_layer_learns_and_no_other_could(
+def test_default_targets_are_exactly_the_trainable_layers(
     family: str, flavour: str, idle: int, tiny_model: Callable[[str, str], Path]
 ) -> None:
     spec, source = spec_of(family), ModelSource(flavour, tiny_model(family, flavour))

@@ -19,7 +19,7 @@ from gracetune.models.registry import geometry
 
 PROMPT = "a red cat, 猫 🐈"
 _TWINS = ("t2v-14b-2.1", "i2v-14b-720p-2.1", "t2i-2512", "krea")
-"""Built like another flavour, but for a number or the values of the weights."""
+"""Flavours that differ from another one only in a number or in the values of the weights."""
 ALL = [
     pytest.param(
         family,
@@ -38,7 +38,7 @@ ONE_EACH = [
     )
     for one in ALL
 ]
-"""Every day one flavour of each family."""
+"""One flavour of each family, for the daily tests."""
 DENOISERS = ("transformer", "transformer_2", "unet")
 
 
@@ -56,7 +56,7 @@ def picture(seed: int = 0) -> Image.Image:
 
 @dataclass
 class Recorder:
-    """Notes what every denoiser of a pipeline is called with."""
+    """Records the inputs of every denoiser of a pipeline."""
 
     calls: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class Recorder:
 def caption(pipeline: Any, prompt: str) -> torch.Tensor:
     """What Wan reads of a prompt. Its image-to-video pipelines cannot say it themselves where ftfy is missing.
 
-    Wan takes what lies before the last 512 tokens for the picture.
+    Wan treats all tokens before the last 512 as the image.
     """
     tokens = pipeline.tokenizer(prompt, padding="max_length", max_length=512, return_tensors="pt")
     with torch.no_grad():

@@ -21,7 +21,7 @@ from gracetune.bench.step.random_data import random_data
 from gracetune.bench.step.random_model import make_model
 from gracetune.config.run_config import Adapter
 from gracetune.models.activation_parking import ActivationParking, HostClock
-from gracetune.models.attention import _bound
+from gracetune.models.attention import _with_kernel
 from gracetune.models.parking import InlineLane
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
@@ -124,7 +124,7 @@ def test_a_kernel_set_around_attention_costs_no_graphs(wan_folder: Path) -> None
     through_torch = Wan(wan_folder, attention="_native_math")
     for module in through_torch.denoiser.modules():
         if hasattr(module, "processor"):
-            module.processor = _bound(module.processor, SDPBackend.MATH)
+            module.processor = _with_kernel(module.processor, SDPBackend.MATH)
     prepared = prepare_blocks(
         through_torch.denoiser, SPEC.repeated_blocks, checkpointing=False, compiled=True, backend="eager"
     )

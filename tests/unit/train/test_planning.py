@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from gracetune.models.attention import AttentionFacts, _calls_torch_itself, choose_attention
+from gracetune.models.attention import AttentionFacts, _calls_torch_directly, choose_attention
 from gracetune.models.registry import spec_of
 from gracetune.models.source import ModelSource
 from gracetune.models.spec import Placement
@@ -41,7 +41,7 @@ def test_what_a_family_says_about_its_attention_is_what_its_denoiser_does(
     denoiser = spec.load_denoiser(source, expert, Placement(torch.device("cpu"), torch.float32))
     answer(denoiser, torch.float32)
     assert any(masks) == spec.attention.masked
-    assert any(_calls_torch_itself(module) for module in denoiser.modules()) == (not spec.attention.dispatched)
+    assert any(_calls_torch_directly(module) for module in denoiser.modules()) == (not spec.attention.dispatched)
     hopper = AttentionFacts(
         "cuda", torch.bfloat16, (9, 0), masked=spec.attention.masked, dispatched=spec.attention.dispatched
     )

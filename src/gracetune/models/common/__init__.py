@@ -1,1 +1,1 @@
-"""What several families are made of; generic code goes through `models.spec` and imports nothing from here."""
+"""Building blocks shared by several families. Generic code goes through `models.spec` and imports nothing from here."""

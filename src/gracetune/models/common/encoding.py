@@ -1,4 +1,4 @@
-"""What the encoders of all families share: their identity, draws from a posterior, masks, and giving memory back."""
+"""Shared by the encoders of all families: their identity, sampling from a posterior, masks, and freeing memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from gracetune.models.source import ModelSource
 from gracetune.seeded_random import normals_for_content
 
 _WRITERS = ("_name_or_path", "_diffusers_version", "transformers_version", "torch_dtype", "dtype", "architectures")
-"""What a config file says about who wrote it, not about what the part does."""
+"""Keys of a config file that record which program wrote it, not what the part does."""
 
 
 class Posterior(Protocol):
-    """What a VAE makes of its input: diffusers' distributions, of pictures and of sound."""
+    """The output distribution of a diffusers VAE, for images, clips or audio."""
 
     mean: Tensor
     std: Tensor
@@ -34,7 +34,7 @@ class Posterior(Protocol):
 def encoder_id(
     kind: Literal["latent", "text"], source: ModelSource, components: Sequence[str], settings: Mapping[str, str]
 ) -> EncoderId:
-    """The identity of an encoder made of these parts of a model."""
+    """The identity of an encoder that consists of these parts of a model: weights, configurations and settings."""
     tensors = [tensor for component in components for tensor in part_tensors(source, component)]
     configs = {f"{component} config": _config(source, component) for component in components}
     weights = fingerprint(tensors, source.fingerprints)
@@ -46,17 +46,17 @@ def _config(source: ModelSource, component: str) -> str:
 
 
 def without_writers(value: Any) -> Any:
-    """A configuration without what says who wrote it. Models within models (Qwen2.5-VL's) have configurations of their
-    own inside, each with its writer."""
+    """A configuration without the keys that record its writer. Nested models (as in Qwen2.5-VL) have nested
+    configurations with such keys of their own."""
     if not isinstance(value, dict):
         return value
     return {key: without_writers(one) for key, one in value.items() if key not in _WRITERS}
 
 
 def files_digest(folder: Path) -> str:
-    """Of the content of a folder's small files, such as a tokenizer's or a processor's; of their names too.
+    """A digest of the names and content of a folder's files, for small ones such as a tokenizer's or a processor's.
 
-    Not of hidden ones: those are the file browser's or git's.
+    Hidden files are skipped: they belong to file browsers or git.
     """
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")):
@@ -67,7 +67,7 @@ def files_digest(folder: Path) -> str:
 
 
 def drawn(posterior: Posterior, samples: Sequence[Sample], how: str) -> Tensor:
-    """The mean, or a draw that depends on nothing but the sample's content."""
+    """The posterior's mean, or a sample of it whose randomness depends only on the item's content."""
     if how == "mean":
         return posterior.mean
     noise = torch.stack([normals_for_content(sample.ref.digest, posterior.mean.shape[1:]) for sample in samples])
@@ -75,24 +75,24 @@ def drawn(posterior: Posterior, samples: Sequence[Sample], how: str) -> Tensor:
 
 
 def latent_mask(mask: Tensor, size: Sequence[int]) -> Tensor:
-    """A mask [1, H, W] at the size of latents: each cell weighs what its pixels weigh on average."""
+    """A mask [1, H, W] at the size of the latents: each latent pixel has the average weight of its pixels."""
     return F.interpolate(mask[None].float(), tuple(size), mode="area")[0]
 
 
 def release(modules: Iterable[nn.Module]) -> None:
-    """Give the memory of frozen modules back, to the GPU's driver too, whoever still holds a reference to them."""
+    """Free the memory of frozen modules, also in torch's GPU cache, even if references to them remain."""
     on_gpu = False
     for module in modules:
         on_gpu |= any(parameter.is_cuda for parameter in module.parameters())
-        nn.Module.to(module, "meta")  # the libraries' own `to` have opinions on models that were placed when loaded
-        _forget_tensors(module)
+        nn.Module.to(module, "meta")  # the libraries' own `to` reject some models that were placed while loading
+        _drop_plain_tensors(module)
     gc.collect()
     if on_gpu:
         torch.cuda.empty_cache()
 
 
-def _forget_tensors(module: nn.Module) -> None:
-    """Those that are neither parameters nor buffers: tables, and the weights weight norm puts together."""
+def _drop_plain_tensors(module: nn.Module) -> None:
+    """Delete tensors that are neither parameters nor buffers: tables, and weights that weight norm derives."""
     for part in module.modules():
         for name, value in [*vars(part).items()]:
             if isinstance(value, Tensor):

@@ -1,6 +1,7 @@
-"""How far a flow model's noise levels are pushed towards noise, as its scheduler's configuration says.
+"""The flow shift of a model, from its scheduler's configuration.
 
-A level u becomes  s u / (1 + (s - 1) u).  s is one number, or grows with the number of tokens a picture has.
+A noise level u becomes s u / (1 + (s - 1) u). s > 1 moves levels towards noise. s is one number, or grows with the
+number of tokens of an image.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 from gracetune.config.run_config import ShiftLine
 
 MEGAPIXEL_TOKENS = 4096
-"""A picture of 1024 x 1024: 8 pixels to a latent, 2 latents to a token."""
+"""Tokens of a 1024 x 1024 image: 8 pixels per latent, 2 latents per token side."""
 
 
 @dataclass(frozen=True)
 class ResolutionShift:
-    """A straight line through two points, from a picture's tokens to the shift or, mostly, its logarithm."""
+    """A straight line through two points, from an image's tokens to its shift or (`exponential`) to the shift's log."""
 
     base_tokens: int
     base: float
@@ -33,12 +34,12 @@ class ResolutionShift:
 
 
 def shift_along(line: ShiftLine) -> ResolutionShift:
-    """The rule that a config asks for."""
+    """The rule with the end points a config gives."""
     return ResolutionShift(line.base_image_seq_len, line.base_shift, line.max_image_seq_len, line.max_shift)
 
 
 def read_shift(scheduler: Mapping[str, Any]) -> tuple[float, ResolutionShift | None]:
-    """The shift of a picture of one megapixel, and the rule behind it where it depends on the size."""
+    """The shift for an image of one megapixel, and the rule behind it if the shift depends on the size."""
     if not scheduler.get("use_dynamic_shifting", False):
         return float(scheduler.get("shift", 1.0)), None
     # The defaults are those of diffusers' pipelines.

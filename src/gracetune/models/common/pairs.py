@@ -1,4 +1,4 @@
-"""Rotary positions by real numbers: a pair of channels is turned in one expression."""
+"""RoPE with real numbers: rotates pairs of neighbouring channels in one expression."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (a, b) of x [..., channels] to (a cos - b sin, b cos + a sin); the tables are [..., pairs]."""
+    """Rotate each pair (a, b) of x [..., channels] to (a cos - b sin, b cos + a sin). The tables are [..., pairs]."""
     pairs = x.unflatten(-1, (-1, 2))
     sign = 2 * torch.arange(2, device=x.device) - 1
     result = pairs * cos[..., None] + pairs.flip(-1) * (sin[..., None] * sign)

@@ -1,4 +1,4 @@
-"""The latent encoder of every family that makes pictures: what differs between their VAEs is a few numbers."""
+"""The latent encoder of all image families. Their VAEs differ only in a few numbers."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
 
 def nothing_more(sample: Sample) -> Entry:
+    """The default of `Codec.more`."""
     return {}
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How one family's VAE is spoken to. A latent is given to the denoiser as (z - offset) x scale, per channel."""
+    """How one family's VAE is used. The denoiser gets latents as (z - offset) x scale, per channel."""
 
     offset: tuple[float, ...]
     scale: tuple[float, ...]
     dtype: torch.dtype
-    """Of the latents that are handed out."""
+    """Dtype of the returned latents."""
     video: bool = False
-    """The VAE wants pictures as videos of one frame."""
+    """Whether the VAE expects images as videos of one frame."""
     references: int | None = 0
-    """How many references of an edit pair the flavour takes at most; None: any number."""
+    """The most references an edit pair may have; None for any number."""
     more: Callable[[Sample], Entry] = nothing_more
-    """What else the denoiser wants to know about a sample; it follows from the sample's ref alone."""
+    """Other conditioning of a sample, computed from its ref alone."""
 
 
 class PictureLatents(VaeEncoder):
@@ -65,34 +66,35 @@ class PictureLatents(VaeEncoder):
         return entries
 
     def beside(self, ref: SampleRef) -> Entry:
-        """What an entry holds besides latents and takes no pixels; satisfies `cache.encoder.KnowsMore`."""
+        """The part of an entry that needs no pixels. Satisfies `cache.encoder.KnowsMore`."""
         return self._codec.more(Sample(ref, None, None, None, ()))
 
     def _references(self, samples: Sequence[Sample]) -> int:
         count, most = len(samples[0].conditioning), self._codec.references
         for sample in samples:
             if most is not None and len(sample.conditioning) > most:
-                takes = f"takes at most {most}" if most else "takes none: it does not edit"
-                raise DataError(f"{sample.ref.path}: has {len(sample.conditioning)} references, and this model {takes}")
+                takes = f"supports at most {most}" if most else "supports none: it does not edit"
+                raise DataError(f"{sample.ref.path}: has {len(sample.conditioning)} references, but this model {takes}")
             if len(sample.conditioning) != count:
-                raise DataError(f"{sample.ref.path}: has another number of references than the rest of its batch")
+                raise DataError(f"{sample.ref.path}: its number of references differs from the rest of its batch")
         return count
 
     @torch.no_grad()
     def _latents(self, samples: Sequence[Sample]) -> list[Tensor]:
-        pixels = torch.stack([_picture(sample) for sample in samples]).to(self._device, self._dtype)
+        pixels = torch.stack([_image_pixels(sample) for sample in samples]).to(self._device, self._dtype)
+        # Some VAEs need a time dimension: [B, C, 1, H, W].
         posterior = self._vae.encode(pixels[:, :, None] if self._codec.video else pixels).latent_dist
         latents = drawn(posterior, samples, self._options.posterior).float()
         latents = latents[:, :, 0] if self._codec.video else latents
         offset, scale = (_per_channel(values, latents) for values in (self._codec.offset, self._codec.scale))
-        # Copies: an entry must not keep the memory of its whole batch.
+        # Copies, so that an entry does not keep the whole batch's memory alive.
         return [one.to("cpu", self._codec.dtype, copy=True) for one in (latents - offset) * scale]
 
 
-def _picture(sample: Sample) -> Tensor:
+def _image_pixels(sample: Sample) -> Tensor:
     if sample.pixels is None or sample.pixels.ndim != 3:
-        found = "sound" if sample.pixels is None else "video"
-        raise DataError(f"{sample.ref.path}: a {found}, and this model sees pictures")
+        found = "audio" if sample.pixels is None else "video"
+        raise DataError(f"{sample.ref.path}: found {found}, but this model trains on images only")
     return sample.pixels
 
 
@@ -101,6 +103,6 @@ def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 def to_image(sample: Sample) -> Image.Image:
-    """The picture again, as it was before `data.media.load.to_pixels`."""
-    bytes_ = _picture(sample).add(1.0).mul(127.5).round().clamp(0, 255).to(torch.uint8)
+    """The image as it was before `data.media.load.to_pixels`, bit for bit."""
+    bytes_ = _image_pixels(sample).add(1.0).mul(127.5).round().clamp(0, 255).to(torch.uint8)
     return Image.fromarray(bytes_.permute(1, 2, 0).numpy())

@@ -1,4 +1,4 @@
-"""diffusers' own pipelines around parts that are already loaded, and text encoders that are such a pipeline."""
+"""diffusers' own pipelines around loaded parts, and text encoders that consist of such a pipeline."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 
 def assemble(cls: Any, source: ModelSource, parts: Mapping[str, Any], *, tokenizers: Iterable[str]) -> Any:
-    """A pipeline of these parts with the options of the folder; it reads what is not among them itself."""
+    """A pipeline of these parts with the folder's options. It reads the missing parts itself."""
     for part in tokenizers:
         _check_tokenizer(source, part)
-    with without_bars(logging), _refusing(source, "the model's folder"):
+    with without_bars(logging), _config_errors(source, "the model's folder"):
         pipeline = cls.from_pretrained(str(source.folder), local_files_only=True, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
 def load_tokenizer(source: ModelSource, part: str = "tokenizer", cls: Any = AutoTokenizer) -> Any:
-    """Also a processor, which is a tokenizer with more around it; that has a class of its own."""
+    """Load a tokenizer, or a processor of class `cls`, which contains one."""
     _check_tokenizer(source, part)
-    with _refusing(source, part):
+    with _config_errors(source, part):
         return cls.from_pretrained(str(source.part(part)), local_files_only=True)
 
 
 def _check_tokenizer(source: ModelSource, part: str) -> None:
-    """In our words: the libraries fall over a broken file in many ways."""
+    """Report a broken tokenizer file with our message: the libraries fail in many different ways."""
     read_config(source, part, TOKENIZER)
     file = source.part(part) / "tokenizer.json"
     if file.is_file() and not isinstance(read_json(file).get("model"), dict):
@@ -50,18 +50,19 @@ def _check_tokenizer(source: ModelSource, part: str) -> None:
 
 
 @contextmanager
-def _refusing(source: ModelSource, what: str) -> Iterator[None]:
+def _config_errors(source: ModelSource, what: str) -> Iterator[None]:
+    """Turn the libraries' exceptions for broken files into ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:
         found = f"{what} cannot be read: {str(error).strip().splitlines()[0]}"
-        hint = "download the model again, all of it"
+        hint = "download the whole model again"
         problem = Problem("model.path", found, "a complete model", hint, str(source.folder))
         raise ConfigError([problem]) from error
 
 
 class PipelineText:
-    """A text encoder that is made of the text parts of a pipeline, and of nothing else of it.
+    """A text encoder that consists of the text parts of a pipeline, without its other parts.
 
     Satisfies `cache.encoder.TextEncoder`, `CutsTexts` and `MeasuresTexts`.
     """
@@ -76,7 +77,7 @@ class PipelineText:
         reads_pictures: bool = False,
         lengths: Callable[[Any, Sequence[str]], list[int]] = lambda pipeline, texts: [0] * len(texts),
     ) -> None:
-        """`lengths` of texts, where only those of the same one are computed together."""
+        """`lengths` returns the token counts of texts, for encoders that only batch texts of equal length."""
         self._pipeline, self._identity, self._encode, self._lengths = pipeline, identity, encode, lengths
         self._device, self._reads_pictures = device, reads_pictures
         self._cut = CutTexts()
@@ -101,7 +102,7 @@ class PipelineText:
         if not prompts:
             return []
         entries = self._encode(self._pipeline, self._device, prompts, self._cut)
-        # Copies: an entry must not keep the memory of its whole batch.
+        # Copies, so that an entry does not keep the whole batch's memory alive.
         return [{name: tensor.to("cpu", copy=True) for name, tensor in entry.items()} for entry in entries]
 
     def close(self) -> None:

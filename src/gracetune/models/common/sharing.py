@@ -1,4 +1,4 @@
-"""Layers that are given the same input, asked together: those that can do something with that, do."""
+"""Calling several layers on the same input, so that adapters can compute their outputs together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from torch import Tensor, nn
 
 
 class SharesInput(nn.Module):
-    """A layer that may compute its answer together with its neighbours'."""
+    """A layer that can compute its output together with those of its neighbours."""
 
     def together(self, x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-        """The answers of all `layers`, of which this is the first."""
+        """The outputs of all `layers`, of which this is the first."""
         raise NotImplementedError
 
 
 def answers(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+    """The outputs of `layers` for the input `x`."""
     first = layers[0]
     if isinstance(first, SharesInput):
         return first.together(x, layers)

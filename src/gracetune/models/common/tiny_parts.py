@@ -1,4 +1,4 @@
-"""What the tiny models of all families are made of: weights from a seed, tokenizers made here, whole folders."""
+"""Building blocks of all families' tiny models: weights from a seed, generated tokenizers, and saved folders."""
 
 from __future__ import annotations
 
@@ -23,49 +23,50 @@ from gracetune.errors import ConfigError, Problem
 from gracetune.storage.atomic import new_folder
 
 WIDTH = 32
-"""Of every tiny denoiser and text encoder."""
+"""Width of every tiny denoiser and text encoder."""
 CLIP_TOKENS = 77
 T5_TOKENS = 512
 
 _NEAR_ONE = 0.1
 _NEAR_ZERO = 0.02
 _ROW_NORM = 0.7
-"""Of weights stored as direction and norm: the audio VAE has no other norms, and from one on its signal explodes."""
+"""Norm of weights that are stored as direction and norm. The audio VAE has no other normalization, and its activations
+grow without bound from a norm of 1."""
 _WORDS = ("a", "an", "the", "of", "in", "on", "and", "with", "photo", "video", "sound", "cat", "dog", "red", "blue")
 
 
 def made(kind: Any, **options: Any) -> Any:
-    """An object of a diffusers or transformers class; their constructors carry no types a checker could use."""
+    """Construct a diffusers or transformers object. Their constructors have no types a type checker could use."""
     return kind(**options)
 
 
 class Weights:
-    """Builds modules whose parameters follow from one seed; each module continues where the one before it stopped."""
+    """Builds modules with random parameters from one seed. Each module continues the generator of the one before."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._seed = seed
 
     def of(self, kind: Any, *given: Any, **options: Any) -> Any:
-        """A module of that class, made as `made` makes one."""
-        # The constructor draws from torch's own generator: the caller's random numbers must not depend on us.
+        """A module of class `kind`, in eval mode."""
+        # Constructors use torch's global generator; the caller's random numbers must not depend on that.
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seed)
             module: nn.Module = kind(*given, **options)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
-                parameter.copy_(_drawn(name, parameter, self._generator))
+                parameter.copy_(_random_values(name, parameter, self._generator))
         return module.eval()
 
 
-def _drawn(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Values around one for scales, small ones for offsets, and matrices that keep the size of what they multiply.
+def _random_values(name: str, parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Values around one for norm scales, small ones for biases, and matrices that preserve the variance of their input.
 
-    Layers that training starts at zero get values as well, or nothing before them would see a gradient. Uniform
-    numbers, because torch makes those from integers alone: every machine writes the same bytes.
+    Layers that are initialized to zero get values too, or no gradient would reach the layers before them. The numbers
+    are uniform because torch computes those from integers alone, so every machine writes the same bytes.
     """
     unit = (torch.rand(parameter.shape, generator=generator) * 2 - 1) * math.sqrt(3)
-    if name.endswith(("weight_g", "original0")):  # the norms, in torch's older and newer spelling
+    if name.endswith(("weight_g", "original0")):  # the norms of weight norm, in its older and newer implementation
         return _ROW_NORM * (1 + _NEAR_ONE * unit)
     if bool((parameter == 1).all()):
         return 1 + _NEAR_ONE * unit
@@ -76,7 +77,7 @@ def _drawn(name: str, parameter: torch.Tensor, generator: torch.Generator) -> to
 
 
 def t5_tokenizer(longest: int = T5_TOKENS) -> PreTrainedTokenizerFast:
-    """T5's kind: word pieces with a leading mark and an end token; what is not in the vocabulary is spelt in bytes."""
+    """A T5-like tokenizer: word pieces with a leading mark and an end token. Unknown text is split into bytes."""
     special = ("<pad>", "</s>", "<unk>")  # ids 0, 1 and 2, as in the published ones
     pieces = [(token, 0.0) for token in special]
     pieces += [(f"<0x{byte:02X}>", -12.0) for byte in range(256)]
@@ -105,7 +106,7 @@ def t5_tokenizer(longest: int = T5_TOKENS) -> PreTrainedTokenizerFast:
 
 
 def t5_options(vocabulary: int) -> dict[str, Any]:
-    """Arguments of `T5Config` and `UMT5Config`."""
+    """Arguments for `T5Config` and `UMT5Config`."""
     return {
         "vocab_size": vocabulary,
         "d_model": WIDTH,
@@ -123,7 +124,7 @@ def t5_encoder(weights: Weights, vocabulary: int) -> T5EncoderModel:
 
 
 def clip_tokenizer(pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
-    """CLIP's byte alphabet without merges: every text, one token for each byte of it."""
+    """CLIP's byte alphabet without merges: a text has one token per byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [*alphabet, *(f"{letter}</w>" for letter in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocabulary = {word: index for index, word in enumerate(words)}
@@ -151,15 +152,15 @@ class Pipeline(Protocol):
 
 
 def save(pipeline: Pipeline, folder: Path, *, finish: Callable[[Path], None] = lambda _: None) -> Path:
-    """Writes a pipeline as an ordinary model folder, there whole or not at all; `finish` may change files in it."""
+    """Write a pipeline as an ordinary model folder, atomically. `finish` may change files before it appears."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(
             [
                 Problem(
                     key="folder of a tiny model",
-                    found=f"{folder}, which already holds something",
+                    found=f"{folder}, which is not empty",
                     expected="a new or empty folder",
-                    hint="another path, or remove what is there",
+                    hint="choose another path, or delete its content",
                 )
             ]
         )

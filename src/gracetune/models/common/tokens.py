@@ -1,4 +1,4 @@
-"""Captions as tokens: made once for each caption, and which of them were too long."""
+"""Tokenizing captions once, and recording which ones were truncated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class CutTexts:
-    """Texts that a text encoder reads the beginning of only, each once, by what it reads: `77 tokens`."""
+    """Texts of which the text encoder read only the beginning, without duplicates, by limit (`77 tokens`)."""
 
     def __init__(self) -> None:
         self._found: dict[str, dict[str, None]] = {}
@@ -23,17 +23,17 @@ class CutTexts:
 
 
 def padded_tokens(tokenizer: Any, texts: Sequence[str], length: int) -> tuple[Any, list[int]]:
-    """Token ids and their mask, [B, length] each, and the numbers of the texts that have more tokens.
+    """Token ids and attention mask, [B, length] each, and the indices of the texts that were truncated.
 
-    Always the full length: an embedding's last bits must not depend on the captions it is computed with. Whether a text
-    was cut is learnt without a second look at it: a tokenizer can return the rest too, as further rows.
+    Always padded to the full length, because an embedding must not depend on the other captions of its batch, not even
+    in its last bits. Truncation is detected without tokenizing twice: fast tokenizers return the rest as further rows.
     """
     tokens = tokenizer(
         [*texts],
         padding="max_length",
         max_length=length,
         truncation=True,
-        return_overflowing_tokens=tokenizer.is_fast,  # the others return it in another form
+        return_overflowing_tokens=tokenizer.is_fast,  # slow tokenizers return it in another form
         return_tensors="pt",
     )
     owners = tokens.pop("overflow_to_sample_mapping", None)

@@ -1,4 +1,4 @@
-"""What every latent encoder does with its VAE: slices and tiles, and the identity that follows from them."""
+"""Shared by all latent encoders: slicing and tiling of the VAE, and the identity that depends on them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gracetune.models.spec import EncodeOptions
 
 
 class VaeEncoder:
-    """The part of a `cache.encoder.LatentEncoder` that is the same for pictures, clips and sound."""
+    """The part of a `cache.encoder.LatentEncoder` that is the same for images, clips and audio."""
 
     def __init__(self, vae: Any, identity: EncoderId, options: EncodeOptions, others: Sequence[nn.Module] = ()) -> None:
-        """`vae`: one of diffusers' autoencoders. `identity`: without the tiling, which can change while it works.
+        """`vae` is a diffusers autoencoder. `identity` excludes tiling, which can be switched on later.
 
-        `others` are the models beside the VAE that end with the encoder.
+        `others` are further models that are freed with the encoder.
         """
         self._vae, self._options = vae, options
         self._identity, self._others = identity, others
@@ -30,12 +30,12 @@ class VaeEncoder:
 
     @property
     def id(self) -> EncoderId:
-        """Tiles overlap and are blended: close to the whole, but not equal."""
+        """Includes tiling: overlapping tiles are blended, which is close to the untiled result but not equal."""
         tiling = ("tiling", "yes" if self._vae.use_tiling else "no")
         return replace(self._identity, settings=tuple(sorted((*self._identity.settings, tiling))))
 
     def save_memory(self) -> bool:
-        """First one sample at a time, which changes no value; asked again, in tiles, which changes the id."""
+        """Enable slicing (one sample at a time, same values), then tiling (changes the id). False if both are on."""
         if not self._vae.use_slicing:
             self._vae.enable_slicing()
             return True

@@ -1,11 +1,11 @@
-"""FLUX's attention with positions of each sample's own, and as cuDNN can take it back.
+"""FLUX's attention with positions per sample, and with a contiguous gradient for cuDNN.
 
-diffusers turns all samples of a batch by the same positions; each sample's routed tokens have others
-(`models.token_routing`).
+diffusers rotates all samples of a batch by the same positions, but routed tokens (`models.token_routing`) differ per
+sample.
 
-In the blocks with one stream what attention answers lies beside the feed-forward's part in one wide tensor, and so does
-its gradient: rows far apart. From such a one cuDNN's backward pass computes other gradients, without an error, or reads
-where nothing is (`families-exploration-h200.json`: cuDNN 9.19, torch 2.11).
+In single-stream blocks the attention output is concatenated with the feed-forward's, so its gradient is a slice of one
+wide tensor, with strided rows. From such a gradient, cuDNN's backward pass computes wrong gradients without an error,
+or reads invalid memory (`families-exploration-h200.json`: cuDNN 9.19, torch 2.11).
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from gracetune.models.common.pairs import turned
 
 
 def use_own_processors(denoiser: nn.Module) -> None:
+    """Replace the attention processors of a FLUX denoiser."""
     for module in denoiser.modules():
         if isinstance(module, FluxAttention):
             module.set_processor(cast(Any, WholeGradient if module.pre_only else OwnPositions)())
 
 
 class OwnPositions(FluxAttnProcessor):
+    """diffusers' processor, extended by positions that differ between the samples of a batch."""
+
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
     ) -> Any:  # fmt: skip
-        """Under diffusers' own names for the arguments: it looks at them. The caption's tokens come first.
+        """The arguments keep diffusers' names, because diffusers inspects the signature. Caption tokens come first.
 
         `image_rotary_emb`: cosine and sine [tokens, channels], or [B, tokens, channels]."""
         if image_rotary_emb is None or image_rotary_emb[0].ndim == 2:
-            libraries: Any = super().__call__
-            return libraries(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+            original: Any = super().__call__
+            return original(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         query, key, value = _by_heads(hidden_states, attn, "to_{}")
         query, key = attn.norm_q(query), attn.norm_k(key)
         if encoder_hidden_states is not None:
@@ -44,7 +47,7 @@ class OwnPositions(FluxAttnProcessor):
             query = torch.cat([attn.norm_added_q(own_query), query], dim=1)
             key = torch.cat([attn.norm_added_k(own_key), key], dim=1)
             value = torch.cat([own_value, value], dim=1)
-        cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is there twice
+        cos, sin = (table[:, :, None, ::2] for table in image_rotary_emb)  # each angle is stored twice
         answer = dispatch_attention_fn(
             turned(query, cos, sin), turned(key, cos, sin), value, attn_mask=attention_mask,
             backend=self._attention_backend, parallel_config=self._parallel_config,
@@ -58,24 +61,27 @@ class OwnPositions(FluxAttnProcessor):
 
 
 def _by_heads(x: Tensor, attn: Any, names: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [B, tokens, heads, head size]."""
     query, key, value = (attn.get_submodule(names.format(part))(x) for part in "qkv")
     return tuple(one.unflatten(-1, (-1, attn.head_dim)) for one in (query, key, value))
 
 
 class WholeGradient(OwnPositions):
+    """The processor of single-stream blocks, with a contiguous gradient."""
+
     def __call__(
         self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
     ) -> Tensor:  # fmt: skip
-        """Under diffusers' own names for the arguments: it looks at them."""
-        answer: Tensor = _Whole.apply(  # type: ignore[no-untyped-call]
+        """The arguments keep diffusers' names, because diffusers inspects the signature."""
+        answer: Tensor = _ContiguousGradient.apply(  # type: ignore[no-untyped-call]
             super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         )
         return answer
 
 
-class _Whole(torch.autograd.Function):
-    """Nothing, and a gradient whose rows are next to each other."""
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, with a contiguous gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

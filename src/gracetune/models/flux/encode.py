@@ -1,4 +1,4 @@
-"""Pictures and captions as FLUX.1's transformer takes them."""
+"""Encoding images and captions for FLUX.1's transformer."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
 def _encode(
     pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts, *, tokens: int
 ) -> list[Entry]:
-    """What the pipeline's `encode_prompt` gives; that makes tokens of every text several times, to warn of long ones.
+    """The result of the pipeline's `encode_prompt`, which would tokenize every text several times to warn of long ones.
 
-    Always `tokens` long: the transformer was trained with the padding in sight, and nothing masks it.
+    Always `tokens` long: the transformer was trained with the padding, and no mask hides it.
     """
     texts = [prompt.text for prompt in prompts]
     clip, t5 = pipeline.text_encoder, pipeline.text_encoder_2
-    seen, beyond_clip = padded_tokens(pipeline.tokenizer, texts, pipeline.tokenizer_max_length)
-    read, beyond_t5 = padded_tokens(pipeline.tokenizer_2, texts, tokens)
+    clip_tokens, long_for_clip = padded_tokens(pipeline.tokenizer, texts, pipeline.tokenizer_max_length)
+    t5_tokens, long_for_t5 = padded_tokens(pipeline.tokenizer_2, texts, tokens)
     pooled_from = f"{pipeline.tokenizer_max_length} tokens, for the pooled embedding"
-    cut.add(pooled_from, (texts[number] for number in beyond_clip))
-    cut.add(f"{tokens} tokens", (texts[number] for number in beyond_t5))
-    pooled = clip(seen.input_ids.to(device)).pooler_output.to(clip.dtype)
-    embeds = t5(read.input_ids.to(device))[0].to(t5.dtype)
+    cut.add(pooled_from, (texts[number] for number in long_for_clip))
+    cut.add(f"{tokens} tokens", (texts[number] for number in long_for_t5))
+    pooled = clip(clip_tokens.input_ids.to(device)).pooler_output.to(clip.dtype)
+    embeds = t5(t5_tokens.input_ids.to(device))[0].to(t5.dtype)
     return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

@@ -1,6 +1,6 @@
-"""What FLUX.1 needs in memory. Dimensions: the config files published with each set of weights.
+"""FLUX.1's memory footprint. Dimensions are those of the config files published with each set of weights.
 
-The kept tensors are those of diffusers' `FluxTransformerBlock` (two streams that meet in one attention) and
+The saved tensors are those of diffusers' `FluxTransformerBlock` (two streams with a joint attention) and
 `FluxSingleTransformerBlock` (one stream; attention and feed-forward share an output matrix).
 """
 
@@ -25,6 +25,7 @@ CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77
 
 
 def _stream(stream: Stream) -> tuple[Kept, ...]:
+    """Saved tensors of one stream of a double block."""
     return (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
         Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
@@ -42,11 +43,12 @@ def _stream(stream: Stream) -> tuple[Kept, ...]:
 
 
 def _modulation(name: str, owner: str, stream: Stream, parts: int) -> Linear:
-    """Reads the embedding of noise level and caption, one row for each sample."""
+    """A modulation layer. Reads the embedding of noise level and caption, one row per sample."""
     return Linear(name, WIDTH, parts * WIDTH, "", owner, "sample", default=False, scales=stream)
 
 
 def _double() -> Block:
+    """A block with an image and a caption stream."""
     joint = (
         *(Kept(part, WIDTH, "joint") for part in ("query", "key", "value", "attention result")),
         Kept("attention statistics", HEADS, "joint", fp32=True),
@@ -74,6 +76,7 @@ def _double() -> Block:
 
 
 def _single() -> Block:
+    """A block with one stream of image and caption tokens."""
     kept = (
         Kept("norm input", WIDTH, "joint", compiled=False),
         Kept("norm output", WIDTH, "joint", needed_by="scales"),

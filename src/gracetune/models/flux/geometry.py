@@ -1,4 +1,4 @@
-"""What FLUX.1 asks of its data: sides in whole patches."""
+"""FLUX.1's data requirements: sides in whole patches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What FLUX.1's layers are called in the weights Black Forest Labs published: query, key and value in one matrix.
+"""FLUX.1's layer names in the weights Black Forest Labs published, which fuse query, key and value into one matrix.
 
-ComfyUI also takes diffusers' own paths for this family and cuts the fused matrices up itself, so that an adapter on
-the query alone stays one. kohya's scripts name the fused matrices.
+ComfyUI also supports diffusers' own paths for this family and slices the fused matrices itself, so that an adapter on
+the query alone stays on the query alone. kohya's scripts use the names of the fused matrices.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _embedders() -> Iterator[Rule]:
             yield Rule(f"time_text_embed.{ours}_embedder.linear_{number}", f"{original}.{layer}")
 
 
-def _of_diffsynth() -> Iterator[tuple[str, str]]:
-    """DiffSynth-Studio's names. Its layers are the original's, with their rows in the original's order."""
+def _diffsynth_names() -> Iterator[tuple[str, str]]:
+    """DiffSynth-Studio's names. Its layers are the original's, with rows in the same order."""
     for theirs, original in (("time_embedder", "time_in"), ("guidance_embedder", "guidance_in")):
         yield f"{theirs}.timestep_embedder.0", f"{original}.in_layer"
         yield f"{theirs}.timestep_embedder.2", f"{original}.out_layer"
@@ -68,7 +68,7 @@ KEYS = KeyMap(
             (*((f"{_SINGLE}.attn.to_{name}", 1) for name in "qkv"), (f"{_SINGLE}.proj_mlp", 4)),
         ),
     ),
-    other_names=tuple(_of_diffsynth()),
+    other_names=tuple(_diffsynth_names()),
     depths=(("transformer_blocks", 19), ("single_transformer_blocks", 38)),
     comfyui_takes_ours=True,
     architecture="flux-1",

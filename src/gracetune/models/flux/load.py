@@ -1,4 +1,4 @@
-"""FLUX.1's parts from their folder: which flavour it is, the transformer, and the pipeline it is sampled with."""
+"""Loading FLUX.1 from its folder: its flavour, its parts, and the pipeline for samples."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from gracetune.models.spec import Expert, ModelFacts, Placement
 PIPELINES: Mapping[str, Any] = {pipeline.__name__: pipeline for pipeline in (FluxPipeline, FluxKontextPipeline)}
 TRANSFORMER = "transformer"
 TRAINING_GUIDANCE = 1.0
-"""What a model with a guidance input is given while it is trained, unless `objective.guidance` says otherwise: an image
-of a dataset was not guided at all. Both peers' default."""
+"""The guidance input during training, unless `objective.guidance` sets another: images of a dataset were generated
+without guidance. Also the default of SimpleTuner and ai-toolkit."""
 _PARTS = {
     TRANSFORMER: CONFIG,
     "vae": CONFIG,
@@ -46,11 +46,13 @@ _PARTS = {
     "scheduler": SCHEDULER,
 }
 _TOKENS = {"schnell": 256}
+"""Caption tokens of flavours that read fewer than `_MOST_TOKENS`."""
 _MOST_TOKENS = 512
 _NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a FLUX.1 folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "flux", PIPELINES)
     require_parts(source, _PARTS)
     guided = bool(part_config(source, TRANSFORMER, FluxTransformer2DModel)["guidance_embeds"])
@@ -74,14 +76,14 @@ def inspect(source: ModelSource) -> ModelFacts:
 
 
 def _flavour(pipeline: str, *, guided: bool) -> str:
-    """Weights that differ in their values alone (dev and krea) are called by the older name."""
+    """Weights that differ only in their values (dev and krea) cannot be told apart; the older name is used."""
     if pipeline == FluxKontextPipeline.__name__:
         return "kontext"
     return "dev" if guided else "schnell"
 
 
 def made_ready(denoiser: nn.Module) -> None:
-    """What the denoiser computes stays the same."""
+    """Replace attention and GELU by our implementations, which compute the same."""
     use_own_processors(denoiser)
     use_sigmoid(denoiser)
 
@@ -102,7 +104,7 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded too."""
+    """A denoiser that is not given is loaded."""
     texts = text_parts(source, placement) if with_text else _NO_TEXT
     parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if TRANSFORMER not in denoisers:
@@ -118,6 +120,6 @@ def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
 
 
 def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
-    """diffusers' pipeline of these parts; it reads what is not among them (tokenizers, scheduler) itself."""
+    """diffusers' pipeline of these parts. It reads the missing ones (tokenizers, scheduler) itself."""
     cls = PIPELINES[inspect(source).details["pipeline"]]
     return assemble(cls, source, parts, tokenizers=("tokenizer", "tokenizer_2"))

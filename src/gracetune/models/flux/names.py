@@ -1,4 +1,4 @@
-"""What configuration files call FLUX.1."""
+"""The names of FLUX.1 in configuration files."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _AI_TOOLKIT = AiToolkitNames(
             other_models={"flex.": "FLUX.1 weights: Flex is another model"},
             shift=ShiftPoints(),
         ),
-        # Upstream counts a token for each latent here, four times as many as the model has.
+        # ai-toolkit counts one token per latent pixel here, four times as many tokens as the model has.
         "flux_kontext": Arch(
             ("kontext",),
             references="reference_strict",

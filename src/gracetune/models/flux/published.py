@@ -1,4 +1,4 @@
-"""The denoiser of published FLUX.1 weights without its weights: names and shapes, on the meta device."""
+"""The denoiser of published FLUX.1 weights on the meta device: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DIFFERS: Mapping[str, Mapping[str, Any]] = {
     "krea": {"guidance_embeds": True},
     "kontext": {"guidance_embeds": True},
 }
-"""Flavour -> what differs from diffusers' defaults in the published config file."""
+"""Flavour -> values of the published config file that differ from diffusers' defaults."""
 
 
 def build_published(flavour: str) -> nn.Module:

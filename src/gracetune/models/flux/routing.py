@@ -1,4 +1,4 @@
-"""How tokens skip FLUX.1's blocks: the caption's positions stay, the image's go with its tokens."""
+"""Token routing for FLUX.1: caption positions stay, kept image tokens keep theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gracetune.models.token_routing import rows_of
 
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
-    """`image_rotary_emb`: cosine and sine [caption and image tokens, channels]; of several samples, each its own."""
+    """`image_rotary_emb`: cosine and sine [caption and image tokens, channels]. With several samples, [B, ...]."""
     caption = given["encoder_hidden_states"].shape[1]
 
     def own(table: Tensor) -> Tensor:

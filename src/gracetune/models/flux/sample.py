@@ -1,4 +1,4 @@
-"""Pictures from FLUX.1's pipelines."""
+"""Generating images with FLUX.1's pipelines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gracetune.models.common.sampling import batched, reference_problems, refuse
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 _SHORT = 256
-"""Caption tokens of weights without a guidance input: schnell."""
+"""Caption tokens of schnell, the weights without a guidance input."""
 
 
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
@@ -22,9 +22,9 @@ def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
 
 
 def _check(request: SampleRequest, multiple: int, *, edits: bool) -> None:
-    model, pictures = ("FLUX.1 Kontext", 1) if edits else ("FLUX.1", 0)
+    model, references = ("FLUX.1 Kontext", 1) if edits else ("FLUX.1", 0)
     sides = side_problems(*size_of(request), multiple)
-    refuse([*sides, *reference_problems(request, model, least=pictures, most=pictures)])
+    refuse([*sides, *reference_problems(request, model, least=references, most=references)])
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
@@ -33,11 +33,9 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     if request.negative_prompt:
-        warnings.warn(
-            "FLUX.1 is guided by a number it was taught, not by a negative prompt: it is left out", stacklevel=2
-        )
+        warnings.warn("negative_prompt: no effect, FLUX.1 does not support negative prompts", stacklevel=2)
     if edits:
-        # It draws as many pixels as `max_area` says, whatever size it is asked for.
+        # The pipeline scales the image to `max_area` pixels, whatever size is requested.
         options |= {"image": request.references[0], "max_area": width * height}
     if not pipeline.transformer.config.guidance_embeds:
         options["max_sequence_length"] = _SHORT
@@ -45,11 +43,11 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         options["prompt"] = request.prompt
     else:
         options |= batched(pipeline, request.embeds)
-    drawn = pipeline(
+    output = pipeline(
         width=width,
         height=height,
         num_inference_steps=request.steps,
         generator=torch.Generator().manual_seed(request.seed),
         **options,
     )
-    return Sampled(frames=tuple(drawn.images))
+    return Sampled(frames=tuple(output.images))

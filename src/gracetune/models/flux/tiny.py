@@ -1,4 +1,4 @@
-"""FLUX.1 in miniature: the published classes, packing and noise shift, with narrow layers."""
+"""Tiny FLUX.1 models: the published classes, packing and noise shift, with narrow layers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gracetune.models.common.tiny_parts import (
 class _Recipe:
     pipeline: Any = FluxPipeline
     distilled: bool = False
-    """To few steps: no guidance input, no shift that grows with the picture, shorter captions."""
+    """Distilled to few steps: no guidance input, no resolution-dependent shift, shorter captions."""
 
 
 _RECIPES = {
@@ -43,7 +43,7 @@ _RECIPES = {
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
-    """Writes the tiny model of one flavour into `folder`, in diffusers' layout."""
+    """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
     recipe, weights = _RECIPES[flavour], Weights(seed)
     tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer(256 if recipe.distilled else 512)
     config = clip_text_config(tokenizer)

@@ -1,6 +1,6 @@
-"""Pictures and captions as Qwen-Image's transformer takes them.
+"""Encoding images and captions for Qwen-Image's transformer.
 
-In the edit flavours the caption's embedding is made by a vision-language model that sees the references too.
+In the edit flavours a vision-language model embeds the caption together with the reference images.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from gracetune.cache.encoder import Entry
 
 MAX_TOKENS = 512
-"""Of a caption without references: what the pipeline takes if it is not told otherwise. The edit pipelines cut none."""
+"""Caption tokens without references: the pipeline's default. The edit pipelines do not truncate."""
 EDIT_PICTURE = 1024 * 1024
-"""Pixels of the one reference as the Edit pipeline shows it to its text encoder: a number inside its call."""
+"""Pixels of the reference that the Edit pipeline passes to its text encoder. Hard-coded there as well."""
 _MEASURED = 1024
-"""Captions whose tokens are in memory at a time while they are only counted."""
+"""Captions whose tokens are in memory at a time when only their lengths are needed."""
 _REFERENCES = {"t2i": 0, "edit": 1, "edit-2509": None, "edit-2511": None}
-"""How many a flavour takes; None: any number."""
+"""Flavour -> supported number of references; None for any number."""
 
 
 def load_latent_encoder(source: ModelSource, placement: Placement, options: EncodeOptions) -> LatentEncoder:
@@ -65,7 +65,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
         "template": pipeline.prompt_template_encode,
         "dropped tokens": str(pipeline.prompt_template_encode_start_idx),
         "tokenizer": files_digest(source.part("tokenizer")),
-        **_PICTURE_SETTINGS[name](source, pipeline),
+        **_PROCESSOR_SETTINGS[name](source, pipeline),
     }
     return PipelineText(
         pipeline,
@@ -77,68 +77,67 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
     )
 
 
-def _seen(source: ModelSource, pipeline: Any, pixels: int) -> dict[str, str]:
+def _processor_settings(source: ModelSource, pipeline: Any, pixels: int) -> dict[str, str]:
     processor = pipeline.processor
     return {
         "picture": str(pixels),
         "processor": files_digest(source.part("processor")),
-        "processor class": type(processor.image_processor).__name__,  # with torchvision it is another
+        "processor class": type(processor.image_processor).__name__,  # depends on whether torchvision is installed
     }
 
 
-_PICTURE_SETTINGS: Mapping[str, Callable[[ModelSource, Any], dict[str, str]]] = {
+_PROCESSOR_SETTINGS: Mapping[str, Callable[[ModelSource, Any], dict[str, str]]] = {
     QwenImagePipeline.__name__: lambda source, pipeline: {"tokens": str(MAX_TOKENS)},
-    QwenImageEditPipeline.__name__: lambda source, pipeline: _seen(source, pipeline, EDIT_PICTURE),
-    QwenImageEditPlusPipeline.__name__: lambda source, pipeline: _seen(
+    QwenImageEditPipeline.__name__: lambda source, pipeline: _processor_settings(source, pipeline, EDIT_PICTURE),
+    QwenImageEditPlusPipeline.__name__: lambda source, pipeline: _processor_settings(
         source, pipeline, edit_plus.CONDITION_IMAGE_SIZE
     ),
 }
 
 
 def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
-    """Without a mask: the source of batches makes one where captions of a batch differ in length, and only there it is
-    needed. Attention without a mask is the quicker one.
+    """Entries without a mask: the batch source builds one if the captions of a batch differ in length, and only then.
+    No mask allows faster attention kernels.
     """
     if isinstance(pipeline, QwenImagePipeline):
         return [{"prompt_embeds": embeds} for embeds in _embedded(pipeline, device, prompts, cut)]
     entries: list[Entry] = []
-    for prompt in prompts:  # one after the other: each has pictures of its own
+    for prompt in prompts:  # one by one, because each has its own images
         embeds, _ = pipeline.encode_prompt(prompt=[prompt.text], device=device, **_arguments(pipeline, prompt))
         entries.append({"prompt_embeds": embeds[0]})
     return entries
 
 
 def _embedded(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Tensor]:
-    """[tokens, width] for each caption, as the pipeline's `encode_prompt` makes of it alone.
+    """Embeddings [tokens, width] of each caption, equal to the pipeline's `encode_prompt` for that caption alone.
 
-    Only captions of equally many tokens are computed together: beside another of another length a caption would come
-    out a little different.
+    Only captions with the same number of tokens are batched: padding would change an embedding slightly.
     """
     dropped = pipeline.prompt_template_encode_start_idx
     tokens = _tokens(pipeline, [prompt.text for prompt in prompts])
-    alike: dict[int, list[int]] = {}
+    by_length: dict[int, list[int]] = {}
     for number, (prompt, own) in enumerate(zip(prompts, tokens, strict=True)):
-        alike.setdefault(len(own), []).append(number)
+        by_length.setdefault(len(own), []).append(number)
         if len(own) - dropped > MAX_TOKENS:
             cut.add(f"{MAX_TOKENS} tokens", [prompt.text])
     found: dict[int, Tensor] = {}
-    for numbers in alike.values():
+    for numbers in by_length.values():
         ids = torch.tensor([tokens[number] for number in numbers], device=device)
-        answer = pipeline.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
-        states = answer.hidden_states[-1][:, dropped:][:, :MAX_TOKENS].to(pipeline.text_encoder.dtype)
+        output = pipeline.text_encoder(input_ids=ids, attention_mask=torch.ones_like(ids), output_hidden_states=True)
+        states = output.hidden_states[-1][:, dropped:][:, :MAX_TOKENS].to(pipeline.text_encoder.dtype)
         found |= zip(numbers, states, strict=True)
     return [found[number] for number in range(len(prompts))]
 
 
 def _tokens(pipeline: Any, texts: Sequence[str]) -> list[list[int]]:
-    asked = [pipeline.prompt_template_encode.format(text) for text in texts]
+    prompts = [pipeline.prompt_template_encode.format(text) for text in texts]
     longest = pipeline.tokenizer_max_length + pipeline.prompt_template_encode_start_idx
-    found: list[list[int]] = pipeline.tokenizer(asked, max_length=longest, truncation=True)["input_ids"]
+    found: list[list[int]] = pipeline.tokenizer(prompts, max_length=longest, truncation=True)["input_ids"]
     return found
 
 
 def _lengths(pipeline: Any, texts: Sequence[str]) -> list[int]:
-    """Of an edit pipeline's captions it makes no difference: each is encoded by itself."""
+    """Token counts. 0 for edit pipelines, whose captions are encoded one by one."""
     if not isinstance(pipeline, QwenImagePipeline):
         return [0] * len(texts)
     return [
@@ -150,21 +149,21 @@ def _lengths(pipeline: Any, texts: Sequence[str]) -> list[int]:
 
 def _arguments(pipeline: Any, prompt: Prompt) -> dict[str, Any]:
     if isinstance(pipeline, QwenImageEditPlusPipeline):
-        # The pipeline words its template by whether it is given a list.
-        return {"image": [_shown(pipeline, picture, _plus_size) for picture in prompt.pictures] or None}
+        # The pipeline's template depends on whether it gets a list.
+        return {"image": [_condition_image(pipeline, picture, _plus_size) for picture in prompt.pictures] or None}
     if len(prompt.pictures) != 1:
         raise DataError(
-            f"caption {prompt.text!r}: has {len(prompt.pictures)} references, and Qwen-Image-Edit reads exactly one: "
-            "name one dataset in `conditioning`, or train flavour edit-2509, which takes several"
+            f"caption {prompt.text!r}: {len(prompt.pictures)} references, but Qwen-Image-Edit supports exactly one: "
+            "name one dataset in `conditioning`, or train flavour edit-2509, which supports several"
         )
-    return {"image": _shown(pipeline, prompt.pictures[0], _edit_size)}
+    return {"image": _condition_image(pipeline, prompt.pictures[0], _edit_size)}
 
 
-def _shown(pipeline: Any, sample: Sample, size: Callable[[float], tuple[int, int]]) -> Image.Image:
-    """A reference as the pipeline's text encoder sees it: brought to a certain number of pixels."""
-    picture = to_image(sample)
-    width, height = size(picture.width / picture.height)
-    resized: Image.Image = pipeline.image_processor.resize(picture, height, width)
+def _condition_image(pipeline: Any, sample: Sample, size: Callable[[float], tuple[int, int]]) -> Image.Image:
+    """A reference as the pipeline's text encoder gets it: resized to a fixed number of pixels."""
+    image = to_image(sample)
+    width, height = size(image.width / image.height)
+    resized: Image.Image = pipeline.image_processor.resize(image, height, width)
     return resized
 
 

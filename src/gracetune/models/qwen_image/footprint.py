@@ -1,7 +1,8 @@
-"""What Qwen-Image needs in memory. Dimensions: the config files published with each set of weights.
+"""Qwen-Image's memory footprint. Dimensions are those of the config files published with each set of weights.
 
-The kept tensors are those of diffusers' `QwenImageTransformerBlock`: an image and a caption stream with weights of
-their own that meet in one attention. Its query and key norms are written out in eager PyTorch, which keeps fp32 copies.
+The saved tensors are those of diffusers' `QwenImageTransformerBlock`: an image and a caption stream with separate
+weights and a joint attention. Its query and key norms are written in plain PyTorch, which saves fp32 copies in eager
+mode.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ VAE = Codec("VAE (Qwen-Image)", 126_892_531, encode=969, decode=1_731)
 
 
 def _stream(stream: Stream, *, modulated_by_token: bool) -> tuple[Kept, ...]:
+    """Saved tensors of one stream. `modulated_by_token`: every token has its own scales and gates (Edit-2511)."""
     kept: tuple[Kept, ...] = (
         Kept(f"{stream} norm1 input", WIDTH, stream, compiled=False),
         Kept(f"{stream} norm1 output", WIDTH, stream, needed_by="scales"),
@@ -57,7 +59,7 @@ def _linears() -> tuple[Linear, ...]:
         Linear("img_mlp.net.2", FFN, WIDTH, "image after GELU", "FeedForward"),
         Linear("txt_mlp.net.0.proj", WIDTH, FFN, "text x2", "FeedForward", "text"),
         Linear("txt_mlp.net.2", FFN, WIDTH, "text after GELU", "FeedForward", "text"),
-        # The modulation reads the embedding of the noise level, one row for each sample.
+        # The modulation reads the embedding of the noise level, one row per sample.
         Linear("img_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="image"),
         Linear("txt_mod.1", WIDTH, 6 * WIDTH, "", "", "sample", default=False, scales="text"),
     )
@@ -83,9 +85,11 @@ def _block(*, modulated_by_token: bool) -> Block:
     )
 
 
-def _qwen(flavour: str, *, picture_tokens: int = 0, edits: bool = False, modulated_by_token: bool = False) -> Footprint:
-    """`picture_tokens`: what the text encoder sees of a reference picture, in the caption's own sequence."""
-    tokens = CAPTION_TOKENS + picture_tokens
+def _qwen(
+    flavour: str, *, reference_tokens: int = 0, edits: bool = False, modulated_by_token: bool = False
+) -> Footprint:
+    """`reference_tokens`: tokens of a reference image in the text encoder, in the caption's sequence."""
+    tokens = CAPTION_TOKENS + reference_tokens
     return Footprint(
         family="qwen_image",
         flavour=flavour,
@@ -110,11 +114,11 @@ def _qwen(flavour: str, *, picture_tokens: int = 0, edits: bool = False, modulat
     )
 
 
-# A picture of one megapixel is 1,338 tokens of 28x28 pixels; from 2509 on the encoder sees 384x384, 189 tokens.
+# A one-megapixel image has 1,338 tokens of 28x28 pixels. From 2509 on the encoder gets 384x384 pixels, 189 tokens.
 FOOTPRINTS = (
     _qwen("t2i"),
     _qwen("t2i-2512"),
-    _qwen("edit", picture_tokens=1_338, edits=True),
-    _qwen("edit-2509", picture_tokens=189, edits=True),
-    _qwen("edit-2511", picture_tokens=189, edits=True, modulated_by_token=True),
+    _qwen("edit", reference_tokens=1_338, edits=True),
+    _qwen("edit-2509", reference_tokens=189, edits=True),
+    _qwen("edit-2511", reference_tokens=189, edits=True, modulated_by_token=True),
 )

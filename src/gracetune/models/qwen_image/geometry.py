@@ -1,4 +1,4 @@
-"""What Qwen-Image asks of its data: sides in whole patches."""
+"""Qwen-Image's data requirements: sides in whole patches."""
 
 from __future__ import annotations
 

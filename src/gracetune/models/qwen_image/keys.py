@@ -1,4 +1,4 @@
-"""Qwen-Image was published in diffusers' layout, and ComfyUI kept its names."""
+"""Qwen-Image's layer names. It was published in diffusers' layout, and ComfyUI kept these names."""
 
 from __future__ import annotations
 

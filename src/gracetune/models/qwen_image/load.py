@@ -1,4 +1,4 @@
-"""Qwen-Image's parts from their folder: which flavour it is, the transformer, and the pipeline it is sampled with."""
+"""Loading Qwen-Image from its folder: its flavour, its parts, and the pipeline for samples."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ _PARTS = {
 }
 _PROCESSOR = {"processor": TOKENIZER}
 _NO_GRADIENT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
-"""Of the last block: they only make the caption's stream, which nothing reads behind it."""
+"""Layers without a gradient in the last block. They only compute the caption stream, which nothing reads after it."""
 _NO_TEXT: Mapping[str, None] = {"text_encoder": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Qwen-Image folder. ConfigError if it is incomplete or of another family."""
     name = pipeline_name(source, "qwen_image", PIPELINES)
     require_parts(source, _PARTS if name == QwenImagePipeline.__name__ else {**_PARTS, **_PROCESSOR})
     transformer = part_config(source, TRANSFORMER, QwenImageTransformer2DModel)
@@ -74,7 +75,7 @@ def inspect(source: ModelSource) -> ModelFacts:
 
 
 def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
-    """Weights that differ in their values alone (t2i and t2i-2512) are called by the older name."""
+    """Weights that differ only in their values (t2i and t2i-2512) cannot be told apart; the older name is used."""
     if pipeline == QwenImagePipeline.__name__:
         return "t2i"
     if pipeline == QwenImageEditPipeline.__name__:
@@ -83,7 +84,7 @@ def _flavour(pipeline: str, transformer: Mapping[str, Any]) -> str:
 
 
 def with_fewer_passes(denoiser: nn.Module) -> None:
-    """What the denoiser computes stays the same; how often it reads and writes its activations does not."""
+    """Make the denoiser compute the same with fewer reads and writes of its activations."""
     turn_by_pairs(denoiser)
     use_sigmoid(denoiser)
 
@@ -104,7 +105,7 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded too."""
+    """A denoiser that is not given is loaded."""
     texts = text_parts(source, placement) if with_text else _NO_TEXT
     parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if TRANSFORMER not in denoisers:
@@ -122,6 +123,6 @@ def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
 
 
 def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
-    """diffusers' pipeline of these parts; it reads what is not among them (tokenizer, scheduler) itself."""
+    """diffusers' pipeline of these parts. It reads the missing ones (tokenizer, scheduler) itself."""
     cls = PIPELINES[inspect(source).details["pipeline"]]
     return assemble(cls, source, parts, tokenizers=("tokenizer",))

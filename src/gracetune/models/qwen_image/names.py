@@ -1,4 +1,4 @@
-"""What configuration files call Qwen-Image and Qwen-Image-Edit."""
+"""The names of Qwen-Image and Qwen-Image-Edit in configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Qwen-Image's transformer says about noisy latents."""
+"""The inputs and the prediction of Qwen-Image's transformer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gracetune.models.spec import ModelFacts
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """See `models.spec.Predict`. Whatever goes in is brought to the dtype of `noisy`.
+    """See `models.spec.Predict`. Inputs are cast to the dtype of `noisy`.
 
-    References are further tokens behind the picture's; what is answered about them is nobody's target. A batch without
+    Reference tokens follow the image's. What the model predicts for them is discarded. A batch without
     `prompt_attention_mask` has captions of one length.
     """
-    pictures = [noisy, *references_of(batch)]
-    shapes = [(1, picture.shape[-2] // PATCH, picture.shape[-1] // PATCH) for picture in pictures]
-    tokens = [pack(picture.to(noisy.dtype)) for picture in pictures]
+    images = [noisy, *references_of(batch)]
+    shapes = [(1, image.shape[-2] // PATCH, image.shape[-1] // PATCH) for image in images]
+    tokens = [pack(image.to(noisy.dtype)) for image in images]
     answer: Tensor = denoiser(
         hidden_states=torch.cat(tokens, dim=1),
         timestep=facts.schedule.model_time(level),

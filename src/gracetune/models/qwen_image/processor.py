@@ -1,7 +1,7 @@
-"""Qwen2-VL's processor for texts and pictures alone.
+"""Qwen2-VL's processor for texts and images only.
 
-transformers' own also insists on a video processor, which needs torchvision, and torchvision is not everywhere torch
-is. Nothing in Qwen-Image reads a video.
+transformers' own also requires a video processor, which needs torchvision, and torchvision is not available everywhere
+torch is. Qwen-Image reads no videos.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2VLProcessor
 
 
 class PictureProcessor(Qwen2VLProcessor):
-    """Reads the folder of a `Qwen2VLProcessor`, and stands in for it in diffusers' pipelines."""
+    """Reads the folder of a `Qwen2VLProcessor`, and replaces it in diffusers' pipelines."""
 
-    # transformers takes the parts a processor has from the names of these parameters.
+    # transformers derives a processor's parts from the names of these parameters.
     def __init__(
         self, image_processor: Any = None, tokenizer: PreTrainedTokenizerFast | None = None, **others: Any
     ) -> None:

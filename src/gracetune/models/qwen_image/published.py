@@ -1,4 +1,4 @@
-"""The denoiser of published Qwen-Image weights without its weights: names and shapes, on the meta device."""
+"""The denoiser of published Qwen-Image weights on the meta device: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from torch import nn
 
 _DIFFERS: Mapping[str, Mapping[str, Any]] = {"edit-2511": {"zero_cond_t": True}}
-"""Flavour -> what differs from diffusers' defaults in the published config file."""
+"""Flavour -> values of the published config file that differ from diffusers' defaults."""
 
 
 def build_published(flavour: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""How tokens skip Qwen-Image's blocks: the caption's positions stay, the image's go with its tokens."""
+"""Token routing for Qwen-Image: caption positions stay, kept image tokens keep theirs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gracetune.models.token_routing import rows_of
 
 
 def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
-    """`image_rotary_emb`: of the image [tokens, pairs, 2], and of the caption; `modulate_index` [B, tokens]: which
-    tokens are references (Edit-2511)."""
+    """`image_rotary_emb`: tables of the image [tokens, pairs, 2] and of the caption. `modulate_index` [B, tokens]:
+    marks reference tokens (Edit-2511)."""
     image, caption = given["image_rotary_emb"]
     chosen: dict[str, Any] = {"image_rotary_emb": (rows_of(image[None], kept), caption)}
     if given["modulate_index"] is not None:

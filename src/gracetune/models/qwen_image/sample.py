@@ -1,4 +1,4 @@
-"""Pictures from Qwen-Image's pipelines."""
+"""Generating images with Qwen-Image's pipelines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracetune.models.qwen_image.load import PIPELINES
 from gracetune.models.spec import ModelFacts, Sampled, SampleRequest
 
 NO_WISH = " "
-"""Guidance compares with the embedding of a negative prompt; this is the one the weights' authors use for none."""
+"""The negative prompt that the authors of the weights use for none."""
 
 _FEWEST_STEPS = 2
 
@@ -46,14 +46,14 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
     elif not isinstance(pipeline, QwenImagePipeline):
         options["image"] = request.references[0]
     options |= _texts(pipeline, request)
-    drawn = pipeline(
+    output = pipeline(
         width=width,
         height=height,
         num_inference_steps=request.steps,
         generator=torch.Generator().manual_seed(request.seed),
         **options,
     )
-    return Sampled(frames=tuple(drawn.images))
+    return Sampled(frames=tuple(output.images))
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
@@ -68,8 +68,9 @@ def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:
 
 
 def _step_problems(request: SampleRequest) -> Iterator[Problem]:
-    """The schedule is stretched so that its last step ends at a set level: with one step that is a division by zero."""
+    """The schedule is stretched so that its last step ends at a fixed level, which divides by zero for a single
+    step."""
     if request.steps < _FEWEST_STEPS:
-        expected = f"{_FEWEST_STEPS} or more: of one step this model's schedule makes no numbers"
-        hint = f"ask for {_FEWEST_STEPS} steps; Qwen-Image itself is sampled with 50"
+        expected = f"{_FEWEST_STEPS} or more: this model's schedule is undefined for one step"
+        hint = f"set at least {_FEWEST_STEPS}; Qwen-Image is usually sampled with 50"
         yield Problem("steps", str(request.steps), expected, hint)

@@ -1,4 +1,4 @@
-"""Qwen-Image and Qwen-Image-Edit."""
+"""The bundle of Qwen-Image and Qwen-Image-Edit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gracetune.models.qwen_image.sample import NO_WISH, check_sample, sample
 from gracetune.models.qwen_image.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelFacts, ModelSpec
 
-# Attention and both feed-forwards, without the modulation: what musubi-tuner trains by default, and what the memory
-# estimate counts. SimpleTuner and diffusers' own script train the picture's half of the attention alone.
+# Attention and both feed-forwards, without the modulation: musubi-tuner's default, and what the memory estimate counts.
+# SimpleTuner and diffusers' own script only train the image half of the attention.
 _LAYERS = (
     *(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
@@ -27,7 +27,7 @@ _LAYERS = (
 def _reads_pictures(facts: ModelFacts) -> str | None:
     if facts.details["pipeline"] == QwenImagePipeline.__name__:
         return None
-    return "what its text encoder makes of a prompt depends on the pictures that are to be changed"
+    return "its text encoder also reads the images to edit"
 
 
 SPEC = ModelSpec(
@@ -48,6 +48,6 @@ SPEC = ModelSpec(
     build_tiny=build_tiny,
     adjust=with_fewer_passes,
     from_embeddings=FromEmbeddings(partial(load_pipeline, with_text=False), _reads_pictures, NO_WISH),
-    attention=AttentionCalls(masked=True),  # captions of unlike length in one batch
+    attention=AttentionCalls(masked=True),  # captions of different lengths in one batch
     token_routing=ROUTING,
 )

@@ -1,4 +1,4 @@
-"""Qwen-Image in miniature: the published classes, prompt templates and scale factors, with narrow layers."""
+"""Tiny Qwen-Image models: the published classes, prompt templates and scale factors, with narrow layers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save
 from gracetune.models.qwen_image.processor import PictureProcessor
 
 _HEAD = WIDTH // 2
-_PICTURE_TOKEN = 28
-"""Pixels of a picture's side that become one token of the text encoder: 2 x 2 patches of 14."""
-_MOST_PICTURE_TOKENS = 16
+_PIXELS_PER_TOKEN = 28
+"""Pixels per side of one image token of the text encoder: 2 x 2 patches of 14."""
+_MOST_IMAGE_TOKENS = 16
 _SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -62,7 +62,7 @@ _RECIPES = {
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
-    """Writes the tiny model of one flavour into `folder`, in diffusers' layout."""
+    """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
     recipe, weights, tokenizer = _RECIPES[flavour], Weights(seed), qwen_tokenizer()
     parts: dict[str, Any] = {
         "scheduler": _scheduler(),
@@ -78,14 +78,14 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Every text in bytes, but each word of the pipelines' templates is one token.
+    """Splits text into bytes, except that each word of the pipelines' templates is one token.
 
-    The pipelines cut their template off the encoded text by its published number of tokens, which is what words of one
-    token add up to.
+    The pipelines remove their template from the encoded text by its published number of tokens, which one token per
+    word reproduces.
     """
     bare = Tokenizer(BPE())
     bare.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    # All merges there are: what is left of every word in the end is one piece.
+    # A vocabulary large enough for all merges, so that every word of the templates ends up as one token.
     trainer = BpeTrainer(
         vocab_size=1 << 16, min_frequency=0, initial_alphabet=sorted(ByteLevel.alphabet()), show_progress=False
     )
@@ -98,12 +98,12 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def _template_texts() -> list[str]:
-    """What the templates of both kinds of pipeline say between their special tokens."""
+    """The text of both kinds of templates between their special tokens."""
     parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "transformer"))
     pipelines = (made(QwenImagePipeline, **parts), made(QwenImageEditPipeline, **parts, processor=None))
     texts = [pipeline.prompt_template_encode.replace("{}", "") for pipeline in pipelines]
     for special in _SPECIAL:
-        texts = [piece for text in texts for piece in text.split(special)]
+        texts = [part for text in texts for part in text.split(special)]
     return texts
 
 
@@ -167,15 +167,15 @@ def _scheduler() -> Any:
 
 
 def _image_processor() -> Any:
-    one_token = _PICTURE_TOKEN**2
+    one_token = _PIXELS_PER_TOKEN**2
     return made(
         Qwen2VLImageProcessorPil,
-        size={"shortest_edge": 4 * one_token, "longest_edge": _MOST_PICTURE_TOKENS * one_token},
+        size={"shortest_edge": 4 * one_token, "longest_edge": _MOST_IMAGE_TOKENS * one_token},
     )
 
 
 def _name_the_published_processor(folder: Path) -> None:
-    """`PictureProcessor` is our stand-in: the folder names the class published folders name, with all its parts."""
+    """Name the class that published folders name instead of `PictureProcessor`, with all its parts."""
     index = folder / "model_index.json"
     named = json.loads(index.read_text(encoding="utf-8"))
     named["processor"] = ["transformers", Qwen2VLProcessor.__name__]

@@ -1,4 +1,4 @@
-"""Pictures and captions as SDXL's U-Net takes them."""
+"""Encoding images and captions for SDXL's U-Net."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def _sizes(sample: Sample) -> Entry:
 
 
 def _time_ids(ref: SampleRef, kind: str) -> Entry:
-    """Original size, corner of the cut and target size, each as height and width.
+    """Original size, crop corner and target size, each as height and width.
 
-    A flipped picture is one that was flipped before it was cut: the corner is counted from the other side.
+    A flipped image counts as one that was flipped before cropping, so the corner is measured from the other side.
     """
     fit, bucket = ref.fit, ref.bucket
     if fit is None:
-        raise DataError(f"{ref.path}: nothing says how this picture was brought to its size")
+        raise DataError(f"{ref.path}: no record of how this image was resized and cropped")
     if kind == "bucket":
         return {"time_ids": torch.tensor([bucket.height, bucket.width, 0, 0, bucket.height, bucket.width]).float()}
     left, top = fit.left, fit.top
@@ -63,7 +63,7 @@ def _time_ids(ref: SampleRef, kind: str) -> Entry:
 
 
 def sizes_per_use(model: Model) -> PerUse | None:
-    """What is cached are the sizes of the file: everything else is said anew at each use."""
+    """The cache stores the size of the original file. Any other size conditioning is computed at each use."""
     kind, drops = model.size_conditioning, model.drop_size_conditioning
     if kind == "original" and not drops:
         return None
@@ -87,20 +87,20 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> TextEncoder:
 
 
 def _encode(pipeline: Any, device: torch.device, prompts: Sequence[Prompt], cut: CutTexts) -> list[Entry]:
-    """What the pipeline's `encode_prompt` gives; that makes tokens of every text five times, to warn of long ones.
+    """The result of the pipeline's `encode_prompt`, which would tokenize every text five times to warn of long ones.
 
-    Always 77 tokens: the U-Net was trained with the padding in sight, and nothing masks it.
+    Always 77 tokens: the U-Net was trained with the padding, and no mask hides it.
     """
     texts = [prompt.text for prompt in prompts]
-    states, answer = [], None
+    states, output = [], None
     for tokenizer, encoder in (
         (pipeline.tokenizer, pipeline.text_encoder),
         (pipeline.tokenizer_2, pipeline.text_encoder_2),
     ):
         tokens, long = padded_tokens(tokenizer, texts, tokenizer.model_max_length)
         cut.add(f"{tokenizer.model_max_length} tokens", (texts[number] for number in long))
-        answer = encoder(tokens.input_ids.to(device), output_hidden_states=True)
-        states.append(answer.hidden_states[-2])
-    assert answer is not None, "there are two encoders; the last one has the pooled embedding"
-    embeds, pooled = torch.cat(states, dim=-1).to(pipeline.text_encoder_2.dtype), answer.text_embeds
+        output = encoder(tokens.input_ids.to(device), output_hidden_states=True)
+        states.append(output.hidden_states[-2])
+    assert output is not None, "the second encoder computes the pooled embedding"
+    embeds, pooled = torch.cat(states, dim=-1).to(pipeline.text_encoder_2.dtype), output.text_embeds
     return [{"prompt_embeds": row, "pooled_prompt_embeds": one} for row, one in zip(embeds, pooled, strict=True)]

@@ -1,8 +1,8 @@
-"""What SDXL needs in memory. Dimensions: the config published with the weights.
+"""SDXL's memory footprint. Dimensions are those of the config published with the weights.
 
-A U-Net works at several sizes, so blocks are counted per latent pixel: a transformer block at the middle level sees a
-quarter of the pixels, one at the lowest a sixteenth. Convolutions keep their input even when their weights are frozen
-(autograd saves both operands of a convolution), and so do the norms and activations in front of them.
+A U-Net works at several resolutions, so blocks are counted per latent pixel: a transformer block at the middle level
+sees a quarter of the pixels, one at the lowest a sixteenth. A convolution saves its input even if its weights are
+frozen (autograd saves both operands), and so do the norms and activations before it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ CLIP_L = Encoder("text encoder (CLIP-L)", 123_060_480, working=24_576, tokens=77
 CLIP_G = Encoder("text encoder (CLIP-bigG)", 694_659_840, working=40_960, tokens=77, draws=False)
 TOP, MIDDLE, BOTTOM = Fraction(1), Fraction(1, 4), Fraction(1, 16)
 
-# (channels in, channels out, level), in the order of the forward pass. Nothing is kept in front of the first attention
-# unless something of it is trained.
+# (channels in, channels out, level), in forward order. Nothing before the first attention is saved unless something of
+# it is trained.
 _BEFORE_ATTENTION = ((320, 320, TOP), (320, 320, TOP), (320, 640, MIDDLE))
 _RESNETS = (
     (640, 640, MIDDLE), (640, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM), (1280, 1280, BOTTOM),
@@ -45,13 +45,13 @@ def _conv(name: str, inputs: int, outputs: int, reads: str, owner: str, size: in
 
 
 def _resnet(inputs: int, outputs: int, level: Fraction, *, first: bool = False) -> Block:
-    """Twice: norm, SiLU, convolution; each keeps its input. `first`: in front of all attention."""
+    """Norm, SiLU and convolution, twice; each saves its input. `first`: before all attention."""
     needed_by: NeededBy = "block" if first else "graph"
     upper, lower = "norm, SiLU and convolution inputs", "the same of the second half"
     kept = (Kept(upper, 3 * inputs, needed_by=needed_by), Kept(lower, 3 * outputs, needed_by=needed_by))
     enters = (Kept("features", inputs, needed_by=needed_by),)
     owner = "ResnetBlock2D"
-    # It has one row for each sample; counted as the caption's 77, which is still next to nothing.
+    # One row per sample. Counted as the caption's 77 rows, which is still negligible.
     time = Linear("time_emb_proj", TIME_WIDTH, outputs, "", owner, "text", default=False, conv_default=True)
     linears = [_conv("conv1", inputs, outputs, upper, owner), time, _conv("conv2", outputs, outputs, lower, owner)]
     if inputs != outputs:
@@ -61,7 +61,7 @@ def _resnet(inputs: int, outputs: int, level: Fraction, *, first: bool = False) 
 
 
 def _sampler(name: str, owner: str, channels: int, level: Fraction, *, first: bool = False) -> Block:
-    """The convolution of one change of level. `_resampling` has its input, unless it stands before all attention."""
+    """The convolution of one change of level. `_resampling` counts its input, unless it precedes all attention."""
     kept = (Kept("features", channels, needed_by="block"),) if first else ()
     return Block(name, 1, kept, kept, (), (_conv("conv", channels, channels, "", owner),), tokens=level)
 
@@ -89,6 +89,7 @@ def _around_transformers(channels: int, count: int, level: Fraction) -> Block:
 
 
 def _transformer_block(width: int, count: int, level: Fraction) -> Block:
+    """Self-attention, cross-attention and a GEGLU feed-forward."""
     ffn, heads = 4 * width, width // 64
     kept = (
         Kept("norm1 input", width, compiled=False),

@@ -1,4 +1,4 @@
-"""What SDXL asks of its data: latents that every level of the U-Net can halve evenly."""
+"""SDXL's data requirements: latents that every level of the U-Net can halve evenly."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from gracetune.models.geometry import geometry_from
 from gracetune.models.sdxl.footprint import BOTTOM, FOOTPRINTS, TOP
 
 _HALVED = math.isqrt(int(TOP / BOTTOM))
-"""Side of a latent at the top for each pixel of its side at the bottom."""
+"""Latent pixels per side at the top for one at the bottom."""
 
 GEOMETRIES = {footprint.flavour: geometry_from(footprint, halved=_HALVED) for footprint in FOOTPRINTS}

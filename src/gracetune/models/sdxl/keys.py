@@ -1,7 +1,7 @@
-"""What SDXL's layers are called in the weights Stability AI published: counted input, middle and output blocks.
+"""SDXL's layer names in the weights Stability AI published: numbered input, middle and output blocks.
 
-diffusers counts levels and layers within a level. Both have two layers per level on the way down and three on the way
-up; the levels with attention are the published model's.
+diffusers numbers levels, and layers within a level. Both have two layers per level on the way down and three on the way
+up. Which levels have attention depends on the model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _up() -> Iterator[Rule]:
             yield from _attention(f"up_blocks.{level}.attentions.{layer}", f"output_blocks.{block}.1")
             yield from _resnet(f"up_blocks.{level}.resnets.{layer}", f"output_blocks.{block}.0")
         last = level * (_LAYERS + 1) + _LAYERS
-        # Third in its block, behind the attention; the level without attention has no upsampler.
+        # Third in its block, after the attention. The level without attention has no upsampler.
         yield Rule(f"up_blocks.{level}.upsamplers.0.conv", f"output_blocks.{last}.2.conv")
 
 

@@ -1,4 +1,4 @@
-"""SDXL's parts from their folder: its noise schedule, the U-Net, and the pipeline it is sampled with."""
+"""Loading SDXL from its folder: its noise schedule, its parts, and the pipeline for samples."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ _MARKS: Mapping[str, Mapping[str, Any]] = {
     "v_pred": {"prediction_type": "v_prediction"},
     "ztsnr": {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"},
 }
-"""Names of empty tensors by which single files tell how they were trained: ComfyUI reads them too."""
-_BASE = "take weights made from SDXL's base model"
+"""Names of empty tensors by which single files declare how they were trained. ComfyUI reads them too."""
+_BASE = "use weights derived from SDXL's base model"
 _NO_TEXT: Mapping[str, None] = {"text_encoder": None, "text_encoder_2": None}
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of an SDXL folder. ConfigError if it is incomplete or not derived from the base model."""
     pipeline_name(source, "sdxl", PIPELINES)
     require_parts(source, _PARTS)
     scheduler, unet = _scheduler_config(source), part_config(source, UNET, UNet2DConditionModel)
@@ -77,7 +78,7 @@ def inspect(source: ModelSource) -> ModelFacts:
 
 
 def _scheduler_config(source: ModelSource) -> dict[str, Any]:
-    """The folder's, which for a single file is that of the model it was made from, and what the file says of itself."""
+    """The folder's scheduler config. For a single file, updated with what the file's marks declare."""
     config = read_config(source, "scheduler", SCHEDULER)
     if source.single_file is not None:
         names = open_weights(source.single_file).entries
@@ -89,25 +90,25 @@ def _scheduler_config(source: ModelSource) -> dict[str, Any]:
 def _unknown(
     source: ModelSource, scheduler: Mapping[str, Any], unet: Mapping[str, Any], vae: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """Relatives of the base model that would load and then learn nonsense."""
+    """Models related to SDXL's base model that are not supported: they would load, and then train incorrectly."""
     file, unet_file = str(source.part("scheduler") / SCHEDULER), str(source.part(UNET) / CONFIG)
     prediction = scheduler.get("prediction_type", "epsilon")
     if prediction not in ("epsilon", "v_prediction"):
         yield Problem("prediction_type", str(prediction), "epsilon or v_prediction", _BASE, file)
     if scheduler.get("timestep_type", "discrete") != "discrete":
         found = str(scheduler["timestep_type"])
-        yield Problem("timestep_type", found, "discrete: noise in whole steps", _BASE, file)
+        yield Problem("timestep_type", found, "discrete", _BASE, file)
     if scheduler.get("rescale_betas_zero_snr") and prediction == "epsilon":
         hint = "set prediction_type to v_prediction, if that is what these weights predict"
-        found = "epsilon with rescale_betas_zero_snr: pure noise says nothing about the picture"
+        found = "epsilon with rescale_betas_zero_snr: pure noise says nothing about the image"
         yield Problem("prediction_type", found, "v_prediction", hint, file)
     if unet["in_channels"] != vae["latent_channels"]:
-        found = f"{unet['in_channels']}: a model for inpainting or of the like"
+        found = f"{unet['in_channels']}: an inpainting model or similar"
         yield Problem("in_channels", found, f"{vae['latent_channels']}, the VAE's channels", _BASE, unet_file)
 
 
 def _schedule(config: Mapping[str, Any]) -> Ddpm:
-    """The noise the weights were trained with. Which scheduler the folder names matters for sampling alone."""
+    """The noise schedule the weights were trained with. The scheduler class in the folder only matters for sampling."""
     trained = DDPMScheduler(**{name: config[name] for name in _SCHEDULE if name in config})
     kept = tuple(float(value) for value in trained.alphas_cumprod.double())
     return Ddpm(kept, config.get("prediction_type", "epsilon"))
@@ -126,7 +127,7 @@ def load_vae(source: ModelSource, placement: Placement) -> nn.Module:
 
 
 def encoding_dtype(source: ModelSource, placement: Placement) -> torch.dtype:
-    """float32 where the VAE's configuration asks for that: the published one overflows in half precision."""
+    """float32 if the VAE's configuration requires it: the published one overflows in half precision."""
     return torch.float32 if part_config(source, "vae", AutoencoderKL)["force_upcast"] else placement.dtype
 
 
@@ -134,15 +135,15 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
-    """A denoiser that is not given is loaded too. The pipeline itself sees to a VAE that overflows in float16."""
+    """A denoiser that is not given is loaded. The pipeline itself upcasts a VAE that overflows in float16."""
     texts = text_parts(source, placement) if with_text else _NO_TEXT
     parts = {"vae": load_vae(source, placement), **texts, **denoisers}
     if UNET not in denoisers:
         parts[UNET] = load_denoiser(source, Expert("", UNET), placement)
     pipeline = around(source, parts)
-    asked = (facts or inspect(source)).schedule.prediction
+    prediction = (facts or inspect(source)).schedule.prediction
     scheduler = type(pipeline.scheduler)
-    pipeline.scheduler = scheduler.from_config({**_scheduler_config(source), "prediction_type": asked})
+    pipeline.scheduler = scheduler.from_config({**_scheduler_config(source), "prediction_type": prediction})
     return pipeline
 
 
@@ -154,7 +155,7 @@ def text_parts(source: ModelSource, placement: Placement) -> dict[str, Any]:
 
 
 def around(source: ModelSource, parts: Mapping[str, Any]) -> Any:
-    """diffusers' pipeline of these parts; it reads what is not among them (tokenizers, scheduler) itself."""
+    """diffusers' pipeline of these parts. It reads the missing ones (tokenizers, scheduler) itself."""
     pipeline = assemble(StableDiffusionXLPipeline, source, parts, tokenizers=("tokenizer", "tokenizer_2"))
-    pipeline.watermark = None  # it would be drawn into the samples that show what was learnt
+    pipeline.watermark = None  # it would be embedded in the samples
     return pipeline

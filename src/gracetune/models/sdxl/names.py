@@ -1,4 +1,4 @@
-"""What configuration files call SDXL."""
+"""The names of SDXL in configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SDXL's U-Net says about noisy latents."""
+"""The inputs and the prediction of SDXL's U-Net."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gracetune.models.spec import ModelFacts
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """See `models.spec.Predict`. Whatever goes in is brought to the dtype of `noisy`, except the sizes in `time_ids`:
-    in bfloat16 many of them would be others."""
+    """See `models.spec.Predict`. Inputs are cast to the dtype of `noisy`, except the sizes in `time_ids`, many of which
+    bfloat16 would round."""
     answer: Tensor = denoiser(
         noisy,
         facts.schedule.model_time(level),

@@ -1,4 +1,4 @@
-"""The denoiser of published SDXL weights without its weights: names and shapes, on the meta device."""
+"""The denoiser of published SDXL weights on the meta device: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DIFFERS: Mapping[str, Mapping[str, Any]] = {
         "projection_class_embeddings_input_dim": 2816,
     },
 }  # fmt: skip
-"""Flavour -> what differs from diffusers' defaults in the published config file."""
+"""Flavour -> values of the published config file that differ from diffusers' defaults."""
 
 
 def build_published(flavour: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Pictures from SDXL's pipeline."""
+"""Generating images with SDXL's pipeline."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def _check(request: SampleRequest, multiple: int) -> None:
 
 
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
-    """Without a negative prompt guidance compares with what the pipeline's configuration says: zeros, for the base."""
+    """Without a negative prompt the pipeline's configuration decides the unconditional embedding: zeros, for the
+    base."""
     _check(request, pipeline.vae_scale_factor)
     width, height = size_of(request)
     options: dict[str, Any] = {} if request.guidance is None else {"guidance_scale": request.guidance}
     options |= _texts(pipeline, request)
-    drawn = pipeline(
+    output = pipeline(
         width=width,
         height=height,
         num_inference_steps=request.steps,
@@ -32,7 +33,7 @@ def sample(pipeline: Any, request: SampleRequest) -> Sampled:
         generator=torch.Generator().manual_seed(request.seed),
         **options,
     )
-    return Sampled(frames=tuple(drawn.images))
+    return Sampled(frames=tuple(output.images))
 
 
 def _texts(pipeline: Any, request: SampleRequest) -> dict[str, Any]:

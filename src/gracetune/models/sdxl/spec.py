@@ -1,4 +1,4 @@
-"""SDXL."""
+"""The bundle of SDXL."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gracetune.models.sdxl.sample import check_sample, sample
 from gracetune.models.sdxl.tiny import build_tiny
 from gracetune.models.spec import AttentionCalls, FromEmbeddings, ModelSpec
 
-# Every layer of the transformer blocks, as kohya's; without the projections around them (proj_in, proj_out), which the
-# memory estimate does not count either.
+# Every layer of the transformer blocks, as kohya's scripts train. Without the projections around them (proj_in,
+# proj_out), which the memory estimate does not count either.
 _LAYERS = (
     *(f"{attention}.{name}" for attention in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ff.net.0.proj",
@@ -39,7 +39,7 @@ SPEC = ModelSpec(
         for part in ("down_blocks.*", "mid_block", "up_blocks.*")
         for layer in _LAYERS
     ),
-    # What kohya and ai-toolkit adapt beside them where a rank for convolutions is given.
+    # What kohya's scripts and ai-toolkit also train if a rank for convolutions is given.
     conv_targets=("ResnetBlock2D", "Downsample2D", "Upsample2D"),
     repeated_blocks=("BasicTransformerBlock",),
     build_tiny=build_tiny,

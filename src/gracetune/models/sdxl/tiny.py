@@ -1,4 +1,4 @@
-"""SDXL in miniature: three levels, two text encoders and the published noise schedule, with narrow layers."""
+"""Tiny SDXL models: three levels, two text encoders and the published noise schedule, with narrow layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Prediction = Literal["epsilon", "v_prediction"]
 
 _TIME_WIDTH = 8
 _SIZES = 6
-"""Numbers that describe a picture to the U-Net: original size, crop corner, target size."""
+"""Numbers of the U-Net's size conditioning: original size, crop corner, target size."""
 _FLAVOURS = ("base-1.0",)
 
 
@@ -26,9 +26,9 @@ def build_tiny(
     prediction: Prediction = "epsilon",
     zero_terminal_snr: bool = False,
 ) -> Path:
-    """Writes the tiny model into `folder`, in diffusers' layout.
+    """Write the tiny model into `folder`, in diffusers' layout.
 
-    `prediction` and `zero_terminal_snr` go into the scheduler's config, where published v-prediction weights have them.
+    `prediction` and `zero_terminal_snr` are written to the scheduler's config, as published v-prediction weights do.
     """
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
@@ -55,7 +55,7 @@ def _unet(weights: Weights) -> Any:
         norm_num_groups=8,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=2,  # key styles other than diffusers' number the blocks by this count
+        layers_per_block=2,  # other key styles number the blocks by this count
         transformer_layers_per_block=(1, 1, 2),
         attention_head_dim=(1, 2, 4),  # diffusers reads this as the number of heads
         cross_attention_dim=2 * WIDTH,

@@ -1,12 +1,12 @@
-"""Sounds and captions as Stable Audio reads them.
+"""Encoding audio and captions for Stable Audio.
 
-A sound is Oobleck's latents as they are, and when in its file it starts and ends. The seconds are projected here, and
-not in `predict`: the projection is frozen, its weights are no part of the denoiser, and two rows are all it makes. So
-`predict` needs the denoiser alone, and nothing frozen stays on the GPU beside it.
+An audio clip is cached as Oobleck's latents and its start and end in seconds. The seconds are projected here instead of
+in `predict`: the projection is frozen, not part of the denoiser, and outputs only two rows. `predict` then needs only
+the denoiser, and no other frozen module stays on the GPU.
 
-A caption is T5's states of the real tokens, projected; `predict` puts zeros after them. The empty caption is a single
-row of zeros. In place of what T5 makes of no words, because that is what the weights were trained with when a caption
-was dropped, and what the pipeline guides away from.
+A caption is cached as T5's hidden states of the real tokens, projected; `predict` appends zeros. The empty caption is a
+single row of zeros instead of T5's embedding of no text, because the weights were trained with zeros when a caption was
+dropped, and the pipeline uses zeros for an empty negative prompt.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 
 class StableAudioLatentEncoder(VaeEncoder):
+    """Oobleck and the projection of the seconds. Satisfies `cache.encoder.LatentEncoder`."""
+
     def __init__(
         self,
         vae: Any,
@@ -50,10 +52,12 @@ class StableAudioLatentEncoder(VaeEncoder):
     def encode(self, samples: Sequence[Sample]) -> list[Entry]:
         if not samples:
             return []
-        sounds = torch.stack([self._sound(sample) for sample in samples])  # [B, channels, samples]
-        posterior = self._vae.encode(sounds.to(self._placement.device, self._vae.dtype)).latent_dist
+        waveforms = torch.stack([self._audio(sample) for sample in samples])  # [B, channels, samples]
+        posterior = self._vae.encode(waveforms.to(self._placement.device, self._vae.dtype)).latent_dist
         latents = drawn(posterior, samples, self._options.posterior).to("cpu", self._placement.dtype)
-        seconds = torch.tensor([self._seconds(sample, sound) for sample, sound in zip(samples, sounds, strict=True)])
+        seconds = torch.tensor(
+            [self._seconds(sample, waveform) for sample, waveform in zip(samples, waveforms, strict=True)]
+        )
         embeds = self._projected(seconds)
         parts = {"latents": latents, "seconds": seconds, "seconds_embeds": embeds}
         return [{name: part[index].clone() for name, part in parts.items()} for index in range(len(samples))]
@@ -65,25 +69,25 @@ class StableAudioLatentEncoder(VaeEncoder):
         both = torch.cat([found.seconds_start_hidden_states, found.seconds_end_hidden_states], dim=1)
         return both.to("cpu", self._placement.dtype)
 
-    def _sound(self, sample: Sample) -> Tensor:
+    def _audio(self, sample: Sample) -> Tensor:
         if sample.audio is None or sample.ref.clip is None:
-            raise DataError(f"{sample.ref.path}: Stable Audio is trained on sound, not on pictures")
+            raise DataError(f"{sample.ref.path}: found an image or clip, but Stable Audio trains on audio")
         channels, length = sample.audio.shape
         rate, hop = self._vae.config.sampling_rate, self._vae.hop_length
         if (sample.ref.clip.sample_rate, channels) != (rate, self._vae.config.audio_channels) or length % hop:
             found = f"{channels} channels of {length} samples at {sample.ref.clip.sample_rate} Hz"
             wanted = f"{self._vae.config.audio_channels} channels at {rate} Hz, in whole columns of {hop} samples"
-            raise DataError(f"{sample.ref.path}: {found}, and these weights take {wanted}")
+            raise DataError(f"{sample.ref.path}: found {found}; these weights need {wanted}")
         return sample.audio
 
-    def _seconds(self, sample: Sample, sound: Tensor) -> tuple[float, float]:
-        """Where the sound starts and ends in its file. Silence that was put behind a short one is not part of it."""
+    def _seconds(self, sample: Sample, waveform: Tensor) -> tuple[float, float]:
+        """Start and end of the clip in its file, in seconds. Silence that pads a short clip does not count."""
         clip = sample.ref.clip
         assert clip is not None
         if not clip.pad:
             return clip.start, clip.start + clip.duration
-        heard = sound.ne(0).any(dim=0).nonzero()
-        length = int(heard[-1]) + 1 if len(heard) else 0
+        loud = waveform.ne(0).any(dim=0).nonzero()
+        length = int(loud[-1]) + 1 if len(loud) else 0
         return clip.start, clip.start + length / self._vae.config.sampling_rate
 
 
@@ -95,12 +99,14 @@ def load_latent_encoder(source: ModelSource, placement: Placement, options: Enco
         "posterior": options.posterior,
     }
     identity = encoder_id("latent", source, ["vae", "projection_model"], settings)
-    # In bfloat16 the number behind a second near 47 has steps of a quarter of a second.
+    # bfloat16 is too coarse here: its steps near 47 seconds are a quarter of a second.
     projection = load_projection(source, replace(placement, dtype=torch.float32))
     return StableAudioLatentEncoder(load_vae(source, placement), projection, placement, options, identity)
 
 
 class StableAudioTextEncoder:
+    """T5 and the projection of its states. Satisfies `cache.encoder.TextEncoder`."""
+
     reads_pictures = False
 
     def __init__(
@@ -149,6 +155,7 @@ class StableAudioTextEncoder:
 
 
 def _entry(prompt: Prompt, embeds: Tensor) -> Tensor:
+    """The embedding to cache. The empty caption becomes one row of zeros."""
     return embeds.clone() if prompt.text.strip() else torch.zeros_like(embeds[:1])
 
 

@@ -1,6 +1,6 @@
-"""What Stable Audio Open needs in memory. Dimensions: the config published with the weights.
+"""Stable Audio Open's memory footprint. Dimensions are those of the config published with the weights.
 
-The kept tensors are those of diffusers' `StableAudioDiTBlock`: self-attention, cross-attention, SwiGLU.
+The saved tensors are those of diffusers' `StableAudioDiTBlock`: self-attention, cross-attention, SwiGLU.
 """
 
 from __future__ import annotations

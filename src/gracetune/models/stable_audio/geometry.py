@@ -1,4 +1,4 @@
-"""What Stable Audio asks of its data: stereo, in whole latent columns."""
+"""Stable Audio's data requirements: stereo, in whole latent columns."""
 
 from __future__ import annotations
 

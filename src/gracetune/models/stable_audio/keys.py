@@ -1,6 +1,6 @@
-"""What Stable Audio's layers are called in the weights Stability AI published: query, key and value in one matrix.
+"""Stable Audio's layer names in the weights Stability AI published, which fuse query, key and value into one matrix.
 
-ComfyUI knows this family by these names only.
+ComfyUI only knows these names for this family.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a Stable Audio folder says about itself, and its parts."""
+"""Checking a Stable Audio folder by its configuration files, and loading its parts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gracetune.models.stable_audio.solver import solver_from
 
 PIPELINE = "StableAudioPipeline"
 _MOST_TOKENS = 4096
-"""Tokenizers without a limit of their own write 1e30 for it."""
+"""Tokenizers without a limit store 1e30."""
 _PARTS = {
     **dict.fromkeys(("transformer", "vae", "text_encoder", "projection_model"), CONFIG),
     "tokenizer": TOKENIZER,
@@ -41,6 +41,7 @@ _PARTS = {
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Stable Audio folder. ConfigError if it is incomplete or not supported."""
     pipeline_name(source, "stable_audio", {PIPELINE: None})
     require_parts(source, _PARTS)
     transformer = part_config(source, "transformer", StableAudioDiTModel)
@@ -65,8 +66,8 @@ def inspect(source: ModelSource) -> ModelFacts:
 
 
 def _other_noise(source: ModelSource, scheduler: Mapping[str, Any]) -> Iterator[Problem]:
-    """The cosine schedule is that of data of unit size, and of v: other weights would learn something else."""
-    file, hint = str(source.part("scheduler") / SCHEDULER), "take the weights of stable-audio-open-1.0"
+    """The cosine schedule assumes data of unit variance and v-prediction. Other weights would train incorrectly."""
+    file, hint = str(source.part("scheduler") / SCHEDULER), "use the weights of stable-audio-open-1.0"
     for key, expected in (("prediction_type", "v_prediction"), ("sigma_data", 1.0)):
         if scheduler.get(key) != expected:
             yield Problem(key, repr(scheduler.get(key)), repr(expected), hint, file)
@@ -75,12 +76,14 @@ def _other_noise(source: ModelSource, scheduler: Mapping[str, Any]) -> Iterator[
 def _other_sizes(source: ModelSource, transformer: Mapping[str, Any], tokens: object) -> Iterator[Problem]:
     if not isinstance(tokens, int) or not 0 < tokens <= _MOST_TOKENS:
         file = str(source.part("tokenizer") / TOKENIZER)
-        yield Problem("model_max_length", repr(tokens), "how many tokens the weights read", "128", file)
+        yield Problem("model_max_length", repr(tokens), "the number of tokens the weights read", "set it to 128", file)
     channels = part_config(source, "vae", AutoencoderOobleck)["decoder_input_channels"]
     if transformer["in_channels"] != channels:
         file = str(source.part("transformer") / CONFIG)
         hint = "check that model.path and model.vae_path belong together"
-        yield Problem("in_channels", str(transformer["in_channels"]), f"{channels}, as the VAE has", hint, file)
+        yield Problem(
+            "in_channels", str(transformer["in_channels"]), f"{channels}, as in the VAE's configuration", hint, file
+        )
 
 
 _PIPELINE: Any = StableAudioPipeline

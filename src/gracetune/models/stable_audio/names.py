@@ -1,4 +1,4 @@
-"""What configuration files call Stable Audio Open. ai-toolkit does not train it."""
+"""The names of Stable Audio Open in configuration files. ai-toolkit does not support it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What Stable Audio's denoiser is asked, and its answer.
+"""The inputs and the prediction of Stable Audio's denoiser.
 
-B samples, C latent channels, L latent columns, T tokens of the longest caption, D the width of what it is told.
-Everything is in the dtype of `noisy`: the caller chooses what the denoiser computes in.
+B samples, C latent channels, L latent columns, T tokens of the longest caption, D the width of the conditioning.
+Everything is in the dtype of `noisy`: the caller chooses the compute dtype.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gracetune.models.spec import ModelFacts
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """[B, C, L], v. Padding in `prompt_embeds` [B, T, D] must be zeros, as the weights know it."""
+    """[B, C, L], v. Padding in `prompt_embeds` [B, T, D] must be zeros, as in pretraining."""
     text, seconds = batch["prompt_embeds"].to(noisy), batch["seconds_embeds"].to(noisy)
     answer: Tensor = denoiser(
         noisy,
         facts.schedule.model_time(level),
-        encoder_hidden_states=_told(text, seconds, facts.details["text_tokens"]),
+        encoder_hidden_states=_conditioning(text, seconds, facts.details["text_tokens"]),
         global_hidden_states=seconds.flatten(1)[:, None],
         rotary_embedding=_rotary(noisy, facts.details["rotary_size"]),
         return_dict=False,
@@ -33,15 +33,16 @@ def predict(
     return answer
 
 
-def _told(text: Tensor, seconds: Tensor, tokens: int) -> Tensor:
-    """[B, tokens + 2, D]. Without a caption (all zeros) the seconds are zeros here too: so guidance asks it."""
+def _conditioning(text: Tensor, seconds: Tensor, tokens: int) -> Tensor:
+    """[B, tokens + 2, D]. Without a caption (all zeros) the seconds are zeros here too, as in the pipeline's
+    guidance."""
     captioned = text.ne(0).flatten(1).any(dim=1)
     text = F.pad(text, (0, 0, 0, tokens - text.shape[1]))
     return torch.cat([text, seconds * captioned[:, None, None]], dim=1)
 
 
 def _rotary(noisy: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """For the one global state in front, and every column. On the device: every block would copy it there."""
-    positions: Any = torch.arange(1 + noisy.shape[2], device=noisy.device)  # a tensor is taken, and not announced
+    """Tables for the global state in front and every column. On the device, or each block would copy them there."""
+    positions: Any = torch.arange(1 + noisy.shape[2], device=noisy.device)  # a tensor works, but is not annotated
     cos, sin = get_1d_rotary_pos_embed(size, positions, use_real=True, repeat_interleave_real=False)
     return cos, sin

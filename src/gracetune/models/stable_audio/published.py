@@ -1,4 +1,4 @@
-"""The denoiser of published Stable Audio weights without its weights: names and shapes, on the meta device."""
+"""The denoiser of published Stable Audio weights on the meta device: names and shapes without weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def build_published(flavour: str) -> nn.Module:
-    """The one published flavour is what diffusers builds by default."""
+    """The single published flavour has diffusers' default configuration."""
     build: Any = StableAudioDiTModel
     with torch.device("meta"):
         model: nn.Module = build()

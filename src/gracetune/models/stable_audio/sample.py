@@ -1,4 +1,4 @@
-"""Sound drawn by diffusers' own pipeline."""
+"""Generating audio with diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _GUIDANCE = 7.0
 
 
 def check_sample(request: SampleRequest, facts: ModelFacts) -> None:
-    """Seconds are left to `sample`, which knows the longest: no config asks for any."""
+    """Does not check seconds, which no config sets. `sample` does, because it knows the maximum."""
     refuse_references(request, "Stable Audio")
 
 
 @torch.no_grad()
 def sample(pipeline: Any, request: SampleRequest) -> Sampled:
-    """The asked-for seconds; without any the longest the weights know."""
+    """Audio of the requested length; without one, the longest the weights support."""
     refuse_references(request, "Stable Audio")
     rate = int(pipeline.vae.config.sampling_rate)
     longest = pipeline.transformer.config.sample_size * pipeline.vae.hop_length / rate
     if not 0 <= request.seconds <= longest:
-        expected = f"at most {longest:.1f}, the longest these weights make"
+        expected = f"from 0 to {longest:.1f}, the longest these weights support"
         raise ConfigError([Problem("seconds", f"{request.seconds:g}", expected, f"{longest:.1f}")])
     pipeline.set_progress_bar_config(disable=True)
     sounds = pipeline(
         prompt=request.prompt,
-        # Nothing to avoid is not an empty caption: the weights know it as zeros.
+        # None instead of an empty text: the weights know the absence of a negative prompt as zeros.
         negative_prompt=request.negative_prompt or None,
         audio_end_in_s=request.seconds or longest,
         num_inference_steps=request.steps,

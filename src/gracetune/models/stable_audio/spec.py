@@ -1,4 +1,4 @@
-"""Stable Audio Open in one bundle."""
+"""The bundle of Stable Audio Open."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ SPEC = ModelSpec(
     default_targets=tuple(f"transformer_blocks.*.{layer}" for layer in _LAYERS),
     repeated_blocks=("StableAudioDiTBlock",),
     build_tiny=build_tiny,
-    from_embeddings="its pipeline projects what the text encoder gives; the cache holds what is projected already",
+    from_embeddings="its pipeline projects the text encoder's output, but the cache holds what is already projected",
     attention=AttentionCalls(dispatched=False, head_dim=64),
 )

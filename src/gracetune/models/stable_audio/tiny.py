@@ -1,4 +1,4 @@
-"""Stable Audio in miniature: stereo at 44.1 kHz, 2048 samples to a latent column, with narrow layers."""
+"""Tiny Stable Audio models: stereo at 44.1 kHz, 2048 audio samples per latent column, with narrow layers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from diffusers import (
 from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_encoder, t5_tokenizer
 
 _COLUMNS = 32
-"""Of what the pipeline draws: a second and a half. Training may use more; nothing in the weights depends on it."""
+"""Latent columns the pipeline generates: 1.5 seconds. Training may use more, as no weight depends on it."""
 _CHANNELS = 16
-"""Published: 64. Every layer of this VAE's encoder is at least twice as wide as its latents."""
+"""The published weights have 64. Every layer of this VAE's encoder is at least twice as wide as its latents."""
 _LONGEST_SECONDS = 512
-"""The largest number the conditioning knows, not the longest sound."""
+"""The largest number of seconds the conditioning supports. Audio itself is shorter."""
 _FLAVOURS = ("open-1.0",)
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
-    """Writes the tiny model into `folder`, in diffusers' layout."""
+    """Write the tiny model into `folder`, in diffusers' layout."""
     if flavour not in _FLAVOURS:
         raise KeyError(flavour)
     weights, tokenizer = Weights(seed), t5_tokenizer(128)
@@ -53,7 +53,7 @@ def _transformer(weights: Weights) -> Any:
         attention_head_dim=WIDTH // 2,
         cross_attention_dim=WIDTH,
         cross_attention_input_dim=WIDTH,
-        global_states_input_dim=2 * WIDTH,  # the start and the end of the sound
+        global_states_input_dim=2 * WIDTH,  # start and end of the audio
         time_proj_dim=WIDTH,
     )
 
@@ -69,7 +69,7 @@ def _vae(weights: Weights) -> Any:
 
 
 def _scheduler() -> Any:
-    """Published folders name `CosineDPMSolverMultistepScheduler`, which needs torchsde; this one needs nothing."""
+    """Published folders name `CosineDPMSolverMultistepScheduler`, which needs torchsde. This one needs nothing."""
     return made(
         EDMDPMSolverMultistepScheduler,
         sigma_min=0.3,

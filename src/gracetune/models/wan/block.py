@@ -1,4 +1,4 @@
-"""Wan's block by fewer passes over memory on a GPU: each residual together with the norm after it, in one kernel."""
+"""Wan's block with fewer passes over memory on a GPU: each residual is fused with the norm after it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from gracetune import kernels
 
 
 def use_fused_blocks(denoiser: nn.Module) -> None:
+    """Switch the denoiser's blocks to the fused implementation."""
     for module in denoiser.modules():
         if type(module) is WanTransformerBlock:
-            module.__class__ = FusedBlock  # the same weights under the same names
+            module.__class__ = FusedBlock  # keeps its weights and their names
 
 
 class FusedBlock(WanTransformerBlock):
+    """diffusers' block with fused residuals and norms, if the kernels apply."""
+
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, rotary_emb: Any) -> Tensor:
-        """Under diffusers' own names for the arguments: it may give them by name."""
-        if not self._fits(hidden_states, temb):
+        """The arguments keep diffusers' names, because callers may use them."""
+        if not self._can_fuse(hidden_states, temb):
             unfused: Tensor = super().forward(hidden_states, encoder_hidden_states, temb, rotary_emb)
             return unfused
-        from gracetune.kernels.fused_norm import added_and_normed, normed  # only a GPU has triton
+        from gracetune.kernels.fused_norm import added_and_normed, normed  # triton needs a CUDA build of torch
 
-        # By parts first, so that each of them is contiguous: [6, batch, width].
+        # Transposed to [6, batch, width] first, so that each of the six parts is contiguous.
         shift, scale, gate, c_shift, c_scale, c_gate = (
             (self.scale_shift_table + temb.float()).transpose(0, 1).contiguous().unbind(0)
         )
-        norm2: Any = self.norm2  # a layer norm: otherwise they would not fit
+        norm2: Any = self.norm2  # a layer norm, as `_can_fuse` checked
         h, n = normed(hidden_states, 1 + scale, shift, self.norm1.eps)
         attended = self.attn1(n, None, None, rotary_emb)
         weight, bias = norm2.weight.float()[None], norm2.bias.float()[None]
@@ -39,8 +42,8 @@ class FusedBlock(WanTransformerBlock):
         h, n = added_and_normed(h, attended, None, 1 + c_scale, c_shift, self.norm3.eps)
         return gated(h, self.ffn(n), c_gate)
 
-    def _fits(self, hidden_states: Tensor, temb: Tensor) -> bool:
-        """Whether the kernels can do it: they give no gradients to the modulation and the norms' weights."""
+    def _can_fuse(self, hidden_states: Tensor, temb: Tensor) -> bool:
+        """Whether the kernels apply. They give no gradients to the modulation and the norms' weights."""
         if not kernels.pays_in_halves(hidden_states):
             return False
         if temb.ndim != 3 or type(self.norm2) is not FP32LayerNorm:
@@ -49,13 +52,13 @@ class FusedBlock(WanTransformerBlock):
         return not any(tensor.requires_grad for tensor in fixed)
 
 
-FusedBlock.__name__ = WanTransformerBlock.__name__  # by it adapters' targets and the repeated blocks are named
+FusedBlock.__name__ = WanTransformerBlock.__name__  # adapter targets and repeated blocks are found by class name
 
 
 class _Gated(torch.autograd.Function):
-    """No norm follows it, and torch's compiler makes one pass of each way by itself.
+    """x + a gate. No norm follows, so torch's compiler makes one pass of each direction on its own.
 
-    Left to autograd, x would get its gradient by way of fp32: a second tensor with the same numbers.
+    Plain autograd would compute the gradient of x through fp32 and save a second tensor with the same values.
     """
 
     @staticmethod
@@ -70,6 +73,6 @@ class _Gated(torch.autograd.Function):
 
 
 def gated(x: Tensor, a: Tensor, gate: Tensor) -> Tensor:
-    """x + a gate, for [batch, tokens, width] and [batch, width]. Only x and a get gradients."""
+    """x + a gate, for x and a [batch, tokens, width] and gate [batch, width]. Only x and a get gradients."""
     result: Tensor = _Gated.apply(x, a.to(x.dtype), gate)  # type: ignore[no-untyped-call]
     return result

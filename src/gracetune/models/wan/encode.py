@@ -1,8 +1,8 @@
-"""Clips, images and captions as Wan reads them.
+"""Encoding clips, images and captions for Wan.
 
-B samples, F frames, H x W pixels; latents have z channels, f = (F - 1) / 4 + 1 frames and h x w cells. Entries are in
-the placement's dtype, which is the one they are read in; the VAE itself works in float32. A caption is UMT5's last
-states of the real tokens; `predict` fills up to 512 with zeros.
+B samples, F frames, H x W pixels. Latents have z channels, f = (F - 1) / 4 + 1 frames and h x w pixels. Cache entries
+are in the placement's dtype, in which training reads them; the VAE itself works in float32. A caption's entry is UMT5's
+last hidden state for the real tokens; `predict` pads it to 512 with zeros.
 """
 
 from __future__ import annotations
@@ -45,19 +45,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Eyes:
-    """What the 2.1 image-to-video weights see the first frame with."""
+    """The image encoder of the 2.1 image-to-video weights, which embeds the first frame."""
 
     model: nn.Module
     processor: CLIPImageProcessorPil
 
     def look(self, frames: Tensor, device: torch.device) -> Tensor:
-        """Frames [B, 3, H, W] in [-1, 1]: the states before the last layer, [B, T, D]."""
-        seen = self.processor(images=[_picture(frame) for frame in frames], return_tensors="pt").to(device)
-        states: Tensor = self.model(**seen, output_hidden_states=True).hidden_states[-2]
+        """Frames [B, 3, H, W] in [-1, 1] -> hidden states before the last layer [B, T, D]."""
+        inputs = self.processor(images=[_to_pil(frame) for frame in frames], return_tensors="pt").to(device)
+        states: Tensor = self.model(**inputs, output_hidden_states=True).hidden_states[-2]
         return states
 
 
 class WanLatentEncoder(VaeEncoder):
+    """The VAE, and the image encoder if the weights have one. Satisfies `cache.encoder.LatentEncoder`."""
+
     def __init__(
         self,
         vae: Any,
@@ -92,18 +94,19 @@ class WanLatentEncoder(VaeEncoder):
         return (latents - self._mean) * self._scale
 
     def _condition(self, clips: Tensor, latents: Tensor) -> dict[str, Tensor]:
-        """What the weights are told about the first frame."""
+        """The conditioning on the first frame, as the weights expect it."""
         if self._facts.details["from_image"]:
             found = {"condition": self._first_frame_and_mask(clips, latents)}
             if self._eyes is not None:
                 found["image_embeds"] = self._eyes.look(clips[:, :, 0], self._placement.device)
             return found
-        if self._options.image_to_video and clips.shape[2] > 1:  # a picture has no frames to go on with
+        if self._options.image_to_video and clips.shape[2] > 1:  # an image has no further frames to predict
             return {"condition": self._normalised(self._vae.encode(clips[:, :, :1]).latent_dist.mean)}
         return {}
 
     def _first_frame_and_mask(self, clips: Tensor, latents: Tensor) -> Tensor:
-        """[B, 4 + z, f, h, w]: 1 where a frame is given; the latents of the first frame followed by grey ones."""
+        """[B, 4 + z, f, h, w]: a mask that is 1 for given frames, and latents of the first frame followed by grey
+        ones."""
         first = torch.zeros_like(clips)
         first[:, :, 0] = clips[:, :, 0]
         mask = torch.zeros_like(latents[:, :1]).repeat(1, MASK_CHANNELS, 1, 1, 1)
@@ -111,9 +114,9 @@ class WanLatentEncoder(VaeEncoder):
         return torch.cat([mask, self._normalised(self._vae.encode(first).latent_dist.mean)], dim=1)
 
     def _loss_mask(self, sample: Sample, entry: Entry) -> Entry:
-        """[1, f, h, w], or nothing where everything counts alike.
+        """[1, f, h, w], or nothing if every latent pixel weighs the same.
 
-        A mask is one picture for the whole clip. The 5B's first frame is handed over clean: there is nothing to learn.
+        A mask is one image for the whole clip. The 5B gets the first frame without noise, so it has no loss there.
         """
         skips_first = "condition" in entry and not self._facts.details["from_image"]
         if not skips_first and sample.mask is None:
@@ -127,14 +130,14 @@ class WanLatentEncoder(VaeEncoder):
 
 
 def _clip(sample: Sample) -> Tensor:
-    """[3, F, H, W]; a picture is a clip of one frame."""
+    """[3, F, H, W]. An image becomes a clip of one frame."""
     if sample.pixels is None:
-        raise DataError(f"{sample.ref.path}: Wan is trained on pictures and clips, not on sound")
+        raise DataError(f"{sample.ref.path}: found audio, but Wan trains on images and clips")
     return sample.pixels if sample.pixels.ndim == 4 else sample.pixels[:, None]
 
 
-def _picture(frame: Tensor) -> Image.Image:
-    """[3, H, W] in [-1, 1], back to the very values it was decoded to."""
+def _to_pil(frame: Tensor) -> Image.Image:
+    """[3, H, W] in [-1, 1] as the image it was decoded from, bit for bit."""
     return Image.fromarray(((frame + 1) * 127.5).round().to("cpu", torch.uint8).permute(1, 2, 0).contiguous().numpy())
 
 
@@ -168,15 +171,18 @@ def _first_frame(facts: ModelFacts, options: EncodeOptions) -> str:
 def _check(facts: ModelFacts, options: EncodeOptions) -> None:
     if options.image_to_video and not (facts.details["from_image"] or facts.details["expand_timesteps"]):
         hint = "video.image_to_video: false, or the weights of i2v-14b-2.2 or ti2v-5b-2.2"
-        expected = f"false: {facts.flavour} starts from text alone"
+        expected = f"false: {facts.flavour} has no image-to-video mode"
         raise ConfigError([Problem("video.image_to_video", "true", expected, hint)])
 
 
 _clean: Callable[[str], str] = prompt_clean
+# Typed aliases: diffusers does not annotate these.
 _has_ftfy: Callable[[], bool] = is_ftfy_available
 
 
 class WanTextEncoder:
+    """UMT5. Satisfies `cache.encoder.TextEncoder`."""
+
     reads_pictures = False
 
     def __init__(self, model: nn.Module, tokenizer: Any, placement: Placement, identity: EncoderId) -> None:
@@ -209,7 +215,7 @@ class WanTextEncoder:
 def embedded(
     model: nn.Module, tokenizer: Any, captions: Sequence[str], device: torch.device, cut: CutTexts | None = None
 ) -> list[Tensor]:
-    """[tokens, width] for each caption."""
+    """Embeddings [tokens, width] of each caption, without padding."""
     tokens, long = padded_tokens(tokenizer, [_clean(caption) for caption in captions], TEXT_TOKENS)
     if cut is not None:
         cut.add(f"{TEXT_TOKENS} tokens", (captions[number] for number in long))
@@ -225,7 +231,7 @@ def load_text_encoder(source: ModelSource, placement: Placement) -> WanTextEncod
         "dtype": str(placement.dtype),
         "max length": str(TEXT_TOKENS),
         "tokenizer": files_digest(source.part("tokenizer")),
-        # The pipeline mends broken characters only where this package is installed.
+        # diffusers' prompt cleaning repairs broken characters only if ftfy is installed.
         "cleaned by": f"ftfy {version('ftfy')}" if _has_ftfy() else "html and whitespace",
     }
     identity = encoder_id("text", source, ["text_encoder"], settings)

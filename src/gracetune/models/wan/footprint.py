@@ -1,8 +1,8 @@
-"""What Wan needs in memory. Dimensions: the config files published with each set of weights.
+"""Wan's memory footprint. Dimensions are those of the config files published with each set of weights.
 
-The kept tensors are those of diffusers' `WanTransformerBlock`, in the order in which its forward makes them. Its norms
-work in fp32, so eager autograd keeps an fp32 copy of the residual at each of the three; the compiler keeps the bf16
-residual instead.
+The saved tensors are those of diffusers' `WanTransformerBlock`, in the order of its forward pass. Its norms compute in
+fp32, so eager autograd saves an fp32 copy of the residual at each of the three; the compiler saves the bf16 residual
+instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VAE_2_2 = Codec(
     "VAE (Wan 2.2)", 704_688_668, encode=491, decode=1_452, encode_video=1_895, decode_video=5_435, element_bytes=4
 )
 _FROM_TEXT = PixelLatents(16, temporal=4, default_frames=81)
-# Image-to-video weights read 16 latent channels, 16 of the first frame and 4 of its mask.
+# Image-to-video weights read 36 channels: 16 latent ones, 16 of the first frame and 4 of its mask.
 _FROM_IMAGE = PixelLatents(16, temporal=4, condition_channels=20, default_frames=81)
 CAPTION = Text(tokens=512, cached_elements=512 * 4096)
 MEASURED = "one H200: 1024x1024, one frame, LoRA and LoKr (docs/estimate.md)"
@@ -32,8 +32,9 @@ def _self_attention(width: int) -> tuple[Linear, ...]:
 
 
 def _cross_attention(width: int, *, image_context: bool) -> tuple[Linear, ...]:
-    """Keys and values read the caption, which needs no gradient: their weights are not kept for one."""
-    caption, output = ("caption slices", "o2 and picture") if image_context else ("", "o2")
+    """Keys and values read the caption, which needs no gradient, so their weights are not saved for the backward
+    pass."""
+    caption, output = ("caption slices", "o2 and image") if image_context else ("", "o2")
     return (
         Linear("attn2.to_q", width, width, "x2", "Attention"),
         *(Linear(f"attn2.to_{part}", width, width, caption, "Attention", "text", backward=False) for part in "kv"),
@@ -42,6 +43,7 @@ def _cross_attention(width: int, *, image_context: bool) -> tuple[Linear, ...]:
 
 
 def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool) -> Block:
+    """`image_context`: cross-attention also reads an image encoder (2.1 image-to-video)."""
     kept: tuple[Kept, ...] = (
         Kept("norm1 input", width, fp32=True, compiled=False),
         Kept("norm1 output", width, needed_by="full", fp32=True),
@@ -78,19 +80,19 @@ def _block(width: int, ffn: int, heads: int, layers: int, *, image_context: bool
         Linear("ffn.net.2", ffn, width, "after GELU", "FeedForward"),
     )
     if image_context:
-        # Caption and picture arrive in one tensor; each matrix that reads a part of it keeps the part.
+        # Caption and image arrive in one tensor, and each matrix that reads a slice of it saves that slice.
         kept += (
             Kept("caption slices", 2 * width, "text", needed_by="weights"),
-            Kept("picture slices", 2 * width, "vision", needed_by="weights"),
+            Kept("image slices", 2 * width, "vision", needed_by="weights"),
             Kept("image key before norm", width, "vision"),
             Kept("image key", width, "vision"),
             Kept("image value", width, "vision"),
             Kept("image attention output", width),
             Kept("image attention statistics", heads, fp32=True),
-            Kept("o2 and picture", width, needed_by="weights"),
+            Kept("o2 and image", width, needed_by="weights"),
         )
         linears += tuple(
-            Linear(f"attn2.add_{part}_proj", width, width, "picture slices", "Attention", "vision", backward=False)
+            Linear(f"attn2.add_{part}_proj", width, width, "image slices", "Attention", "vision", backward=False)
             for part in "kv"
         )
     return Block(

@@ -1,4 +1,4 @@
-"""What Wan asks of its data: sides in whole patches, 4k+1 frames."""
+"""Wan's data requirements: sides in whole patches, 4k+1 frames."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from gracetune.models.geometry import geometry_from
 from gracetune.models.wan.footprint import FOOTPRINTS
 
 _FPS = {"ti2v-5b-2.2": 24.0}
-_MOST_FPS = 16.0
-"""The rate of the clips all the other weights were trained on."""
+_DEFAULT_FPS = 16.0
+"""Frame rate of the training clips of all other weights."""
 
 GEOMETRIES = {
-    footprint.flavour: geometry_from(footprint, fps=_FPS.get(footprint.flavour, _MOST_FPS)) for footprint in FOOTPRINTS
+    footprint.flavour: geometry_from(footprint, fps=_FPS.get(footprint.flavour, _DEFAULT_FPS))
+    for footprint in FOOTPRINTS
 }

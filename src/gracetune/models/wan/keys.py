@@ -1,4 +1,4 @@
-"""What Wan's layers are called in the weights Wan-AI published, which is what ComfyUI calls them."""
+"""Wan's layer names in the weights Wan-AI published, which ComfyUI uses too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _block() -> Iterator[Rule]:
         for name in "qkv":
             yield Rule(f"blocks.{{}}.{ours}.to_{name}", f"blocks.{{}}.{original}.{name}")
         yield Rule(f"blocks.{{}}.{ours}.to_out.0", f"blocks.{{}}.{original}.o")
-    for name in "kv":  # image to video with an image encoder (2.1)
+    for name in "kv":  # the 2.1 image-to-video weights with an image encoder
         yield Rule(f"blocks.{{}}.attn2.add_{name}_proj", f"blocks.{{}}.cross_attn.{name}_img")
     yield Rule("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.0")
     yield Rule("blocks.{}.ffn.net.2", "blocks.{}.ffn.2")
@@ -36,7 +36,7 @@ KEYS = KeyMap(
     experts=True,
     depths=(("blocks", 40),),
     architecture="wan",
-    of_experts=("wan2.2", "wan_2.2_14b"),  # which Wan another adapter is for, only the caller can say
+    of_experts=("wan2.2", "wan_2.2_14b"),  # files do not say which single-expert Wan they are for
     also_read_by=(("comfyui", "diffusers"), ("kohya", "musubi")),
     header_marks=("wan",),
 )

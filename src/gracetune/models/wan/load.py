@@ -1,4 +1,4 @@
-"""Which Wan a folder holds, read off its configuration files with the reason, and its parts."""
+"""Recognizing a Wan folder by its configuration files, and loading its parts."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from gracetune.models.wan.block import use_fused_blocks
 
 FROM_TEXT, FROM_IMAGE = "WanPipeline", "WanImageToVideoPipeline"
 TEXT_TOKENS = 512
-"""What the denoisers read, whatever the caption's length; cross-attention tells picture and caption apart by it."""
+"""Caption tokens the denoisers read, padded. Cross-attention separates image and caption by this number."""
 MASK_CHANNELS = 4
-"""Image-to-video weights are told for each of a latent frame's four frames whether it is given."""
+"""Channels of the first-frame mask: one for each of the four frames in a latent frame."""
 _WIDTHS = {1536: "t2v-1.3b-2.1", 5120: "t2v-14b-2.1"}
+"""Width of the denoiser -> flavour, for 2.1 text-to-video weights."""
 _HIGH_RESOLUTION_SHIFT = 4.0
-"""The 2.1 weights for 720p are sampled with a flow shift of 5, the others with 3."""
+"""Separates the 2.1 weights for 720p, which are sampled with a flow shift of 5, from the others, which use 3."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """The configuration files, as far as they decide anything."""
+    """The configuration files that decide which flavour a folder is."""
 
     index: Mapping[str, Any]
     transformer: Mapping[str, Any]
@@ -82,6 +83,7 @@ class Configuration:
 
 
 def inspect(source: ModelSource) -> ModelFacts:
+    """The facts of a Wan folder. ConfigError if it is incomplete or not one of the supported weights."""
     pipeline_name(source, "wan", dict.fromkeys([FROM_TEXT, FROM_IMAGE]))
     index = read_index(source)
     _check_parts(source, index)
@@ -115,7 +117,7 @@ def inspect(source: ModelSource) -> ModelFacts:
 
 
 def is_part(index: Mapping[str, Any], component: str) -> bool:
-    """Whether model_index.json names a class for a part; absent ones are written as [null, null]."""
+    """Whether model_index.json names a class for a part. Absent parts are written as [null, null]."""
     entry = index.get(component)
     return isinstance(entry, list) and len(entry) == 2 and None not in entry
 
@@ -130,9 +132,9 @@ def _check_parts(source: ModelSource, index: Mapping[str, Any]) -> None:
 
 
 def _unknown(source: ModelSource, found: Configuration) -> Iterator[Problem]:
-    """Relatives of the weights we know, which would load and then learn nonsense."""
+    """Related weights that are not supported: they would load, and then train incorrectly."""
     index, transformer = str(source.folder / INDEX), str(source.part("transformer") / "config.json")
-    hint = "take one of the published Wan 2.1 or 2.2 text-to-video or image-to-video weights"
+    hint = "use one of the published Wan 2.1 or 2.2 text-to-video or image-to-video weights"
     boundary = found.index.get("boundary_ratio")
     if found.two_experts and not (isinstance(boundary, float) and 0 < boundary < 1):
         expected = "the noise level at which transformer_2 takes over, between 0 and 1"
@@ -150,7 +152,7 @@ def _unknown(source: ModelSource, found: Configuration) -> Iterator[Problem]:
             "pos_embed_seq_len", "weights that start from a first and a last frame", "none", hint, transformer
         )
     if found.image_encoder and not is_part(found.index, "image_encoder"):
-        yield Problem("image_encoder", "no such part, but the transformer has an image_dim", "a part", hint, index)
+        yield Problem("image_encoder", "missing, but the transformer has an image_dim", "a part", hint, index)
     if found.from_image and not (found.two_experts or found.image_encoder):
         missing = "neither a second expert (2.2) nor an image encoder (2.1)"
         yield Problem("transformer_2", missing, "one of them in an image-to-video model", hint, index)
@@ -160,6 +162,7 @@ def _unknown(source: ModelSource, found: Configuration) -> Iterator[Problem]:
 
 
 def _flavour(found: Configuration) -> tuple[str, str]:
+    """The flavour, and the reason for it."""
     channels = f"{found.transformer['in_channels']} input channels"
     if found.expand_timesteps:
         return "ti2v-5b-2.2", f"expand_timesteps, {channels}"
@@ -188,7 +191,7 @@ PIPELINES: Mapping[str, Any] = {FROM_TEXT: WanPipeline, FROM_IMAGE: WanImageToVi
 
 
 def with_fewer_passes(denoiser: nn.Module) -> None:
-    """What the denoiser computes stays the same; how often it reads and writes its activations does not."""
+    """Make the denoiser compute the same with fewer reads and writes of its activations."""
     turn_by_pairs(denoiser)
     use_fused_blocks(denoiser)
     use_sigmoid(denoiser)
@@ -203,7 +206,7 @@ def build_denoiser(source: ModelSource, expert: Expert) -> nn.Module:
 
 
 def load_vae(source: ModelSource, placement: Placement) -> Any:
-    """In float32 whatever the placement's dtype: so it is published, and so the memory plan counts it."""
+    """Always in float32, whatever the placement's dtype, as published and as the memory plan counts it."""
     return load_component(source, "vae", AutoencoderKLWan, replace(placement, dtype=torch.float32, attention=None))
 
 
@@ -212,7 +215,7 @@ def load_image_encoder(source: ModelSource, placement: Placement) -> nn.Module:
 
 
 def load_image_processor(source: ModelSource) -> CLIPImageProcessorPil:
-    """Pillow's: torchvision's scales a little differently, and is not everywhere."""
+    """The processor that uses Pillow. torchvision's resizes slightly differently and is not installed everywhere."""
     return CLIPImageProcessorPil.from_pretrained(str(source.part("image_processor")), local_files_only=True)
 
 
@@ -224,7 +227,7 @@ def load_pipeline(
     source: ModelSource, denoisers: Mapping[str, nn.Module], placement: Placement, facts: ModelFacts | None = None,
     *, with_text: bool = True,
 ) -> Any:  # fmt: skip
-    """A WanPipeline or WanImageToVideoPipeline, as the folder says; an expert that is not given is loaded."""
+    """The pipeline class the folder names. Experts that are not given are loaded."""
     index, facts = read_index(source), facts or inspect(source)
     parts: dict[str, Any] = {
         expert.component: denoisers[expert.component]

@@ -1,4 +1,4 @@
-"""What configuration files call Wan 2.1 and 2.2."""
+"""The names of Wan 2.1 and 2.2 in configuration files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIMPLETUNER = SimpleTunerNames(
         "vace-14b-2.1",
     ),
     expert_shifts={"i2v-14b-2.2": 5.0},
-    without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour, and so no default for it
+    without_shift=("t2v-14b-2.2",),  # SimpleTuner has no such flavour and therefore no default for it
     targets=LoraTargets(("to_k", "to_q", "to_v", "to_out.0")),
     clips=ClipLength(fps=15, seconds=5, step=8),
     alignment=32,
@@ -42,7 +42,7 @@ _SIMPLETUNER = SimpleTunerNames(
 )
 
 _SHIFT_21, _SHIFT_22 = 3.0, 5.0
-# So that the lowest of 1000 noise levels is 0.001 shifted twice, as upstream.
+# Chosen so that the lowest of 1000 noise levels is 0.001 shifted twice, as in ai-toolkit.
 _TERMINAL_21, _TERMINAL_22 = 0.0059, 0.0195
 _BOUNDARY_NOTE = (
     "the experts meet at 0.9, where these weights switch; ai-toolkit trains the high-noise expert down to 0.875 and "
@@ -85,7 +85,7 @@ _AI_TOOLKIT = AiToolkitNames(
     },
     blocks=("blocks",),
     default_is_blocks=True,
-    text_encoder_qtype="qtype",  # upstream's Wan quantises both alike
+    text_encoder_qtype="qtype",  # ai-toolkit quantizes the denoiser and text encoder of Wan alike
 )
 
 NAMES = FamilyNames(

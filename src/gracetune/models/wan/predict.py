@@ -1,7 +1,7 @@
-"""What a Wan denoiser is asked, and its answer.
+"""The inputs and the prediction of Wan's denoisers.
 
-B samples, C latent channels, F latent frames, H x W latent cells, T tokens of the longest caption. Everything is in the
-dtype of `noisy`: the caller chooses what the denoiser computes in.
+B samples, C latent channels, F latent frames, H x W latent pixels, T tokens of the longest caption. Everything is in
+the dtype of `noisy`: the caller chooses the compute dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gracetune.models.wan.load import TEXT_TOKENS
 def predict(
     denoiser: nn.Module, noisy: Tensor, level: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts
 ) -> Tensor:
-    """[B, C, F, H, W], noise - latents. Padding in `prompt_embeds` [B, T, D] must be zeros, as the weights know it."""
+    """[B, C, F, H, W], noise - latents. Padding in `prompt_embeds` [B, T, D] must be zeros, as in pretraining."""
     time = facts.schedule.model_time(level)
     states = noisy
     if facts.details["from_image"]:
@@ -38,7 +38,8 @@ def predict(
 
 
 def recorded_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Captions of any length are one shape, as they are for the denoiser. No mask: it sees the padding too."""
+    """Pads captions of any length to one shape, as the denoiser gets them. It attends to the padding, so there is no
+    mask."""
     given = {name: one for name, one in batch.items() if name in ("condition", "image_embeds")}
     return {**given, "prompt_embeds": padded(batch["prompt_embeds"])}
 
@@ -49,10 +50,10 @@ def padded(embeds: Tensor) -> Tensor:
 
 
 def _from_first_frame(noisy: Tensor, time: Tensor, first: Tensor, patch: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """The clean first frame in place of the noisy one, and a time for every token: 0 where it is clean.
+    """Replace the first frame by the clean one, and return a time for every token: 0 for those of the first frame.
 
-    Only here: diffusers' pipeline gives each token a time of its own even where all are equal. One time for the sample
-    gives the same answer, and spares every block 6 float32 values per token and channel.
+    Only used here, although diffusers' pipeline always gives every token its own time. If all times are equal, one time
+    per sample gives the same result and saves 6 float32 values per token and channel in every block.
     """
     states = torch.cat([first, noisy[:, :, 1:]], dim=2)
     _, _, frames, height, width = noisy.shape

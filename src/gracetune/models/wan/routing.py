@@ -1,4 +1,4 @@
-"""How tokens skip Wan's blocks: their positions go with them, and their times where each token has its own."""
+"""Token routing for Wan: kept tokens keep their positions, and their times if each token has its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def _select(given: Mapping[str, Any], kept: Tensor) -> dict[str, Any]:
 
 
 def _first_frame(latents: Tensor, batch: Mapping[str, Tensor], facts: ModelFacts) -> int:
-    """The tokens of a clean first frame (Wan 2.2 5B, image-to-video): the clip is learnt from them."""
+    """The tokens of a clean first frame (Wan 2.2 5B, image-to-video). They are never routed: the clip depends on
+    them."""
     if not (facts.details["expand_timesteps"] and "condition" in batch):
         return 0
     return (latents.shape[-2] // PATCH[1]) * (latents.shape[-1] // PATCH[2])

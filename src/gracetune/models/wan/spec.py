@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2 in one bundle."""
+"""The bundle of Wan 2.1 and 2.2."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gracetune.models.wan.tiny import build_tiny
 _LAYERS = (
     *(f"attn1.to_{part}" for part in ("q", "k", "v", "out.0")),
     "attn2.to_q",
-    # to_k and to_v, and with them add_k_proj and add_v_proj of the 2.1 image-to-video weights. A pattern that matches
-    # nothing is an error, so there can be none for those alone.
+    # Matches to_k and to_v, and also add_k_proj and add_v_proj of the 2.1 image-to-video weights. Those need no pattern
+    # of their own, because a pattern that matches nothing is an error.
     "attn2.[at]*_k*",
     "attn2.[at]*_v*",
     "attn2.to_out.0",

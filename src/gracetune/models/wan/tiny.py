@@ -1,4 +1,4 @@
-"""Wan in miniature: the published classes, scale factors, channels and noise boundaries, with narrow layers."""
+"""Tiny Wan models: the published classes, scale factors, channels and noise boundaries, with narrow layers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from transformers import (
 
 from gracetune.models.common.tiny_parts import WIDTH, Weights, made, save, t5_options, t5_tokenizer
 
-_PICTURE_SIDE = 28
-"""Of what the image encoder reads: 2 x 2 patches of 14, as small as they come."""
+_IMAGE_SIDE = 28
+"""Input side of the image encoder: 2 x 2 patches of 14, the smallest possible."""
 
 
 @dataclass(frozen=True)
 class _Recipe:
     channels: int = 16
     boundary: float | None = None
-    """The noise level below which the second expert works; without one there is no second expert."""
+    """Noise level below which the second expert takes over. None: there is no second expert."""
     from_image: bool = False
     image_encoder: bool = False
     expand_timesteps: bool = False
@@ -51,7 +51,7 @@ _RECIPES = {
 
 
 def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
-    """Writes the tiny model of one flavour into `folder`, in diffusers' layout."""
+    """Write the tiny model of one flavour into `folder`, in diffusers' layout."""
     recipe, weights = _RECIPES[flavour], Weights(seed)
     tokenizer = t5_tokenizer()
     parts = {
@@ -65,10 +65,10 @@ def build_tiny(folder: Path, flavour: str, *, seed: int = 0) -> Path:
     options = {"boundary_ratio": recipe.boundary, "expand_timesteps": recipe.expand_timesteps}
     if not recipe.from_image:
         return save(made(WanPipeline, **parts, **options), folder)
-    eyes = {"image_encoder": None, "image_processor": None}
+    image_parts = {"image_encoder": None, "image_processor": None}
     if recipe.image_encoder:
-        eyes = {"image_encoder": _image_encoder(weights), "image_processor": _image_processor()}
-    return save(made(WanImageToVideoPipeline, **parts, **eyes, **options), folder)
+        image_parts = {"image_encoder": _image_encoder(weights), "image_processor": _image_processor()}
+    return save(made(WanImageToVideoPipeline, **parts, **image_parts, **options), folder)
 
 
 def _text_encoder(weights: Weights, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -76,7 +76,7 @@ def _text_encoder(weights: Weights, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 def _transformer(weights: Weights, recipe: _Recipe) -> Any:
-    # Image-to-video weights read the latents, those of the first frame, and its mask: a channel for each of 4 frames.
+    # Input of image-to-video weights: latents, first-frame latents, and its mask with a channel for each of 4 frames.
     condition = recipe.channels + 4 if recipe.from_image else 0
     options = {
         "num_attention_heads": 2,
@@ -124,14 +124,14 @@ def _image_encoder(weights: Weights) -> Any:
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
         projection_dim=WIDTH,
-        num_hidden_layers=3,  # the pipeline reads the last but one
+        num_hidden_layers=3,  # the pipeline reads the second to last
         num_attention_heads=4,
-        image_size=_PICTURE_SIDE,
+        image_size=_IMAGE_SIDE,
         patch_size=14,
     )
     return weights.of(CLIPVisionModel, config)
 
 
 def _image_processor() -> Any:
-    side = {"height": _PICTURE_SIDE, "width": _PICTURE_SIDE}
+    side = {"height": _IMAGE_SIDE, "width": _IMAGE_SIDE}
     return made(CLIPImageProcessorPil, size=side, crop_size=side)

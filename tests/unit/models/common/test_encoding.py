@@ -10,8 +10,8 @@ from torch.nn.utils import weight_norm
 from gracetune.models.common.encoding import files_digest, latent_mask, release
 
 
-def test_release_leaves_no_tensor_behind() -> None:
-    layer = weight_norm(nn.Conv1d(4, 4, 3))  # keeps its weight beside the parameters it is made of
+def test_release_frees_every_tensor() -> None:
+    layer = weight_norm(nn.Conv1d(4, 4, 3))  # weight norm keeps the derived weight next to its parameters
     layer.register_buffer("table", torch.zeros(8), persistent=False)
     model = nn.Sequential(layer, nn.Linear(4, 4))
     own = [*model.parameters(), *model.buffers(), vars(layer)["weight"]]
@@ -22,7 +22,7 @@ def test_release_leaves_no_tensor_behind() -> None:
     assert [tensor for reference in held if (tensor := reference()) is not None and not tensor.is_meta] == []
 
 
-def test_digests_tell_names_and_contents_apart(tmp_path: Path) -> None:
+def test_digest_depends_on_names_and_contents(tmp_path: Path) -> None:
     def digest(files: dict[str, str]) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -36,7 +36,7 @@ def test_digests_tell_names_and_contents_apart(tmp_path: Path) -> None:
     assert len({first, *map(digest, others)}) == 6
 
 
-def test_a_cell_of_a_mask_weighs_what_its_pixels_weigh() -> None:
+def test_latent_mask_averages_pixels() -> None:
     mask = torch.rand(1, 24, 40)
     expected = mask.reshape(1, 3, 8, 5, 8).mean(dim=(2, 4))
     torch.testing.assert_close(latent_mask(mask, (3, 5)), expected)

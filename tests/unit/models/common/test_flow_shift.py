@@ -1,4 +1,4 @@
-"""Levels are pushed as far as diffusers' own scheduler and pipelines push them when they sample."""
+"""The flow shift equals that of diffusers' own scheduler and pipelines when they sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QWEN = {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 8192,
 
 @pytest.mark.parametrize("kind", ["exponential", "linear"])
 @pytest.mark.parametrize("numbers", [{}, QWEN], ids=["defaults", "qwen-image"])
-def test_by_resolution(numbers: dict[str, Any], kind: str) -> None:
+def test_resolution_dependent_shift(numbers: dict[str, Any], kind: str) -> None:
     config = {"use_dynamic_shifting": True, "time_shift_type": kind, **numbers}
     at_a_megapixel, rule = read_shift(config)
     assert rule is not None
@@ -32,7 +32,7 @@ def test_by_resolution(numbers: dict[str, Any], kind: str) -> None:
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0, 5.0])
-def test_by_one_number(shift: float) -> None:
+def test_constant_shift(shift: float) -> None:
     found, rule = read_shift({"shift": shift})
     assert rule is None
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
@@ -41,5 +41,5 @@ def test_by_one_number(shift: float) -> None:
     assert [shifted(level, found) for level in levels] == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_config_that_says_nothing_shifts_nothing() -> None:
+def test_empty_config_has_no_shift() -> None:
     assert read_shift({}) == (1.0, None)

@@ -1,4 +1,4 @@
-"""GELU by a sigmoid: the numbers of torch's approximation by tanh, and diffusers' own where no graph is compiled."""
+"""GELU by a sigmoid: equal to torch's tanh approximation, and diffusers' own code if no graph is compiled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ finite = st.floats(-60.0, 60.0, width=32)
 
 
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=50))
-def test_it_is_torchs_and_so_is_its_slope(pairs: list[tuple[float, float]]) -> None:
+def test_value_and_gradient_equal_torchs(pairs: list[tuple[float, float]]) -> None:
     x, gradient = (torch.tensor(values) for values in zip(*pairs, strict=True))
     exact = with_gradient(by_tanh, x.double(), gradient)
     found = with_gradient(gelu_by_sigmoid, x, gradient)
@@ -41,23 +41,23 @@ def test_it_is_torchs_and_so_is_its_slope(pairs: list[tuple[float, float]]) -> N
 
 
 @pytest.mark.parametrize("dtype", kernels.HALVES)
-def test_halves_are_rounded_once(dtype: torch.dtype) -> None:
+def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     x = torch.linspace(-12, 12, 4001).to(dtype)
     gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = with_gradient(by_tanh, x.double(), gradient.double())
     half = torch.finfo(dtype).eps / 2
     for found, wanted in zip(with_gradient(gelu_by_sigmoid, x, gradient), exact, strict=True):
         assert found.dtype == dtype
-        # Where the slope goes through 0, fp32 before the rounding is the limit, as it is for torch's own.
+        # Near a zero of the slope, fp32 before the rounding limits the precision, as it does for torch.
         assert ((found.double() - wanted).abs() <= 1.01 * half * wanted.abs() + 2e-6).all()
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_no_number_stays_visible(value: float) -> None:
+def test_nan_propagates(value: float) -> None:
     assert not gelu_by_sigmoid(torch.tensor([value])).isfinite().any()
 
 
-def test_only_gelus_by_tanh_become_one_and_keep_their_weights_names() -> None:
+def test_only_tanh_gelus_are_replaced_and_weights_keep_their_names() -> None:
     model = nn.ModuleList([GELU(4, 8, approximate="tanh"), GELU(4, 8), nn.GELU(approximate="tanh"), nn.GELU()])
     before = list(model.state_dict())
     use_sigmoid(model)
@@ -65,7 +65,7 @@ def test_only_gelus_by_tanh_become_one_and_keep_their_weights_names() -> None:
     assert list(model.state_dict()) == before
 
 
-def test_uncompiled_it_is_diffusers_own_bit_for_bit() -> None:
+def test_uncompiled_it_equals_diffusers_bit_for_bit() -> None:
     torch.manual_seed(0)
     model, x = nn.ModuleList([GELU(16, 64, approximate="tanh"), nn.GELU(approximate="tanh")]), torch.randn(8, 16)
     wanted = [one(x) for one in model]
@@ -73,7 +73,7 @@ def test_uncompiled_it_is_diffusers_own_bit_for_bit() -> None:
     assert all(torch.equal(one(x), before) for one, before in zip(model, wanted, strict=True))
 
 
-def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_sigmoid_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[torch.dtype] = []
 
     def counted(x: Tensor) -> Tensor:
@@ -91,14 +91,14 @@ def test_where_the_sigmoid_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     assert taken == [dtype for dtype in kernels.HALVES for _ in module]
 
 
-def test_it_falls_and_then_rises() -> None:
+def test_it_falls_then_rises() -> None:
     falling, rising = (gelu_by_sigmoid(torch.linspace(*ends, 500)).tolist() for ends in ((-4, -0.8), (-0.7, 8)))
     assert all(one > two for one, two in pairwise(falling))
     assert all(one < two for one, two in pairwise(rising))
 
 
 @pytest.mark.parametrize("x", [-1e18, -2e13, -100.0, 100.0, 2e13, 1e18])
-def test_far_out_it_is_0_or_x_and_its_slope_0_or_1(x: float) -> None:
+def test_limits_for_large_x(x: float) -> None:
     found = with_gradient(gelu_by_sigmoid, torch.tensor([x]).bfloat16(), torch.ones(1))
     wanted = with_gradient(by_tanh, torch.tensor([x]).bfloat16(), torch.ones(1))
     assert all(torch.equal(one, two) for one, two in zip(found, wanted, strict=True))

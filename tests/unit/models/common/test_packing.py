@@ -11,14 +11,14 @@ sides = st.integers(1, 4).map(lambda half: 2 * half)
 
 
 @given(st.integers(1, 3), st.integers(1, 4), sides, sides)
-def test_tokens_are_diffusers_own_and_come_back(batch: int, channels: int, height: int, width: int) -> None:
+def test_tokens_equal_diffusers_and_unpack_to_the_latents(batch: int, channels: int, height: int, width: int) -> None:
     latents = torch.arange(float(batch * channels * height * width)).reshape(batch, channels, height, width)
     tokens = pack(latents)
     assert torch.equal(tokens, FluxPipeline._pack_latents(latents, batch, channels, height, width))
     assert torch.equal(unpack(tokens, height, width), latents)
 
 
-def test_references_come_in_their_order() -> None:
+def test_references_keep_their_order() -> None:
     batch = {f"conditioning_latents_{number}": torch.tensor(number) for number in reversed(range(12))}
     assert [int(one) for one in references_of({**batch, "latents": torch.tensor(99)})] == list(range(12))
     assert references_of({"latents": torch.tensor(99)}) == []

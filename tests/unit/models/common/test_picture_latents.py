@@ -1,4 +1,4 @@
-"""What every encoder of pictures keeps to, shown on SDXL's and Qwen-Image's."""
+"""Behaviour of every image latent encoder, tested on SDXL's and Qwen-Image's."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def latents(encoder: LatentEncoder, samples: Sequence[Sample]) -> list[torch.Ten
     return [entry["latents"] for entry in encoder.encode(samples)]
 
 
-def test_an_entry_does_not_depend_on_the_others(load: Load) -> None:
+def test_entry_does_not_depend_on_its_batch(load: Load) -> None:
     encoder, samples = load(EncodeOptions(posterior="sample")), [sample_of(image(seed)) for seed in range(3)]
     for together, sample in zip(latents(encoder, samples), samples, strict=True):
         torch.testing.assert_close(together, latents(encoder, [sample])[0], **TOLERANCE)
 
 
-def test_an_entry_keeps_no_more_memory_than_its_own(load: Load) -> None:
+def test_entry_does_not_keep_the_batch_alive(load: Load) -> None:
     for entry in load(EncodeOptions()).encode([sample_of(image(seed)) for seed in range(3)]):
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in entry.values())
 
 
-def test_a_draw_belongs_to_the_content(load: Load) -> None:
+def test_posterior_sample_depends_on_content_only(load: Load) -> None:
     mean, drawn = load(EncodeOptions()), load(EncodeOptions(posterior="sample"))
     [one] = latents(drawn, [sample_of(image(), digest="a" * 32)])
     assert torch.equal(one, latents(drawn, [sample_of(image(), digest="a" * 32)])[0])
@@ -49,7 +49,7 @@ def test_a_draw_belongs_to_the_content(load: Load) -> None:
     assert not torch.equal(one, latents(mean, [sample_of(image(), digest="a" * 32)])[0])
 
 
-def test_a_mask_at_the_latents_own_size(load: Load) -> None:
+def test_mask_is_resized_to_the_latents(load: Load) -> None:
     mask = torch.zeros(1, 32, 48)
     mask[:, :16, :8] = 1.0
     mask[:, :8, 8:12] = 1.0
@@ -61,7 +61,7 @@ def test_a_mask_at_the_latents_own_size(load: Load) -> None:
     torch.testing.assert_close(masked["loss_mask"], expected)
 
 
-def test_memory_is_saved_without_changing_values_first(load: Load) -> None:
+def test_save_memory_keeps_values_first(load: Load) -> None:
     encoder, samples = load(EncodeOptions()), [sample_of(image(seed, (64, 64))) for seed in range(2)]
     before, identity = latents(encoder, samples), encoder.id
     assert encoder.save_memory()
@@ -74,8 +74,8 @@ def test_memory_is_saved_without_changing_values_first(load: Load) -> None:
     assert not load(EncodeOptions(tiling=True, slicing=True)).save_memory()
 
 
-def test_tiles_give_other_values(tiny_model: Callable[[str, str], Path]) -> None:
-    """Why they are part of the id. SDXL's tiles are as large as its VAE's sample_size, 32 in the tiny one."""
+def test_tiling_changes_values(tiny_model: Callable[[str, str], Path]) -> None:
+    """So tiling must be part of the id. SDXL's tiles are as large as its VAE's sample_size, 32 in the tiny one."""
     folder, large = tiny_model("sdxl", "base-1.0"), [sample_of(image(0, (96, 96)))]
     whole, tiled = (
         latents(spec_of("sdxl").load_latent_encoder(source(folder), CPU, options), large)[0]
@@ -85,7 +85,7 @@ def test_tiles_give_other_values(tiny_model: Callable[[str, str], Path]) -> None
     assert not torch.equal(whole, tiled)
 
 
-def test_closing_gives_the_weights_back(load: Load) -> None:
+def test_close_frees_the_weights(load: Load) -> None:
     encoder = load(EncodeOptions())
     encoder.close()
     assert all(parameter.is_meta for parameter in encoder._vae.parameters())
@@ -95,12 +95,12 @@ def test_nothing_to_encode(load: Load) -> None:
     assert load(EncodeOptions()).encode([]) == []
 
 
-def test_a_batch_with_references_of_its_own(tiny_model: Callable[[str, str], Path]) -> None:
+def test_reference_counts_must_agree_within_a_batch(tiny_model: Callable[[str, str], Path]) -> None:
     encoder = spec_of("qwen_image").load_latent_encoder(
         source(tiny_model("qwen_image", "edit-2509")), CPU, EncodeOptions()
     )
     reference = sample_of(image(1, (32, 64)))
-    with pytest.raises(DataError, match="another number"):
+    with pytest.raises(DataError, match="number of references differs"):
         encoder.encode([sample_of(image(), reference), sample_of(image(), reference, reference)])
     [entry] = encoder.encode([sample_of(image(), reference, sample_of(image(2, (64, 64))))])
     shapes = {name: tuple(entry[name].shape) for name in sorted(entry)}
@@ -111,6 +111,6 @@ def test_a_batch_with_references_of_its_own(tiny_model: Callable[[str, str], Pat
     }
 
 
-def test_a_picture_comes_back_as_it_was() -> None:
+def test_to_image_inverts_to_pixels() -> None:
     picture = image(7)
     assert to_image(sample_of(picture)).tobytes() == picture.tobytes()

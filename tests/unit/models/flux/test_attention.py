@@ -1,4 +1,4 @@
-"""The gradient of attention in FLUX's blocks with one stream, as its kernel gets it."""
+"""The gradient of attention in FLUX's single-stream blocks is contiguous for its kernel."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answered(model: Any) -> list[torch.Tensor]:
     return [answer.detach(), *(one.grad for one in model.parameters())]
 
 
-def test_it_is_whole_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_is_contiguous_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: list[bool] = []
     real = transformer_flux.dispatch_attention_fn
 

@@ -1,4 +1,4 @@
-"""FLUX.1 as diffusers' own pipelines run it."""
+"""FLUX.1 compared with diffusers' own pipelines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def arguments(pipeline: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.usefixtures("small_references")
-def test_predict_is_what_the_pipeline_asks_and_gets(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_predict_equals_the_pipelines_call(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("flux", flavour)
     facts = SPEC.inspect(source(folder))
     pipeline = loaded.pipeline(SPEC.family, folder)
@@ -91,7 +91,7 @@ def test_predict_is_what_the_pipeline_asks_and_gets(flavour: str, tiny_model: Ca
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_what_the_files_say(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_facts_from_the_files(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     facts = SPEC.inspect(source(tiny_model("flux", flavour)))
     assert facts.flavour == flavour
     assert facts.details["guidance"] == (None if flavour == "schnell" else 1.0)
@@ -100,7 +100,7 @@ def test_what_the_files_say(flavour: str, tiny_model: Callable[[str, str], Path]
 
 
 @pytest.mark.parametrize("tokens", [256, 1024, 4096, 6000])
-def test_the_shift_of_a_size_is_the_one_it_is_sampled_with(tokens: int, tiny_model: Callable[[str, str], Path]) -> None:
+def test_shift_of_a_size_equals_the_samplers(tokens: int, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("flux", "dev")
     rule = SPEC.inspect(source(folder)).details["resolution_shift"]
     scheduler = loaded.pipeline(SPEC.family, folder).scheduler
@@ -113,7 +113,7 @@ def test_the_shift_of_a_size_is_the_one_it_is_sampled_with(tokens: int, tiny_mod
 
 @pytest.mark.parametrize("flavour", ["dev", "kontext"])
 @pytest.mark.usefixtures("small_references")
-def test_latents_are_decoded_to_what_the_vae_gives_back(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("flux", flavour)
     [entry] = entries(folder, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
@@ -132,7 +132,7 @@ def test_latents_are_decoded_to_what_the_vae_gives_back(flavour: str, tiny_model
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_batch_is_its_samples(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_batch_equals_its_single_samples(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("flux", flavour)
     facts, both = SPEC.inspect(source(folder)), entries(folder, SHORT, LONG)
     transformer = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
@@ -158,7 +158,7 @@ def test_half_precision(flavour: str, tiny_model: Callable[[str, str], Path]) ->
 @pytest.mark.parametrize(
     "flavour", [pytest.param("dev", marks=pytest.mark.full), pytest.param("schnell", marks=pytest.mark.full), "kontext"]
 )
-def test_every_default_target_learns(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_every_default_target_gets_a_gradient(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("flux", flavour)
     facts, both = SPEC.inspect(source(folder)), entries(folder, SHORT, LONG)
     transformer = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
@@ -171,7 +171,7 @@ def test_every_default_target_learns(flavour: str, tiny_model: Callable[[str, st
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
 @pytest.mark.usefixtures("small_references")
-def test_samples_have_the_size_asked_for(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_samples_have_the_requested_size(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("flux", flavour))
     references = (image(10, REFERENCE),) if flavour == "kontext" else ()
     request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, seed=3, references=references)
@@ -192,7 +192,7 @@ def test_the_guidance_of_a_sample(guidance: float | None, given: float, tiny_mod
     assert calls.inputs[0]["guidance"].tolist() == [given]
 
 
-def test_a_negative_prompt_is_not_left_out_in_silence(tiny_model: Callable[[str, str], Path]) -> None:
+def test_ignored_negative_prompt_warns(tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("flux", "schnell"))
     request = SampleRequest(SHORT, width=32, height=32, steps=1)
     with warnings.catch_warnings():
@@ -205,10 +205,8 @@ def test_a_negative_prompt_is_not_left_out_in_silence(tiny_model: Callable[[str,
 # -- what goes into an entry ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("flavour", "count", "takes"), [("dev", 1, "takes none"), ("kontext", 2, "at most 1")])
-def test_more_references_than_the_model_takes(
-    flavour: str, count: int, takes: str, tiny_model: Callable[[str, str], Path]
-) -> None:
+@pytest.mark.parametrize(("flavour", "count", "takes"), [("dev", 1, "supports none"), ("kontext", 2, "at most 1")])
+def test_too_many_references(flavour: str, count: int, takes: str, tiny_model: Callable[[str, str], Path]) -> None:
     encoder = latent_encoder(SPEC.family, tiny_model("flux", flavour))
     with pytest.raises(DataError, match=takes):
         encoder.encode([sample_of(image(), *[sample_of(image(1))] * count)])
@@ -224,7 +222,7 @@ def test_a_size_the_pipeline_would_round(tiny_model: Callable[[str, str], Path])
         SPEC.sample(pipeline, SampleRequest(SHORT, width=40, height=32))
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejections -------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_family(tiny_model: Callable[[str, str], Path]) -> None:
@@ -253,7 +251,7 @@ def test_all_missing_parts_are_named(tiny_model: Callable[[str, str], Path], tmp
 
 @pytest.mark.parametrize(
     ("flavour", "count", "named"),
-    [("dev", 1, "does not edit"), ("kontext", 0, "to change"), ("kontext", 2, "at most 1")],
+    [("dev", 1, "does not edit"), ("kontext", 0, "to edit"), ("kontext", 2, "at most 1")],
 )
 def test_a_sample_with_the_wrong_number_of_references(
     flavour: str, count: int, named: str, tiny_model: Callable[[str, str], Path]

@@ -1,4 +1,4 @@
-"""Qwen-Image's attention by real numbers, against diffusers' own by complex ones."""
+"""Qwen-Image's attention with real numbers, compared with diffusers' complex one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def answered(model: Any, masked: bool, dtype: torch.dtype) -> tuple[torch.Tensor
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("zero_cond_t", [False, True])
-def test_it_computes_what_diffusers_computes(masked: bool, dtype: torch.dtype, near: float, zero_cond_t: bool) -> None:
+def test_it_equals_diffusers(masked: bool, dtype: torch.dtype, near: float, zero_cond_t: bool) -> None:
     theirs = tiny(zero_cond_t=zero_cond_t).to(dtype)
     ours = deepcopy(theirs)
     turn_by_pairs(ours)
@@ -63,7 +63,7 @@ def test_nothing_complex_reaches_a_block() -> None:
     assert [one.dtype for one in seen] == [torch.float32] * 2
 
 
-def test_layered_pictures_are_left_alone() -> None:
+def test_layered_models_are_unchanged() -> None:
     model = tiny(use_layer3d_rope=True)
     before = {name: type(one) for name, one in model.named_modules()}
     turn_by_pairs(model)
@@ -71,6 +71,6 @@ def test_layered_pictures_are_left_alone() -> None:
     assert not any(isinstance(one.attn.processor, PairwiseAttention) for one in model.transformer_blocks)
 
 
-def test_another_model_is_a_mistake() -> None:
+def test_another_model_is_rejected() -> None:
     with pytest.raises(AssertionError):
         turn_by_pairs(nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Qwen-Image and its edit flavours as diffusers' own pipelines run them."""
+"""Qwen-Image and its edit flavours compared with diffusers' own pipelines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FLAVOURS = ("t2i", "edit", "edit-2509", "edit-2511")
 EDITS = FLAVOURS[1:]
 AREA = 64 * 64
 REFERENCES = ((96, 32), (64, 64))
-"""Sizes the pipelines leave as they are when references are to have `AREA` pixels."""
+"""Sizes the pipelines do not resize if references have `AREA` pixels."""
 SCALE = 8
 
 
@@ -86,7 +86,7 @@ def arguments(flavour: str, seed: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_predict_is_what_the_pipeline_asks_and_gets(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_predict_equals_the_pipelines_call(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("qwen_image", flavour)
     facts = SPEC.inspect(source(folder))
     pipeline = loaded.pipeline(SPEC.family, folder)
@@ -108,7 +108,7 @@ def test_predict_is_what_the_pipeline_asks_and_gets(flavour: str, tiny_model: Ca
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_what_the_files_say(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_facts_from_the_files(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     facts = SPEC.inspect(source(tiny_model("qwen_image", flavour)))
     assert facts.flavour == flavour
     assert facts.shift == pytest.approx(2.0008, abs=1e-3)
@@ -124,7 +124,7 @@ def test_what_the_files_say(flavour: str, tiny_model: Callable[[str, str], Path]
         pytest.param("edit-2511", marks=pytest.mark.full),
     ],
 )
-def test_latents_are_decoded_to_what_the_vae_gives_back(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_latents_decode_to_the_vaes_reconstruction(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("qwen_image", flavour)
     [entry] = entries(folder, flavour, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
@@ -143,8 +143,8 @@ def test_latents_are_decoded_to_what_the_vae_gives_back(flavour: str, tiny_model
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_a_batch_is_its_samples(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
-    """Also for Edit Plus, whose pipeline takes one sample at a time: its transformer takes several."""
+def test_batch_equals_its_single_samples(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+    """Also for Edit Plus: its pipeline supports one sample at a time, its transformer several."""
     folder = tiny_model("qwen_image", flavour)
     facts, both = SPEC.inspect(source(folder)), entries(folder, flavour, SHORT, LONG)
     assert len(both[0]["prompt_embeds"]) != len(both[1]["prompt_embeds"])
@@ -160,7 +160,7 @@ def test_a_batch_is_its_samples(flavour: str, tiny_model: Callable[[str, str], P
     assert (together - swapped).abs().max() > 1e-3
 
 
-def test_captions_of_one_length_are_not_masked(tiny_model: Callable[[str, str], Path]) -> None:
+def test_captions_of_equal_length_are_not_masked(tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("qwen_image", "t2i")
     facts, [entry, longer] = SPEC.inspect(source(folder)), entries(folder, "t2i", SHORT, LONG)
     transformer, noisy = SPEC.load_denoiser(source(folder), facts.experts[0], CPU), torch.randn(2, 16, 4, 6)
@@ -196,7 +196,7 @@ def test_half_precision(flavour: str, tiny_model: Callable[[str, str], Path]) ->
         "edit-2511",
     ],
 )
-def test_every_default_target_learns(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_every_default_target_gets_a_gradient(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     folder = tiny_model("qwen_image", flavour)
     facts, both = SPEC.inspect(source(folder)), entries(folder, flavour, SHORT, LONG)
     transformer = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
@@ -216,7 +216,7 @@ def test_every_default_target_learns(flavour: str, tiny_model: Callable[[str, st
         pytest.param("edit-2511", marks=pytest.mark.full),
     ],
 )
-def test_samples_have_the_size_asked_for(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_samples_have_the_requested_size(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("qwen_image", flavour))
     pictures = tuple(image(20 + place, size) for place, size in enumerate(REFERENCES[: reference_count(flavour)]))
     request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, seed=3, references=pictures)
@@ -229,7 +229,7 @@ def test_samples_have_the_size_asked_for(flavour: str, tiny_model: Callable[[str
         assert SPEC.sample(pipeline, other).frames[0].tobytes() != frame.tobytes()
 
 
-def test_a_sample_is_guided_unless_told_otherwise(tiny_model: Callable[[str, str], Path]) -> None:
+def test_samples_use_guidance_by_default(tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("qwen_image", "t2i"))
     asked = {}
     for guidance in (None, 1.0):
@@ -239,11 +239,11 @@ def test_a_sample_is_guided_unless_told_otherwise(tiny_model: Callable[[str, str
     assert asked == {None: 4, 1.0: 2}
 
 
-# -- captions and what they are about ---------------------------------------------------------------------------------
+# -- captions and references ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)
-def test_what_a_caption_depends_on(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
+def test_caption_embedding_depends_on_text_and_references(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     encoder = text_encoder(SPEC.family, tiny_model("qwen_image", flavour))
     assert encoder.reads_pictures == (flavour != "t2i")
     pictures = [tuple(references(flavour, seed)) for seed in (0, 1)]
@@ -256,14 +256,14 @@ def test_what_a_caption_depends_on(flavour: str, tiny_model: Callable[[str, str]
     assert [*one] == ["prompt_embeds"]
 
 
-def test_a_caption_is_cut_where_the_pipeline_cuts_it(tiny_model: Callable[[str, str], Path]) -> None:
+def test_captions_are_truncated_like_the_pipelines(tiny_model: Callable[[str, str], Path]) -> None:
     encoder = text_encoder(SPEC.family, tiny_model("qwen_image", "t2i"))
     [entry] = encoder.encode([Prompt("猫" * 400)])
     assert len(entry["prompt_embeds"]) == 512
 
 
-def test_an_edit_without_references(tiny_model: Callable[[str, str], Path]) -> None:
-    """Edit has a place for exactly one in its template; Edit Plus words its template by how many there are."""
+def test_edit_without_references(tiny_model: Callable[[str, str], Path]) -> None:
+    """Edit's template has exactly one; Edit Plus adapts its template to their number."""
     with pytest.raises(DataError, match="exactly one"):
         text_encoder(SPEC.family, tiny_model("qwen_image", "edit")).encode([Prompt(SHORT)])
     with pytest.raises(DataError, match="exactly one"):
@@ -277,7 +277,7 @@ def test_an_edit_without_references(tiny_model: Callable[[str, str], Path]) -> N
 
 def test_no_references_for_a_model_that_does_not_edit(tiny_model: Callable[[str, str], Path]) -> None:
     encoder = latent_encoder(SPEC.family, tiny_model("qwen_image", "t2i"))
-    with pytest.raises(DataError, match="takes none"):
+    with pytest.raises(DataError, match="supports none"):
         encoder.encode([sample_of(image(), sample_of(image(1)))])
 
 
@@ -286,14 +286,14 @@ def test_ids(flavour: str, tiny_model: Callable[[str, str], Path]) -> None:
     assert_id_tells_apart(SPEC, tiny_model("qwen_image", flavour))
 
 
-def test_captions_are_known_by_their_template(tiny_model: Callable[[str, str], Path]) -> None:
-    """All flavours have the same text encoder, and each words and shows it something else."""
+def test_ids_depend_on_the_template(tiny_model: Callable[[str, str], Path]) -> None:
+    """All flavours share a text encoder but use different templates and image sizes."""
     ids = {text_encoder(SPEC.family, tiny_model("qwen_image", flavour)).id for flavour in FLAVOURS[:3]}
     assert len({one.weights for one in ids}) == 1
     assert len({dict(one.settings)["template"] for one in ids}) == 3
 
 
-def test_a_reference_is_shown_at_the_pipelines_own_size(
+def test_references_are_resized_like_the_pipelines(
     tiny_model: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, areas = edit.calculate_dimensions, []
@@ -310,7 +310,7 @@ def test_a_reference_is_shown_at_the_pipelines_own_size(
     assert dict(encoder.id.settings)["picture"] == str(*theirs)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejections -------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_family(tiny_model: Callable[[str, str], Path]) -> None:
@@ -339,7 +339,7 @@ def test_a_transformer_of_another_model(tiny_model: Callable[[str, str], Path], 
 
 @pytest.mark.parametrize(
     ("flavour", "count", "named"),
-    [("t2i", 1, "does not edit"), ("edit", 0, "to change"), ("edit", 2, "at most 1"), ("edit-2509", 0, "to change")],
+    [("t2i", 1, "does not edit"), ("edit", 0, "to edit"), ("edit", 2, "at most 1"), ("edit-2509", 0, "to edit")],
 )
 def test_a_sample_with_the_wrong_number_of_references(
     flavour: str, count: int, named: str, tiny_model: Callable[[str, str], Path]
@@ -349,7 +349,7 @@ def test_a_sample_with_the_wrong_number_of_references(
         SPEC.sample(pipeline, SampleRequest(SHORT, references=(image(),) * count))
 
 
-def test_a_single_step_makes_no_numbers(tiny_model: Callable[[str, str], Path]) -> None:
+def test_single_step_is_rejected(tiny_model: Callable[[str, str], Path]) -> None:
     pipeline = loaded.pipeline(SPEC.family, tiny_model("qwen_image", "t2i"))
     with pytest.raises(ConfigError, match="2 or more"):
         SPEC.sample(pipeline, SampleRequest(SHORT, width=32, height=32, steps=1))

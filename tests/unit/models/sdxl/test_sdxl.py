@@ -1,4 +1,4 @@
-"""SDXL as diffusers' own pipeline runs it."""
+"""SDXL compared with diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def entries(folder: Path, *captions: str) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
-def test_predict_is_what_the_pipeline_asks_and_gets(predicts: str, folder: Path, tiny_v_prediction: Path) -> None:
+def test_predict_equals_the_pipelines_call(predicts: str, folder: Path, tiny_v_prediction: Path) -> None:
     folder = folder if predicts == "epsilon" else tiny_v_prediction
     facts = SPEC.inspect(source(folder))
     assert facts.schedule.prediction == predicts
@@ -82,7 +82,7 @@ def test_predict_is_what_the_pipeline_asks_and_gets(predicts: str, folder: Path,
         assert_same_inputs(ours.inputs[0], inputs)
 
 
-def test_latents_are_decoded_to_what_the_vae_gives_back(folder: Path) -> None:
+def test_latents_decode_to_the_vaes_reconstruction(folder: Path) -> None:
     [entry] = entries(folder, SHORT)
     pipeline = loaded.pipeline(SPEC.family, folder)
     drawn = pipeline(
@@ -99,7 +99,7 @@ def test_latents_are_decoded_to_what_the_vae_gives_back(folder: Path) -> None:
     torch.testing.assert_close(drawn, through.mul(0.5).add(0.5).clamp(0, 1), **TOLERANCE)
 
 
-def test_a_batch_is_its_samples(folder: Path) -> None:
+def test_batch_equals_its_single_samples(folder: Path) -> None:
     facts, both = SPEC.inspect(source(folder)), entries(folder, SHORT, LONG)
     unet = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
     noisy, level = torch.randn(2, 4, 4, 6, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.9])
@@ -115,7 +115,7 @@ def test_half_precision(folder: Path) -> None:
     check_half_precision(SPEC, folder, entries(folder, SHORT, LONG), torch.randn(2, 4, 8, 8))
 
 
-def test_every_default_target_learns(folder: Path) -> None:
+def test_every_default_target_gets_a_gradient(folder: Path) -> None:
     facts, both = SPEC.inspect(source(folder)), entries(folder, SHORT, LONG)
     unet = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
     noisy, level = torch.randn(2, 4, 8, 8), torch.tensor([0.2, 0.9])
@@ -124,7 +124,7 @@ def test_every_default_target_learns(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("guidance", [None, 1.0])
-def test_samples_have_the_size_asked_for(guidance: float | None, folder: Path) -> None:
+def test_samples_have_the_requested_size(guidance: float | None, folder: Path) -> None:
     pipeline = loaded.pipeline(SPEC.family, folder)
     request = SampleRequest(SHORT, width=WIDE[0], height=WIDE[1], steps=2, guidance=guidance, seed=3)
     drawn, again = SPEC.sample(pipeline, request), SPEC.sample(pipeline, request)
@@ -134,7 +134,7 @@ def test_samples_have_the_size_asked_for(guidance: float | None, folder: Path) -
     assert SPEC.sample(pipeline, replace(request, prompt=LONG)).frames[0].tobytes() != frame.tobytes()
 
 
-def test_a_sample_shows_the_denoiser_it_is_given(folder: Path) -> None:
+def test_samples_use_the_given_denoiser(folder: Path) -> None:
     facts = SPEC.inspect(source(folder))
     trained = SPEC.load_denoiser(source(folder), facts.experts[0], CPU)
     pipeline = SPEC.load_pipeline(source(folder), {"unet": trained}, CPU)
@@ -148,13 +148,13 @@ def test_a_sample_shows_the_denoiser_it_is_given(folder: Path) -> None:
     ("flips", "corner"),
     [({}, (9, 5)), ({"flip_x": True}, (9, 60 - 48 - 5)), ({"flip_x": True, "flip_y": True}, (45 - 32 - 9, 7))],
 )
-def test_the_sizes_tell_how_the_picture_was_cut(flips: dict[str, bool], corner: tuple[int, int], folder: Path) -> None:
+def test_time_ids_describe_the_crop(flips: dict[str, bool], corner: tuple[int, int], folder: Path) -> None:
     encoder = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions())
     [entry] = encoder.encode([sample_of(image(), fit=FIT, augmentation=Augmentation(**flips))])
     assert entry["time_ids"].tolist() == [751, 1000, *corner, 32, 48]
 
 
-def test_a_careful_vae_works_in_float32_and_hands_out_what_was_asked(folder: Path, tmp_path: Path) -> None:
+def test_force_upcast_vae_encodes_in_float32_and_returns_the_requested_dtype(folder: Path, tmp_path: Path) -> None:
     half = replace(CPU, dtype=torch.bfloat16)
     exact = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions()).encode([sample_of(image())])[0]["latents"]
     [careful] = SPEC.load_latent_encoder(source(folder), half, EncodeOptions()).encode([sample_of(image())])
@@ -177,9 +177,9 @@ def test_a_vae_with_its_own_mean_and_deviation(folder: Path, tmp_path: Path) -> 
     torch.testing.assert_close(moved["latents"], expected, **TOLERANCE)
 
 
-def test_references_are_refused(folder: Path) -> None:
+def test_references_are_rejected(folder: Path) -> None:
     encoder = SPEC.load_latent_encoder(source(folder), CPU, EncodeOptions())
-    with pytest.raises(DataError, match="takes none"):
+    with pytest.raises(DataError, match="supports none"):
         encoder.encode([sample_of(image(), sample_of(image(1)))])
 
 
@@ -191,7 +191,7 @@ def test_ids(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("predicts", ["epsilon", "v_prediction"])
-def test_the_schedule_is_the_one_that_is_sampled_with(predicts: str, folder: Path, tiny_v_prediction: Path) -> None:
+def test_schedule_equals_the_samplers(predicts: str, folder: Path, tiny_v_prediction: Path) -> None:
     folder = folder if predicts == "epsilon" else tiny_v_prediction
     schedule = SPEC.inspect(source(folder)).schedule
     euler = EulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
@@ -201,7 +201,7 @@ def test_the_schedule_is_the_one_that_is_sampled_with(predicts: str, folder: Pat
     assert schedule.model_time(levels).tolist() == list(range(999))
 
 
-def test_a_schedule_without_signal_at_its_end(tiny_v_prediction: Path) -> None:
+def test_zero_terminal_snr_schedule(tiny_v_prediction: Path) -> None:
     schedule = SPEC.inspect(source(tiny_v_prediction)).schedule
     assert isinstance(schedule, Ddpm)
     assert schedule.alphas_cumprod[-1] == 0.0
@@ -211,7 +211,7 @@ def test_a_schedule_without_signal_at_its_end(tiny_v_prediction: Path) -> None:
     ("marks", "predicts", "signal"),
     [([], "epsilon", True), (["v_pred"], "v_prediction", True), (["v_pred", "ztsnr"], "v_prediction", False)],
 )
-def test_a_single_file_tells_how_it_was_trained(
+def test_single_file_marks_set_the_prediction(
     marks: list[str], predicts: str, signal: bool, folder: Path, tmp_path: Path
 ) -> None:
     save_file({name: torch.zeros(0) for name in (*marks, "other")}, tmp_path / "one.safetensors")
@@ -234,8 +234,8 @@ def test_the_denoiser_of_a_single_file(folder: Path, tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensor + 1.0) for name, tensor in weights.items())
 
 
-def test_a_vae_that_needs_no_float32_is_known_by_the_dtype_it_works_in(folder: Path, tmp_path: Path) -> None:
-    """As the one people put in place of the published one; known before it is loaded as well as after."""
+def test_id_of_a_vae_without_force_upcast_has_its_dtype(folder: Path, tmp_path: Path) -> None:
+    """Such as the fp16-fix VAE. The id is the same before and after loading."""
     changed = copied(folder, tmp_path)
     rewrite(changed / "vae" / "config.json", force_upcast=False)
     half = replace(CPU, dtype=torch.bfloat16)
@@ -248,13 +248,13 @@ def test_a_vae_that_needs_no_float32_is_known_by_the_dtype_it_works_in(folder: P
 
 
 @pytest.mark.parametrize("side", [30, 100])
-def test_a_size_it_cannot_draw(side: int, folder: Path) -> None:
+def test_unsupported_size(side: int, folder: Path) -> None:
     pipeline = loaded.pipeline(SPEC.family, folder)
     with pytest.raises(ConfigError, match=rf"height\n.*{side}\n.*a multiple of 8\n.*{round(side / 8) * 8}"):
         SPEC.sample(pipeline, SampleRequest(SHORT, width=32, height=side))
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
+# -- rejections -------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_another_family(tiny_model: Callable[[str, str], Path]) -> None:
@@ -280,7 +280,7 @@ def test_all_missing_parts_are_named(folder: Path, tmp_path: Path) -> None:
         ("unet/config.json", {"in_channels": 9}, "inpainting"),
     ],
 )
-def test_relatives_of_the_base_model(
+def test_related_models_are_rejected(
     part: str, changed: dict[str, object], named: str, folder: Path, tmp_path: Path
 ) -> None:
     relative = copied(folder, tmp_path)
@@ -289,12 +289,12 @@ def test_relatives_of_the_base_model(
         SPEC.inspect(source(relative))
 
 
-def test_a_sample_cannot_have_references(folder: Path) -> None:
+def test_samples_with_references_are_rejected(folder: Path) -> None:
     with pytest.raises(ConfigError, match="does not edit"):
         SPEC.sample(loaded.pipeline(SPEC.family, folder), SampleRequest(SHORT, references=(image(),)))
 
 
-def test_a_rescaled_guidance_samples_another_image(folder: Path) -> None:
+def test_guidance_rescale_changes_the_sample(folder: Path) -> None:
     pipeline = loaded.pipeline(SPEC.family, folder)
     request = SampleRequest("a cat", "a dog", 64, 64, steps=2, guidance=7.0)
     plain, rescaled = (SPEC.sample(pipeline, replace(request, guidance_rescale=value)) for value in (0.0, 0.9))

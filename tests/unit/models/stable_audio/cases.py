@@ -1,4 +1,4 @@
-"""Sounds, and what diffusers' own pipeline does with them."""
+"""Audio samples, and diffusers' own pipeline on them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def source_of(tiny_model: TinyModel) -> ModelSource:
 
 
 def sound(columns: int = 8, seed: int = 0, *, start: float = 0.0, silent: int = 0, pad: bool = False) -> Sample:
-    """Noise of so many latent columns; the last `silent` samples are zeros."""
+    """Noise with the length of this many latent columns. The last `silent` audio samples are zeros."""
     length = columns * HOP
     audio = torch.rand(2, length, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     audio[:, length - silent :] = 0
@@ -48,7 +48,7 @@ def sound(columns: int = 8, seed: int = 0, *, start: float = 0.0, silent: int = 
 
 
 def pipeline_of(source: ModelSource) -> Any:
-    """diffusers' own loading, with the solver that tells the weights the times they know."""
+    """diffusers' own loading, with our solver, which passes the model time the weights were trained with."""
     solver = solver_from(read_config(source, "scheduler", SCHEDULER))
     pipeline = DiffusionPipeline.from_pretrained(str(source.folder), scheduler=solver, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
@@ -81,6 +81,6 @@ def entries(source: ModelSource, sample: Sample, *captions: str) -> list[dict[st
 
 
 def batched(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Put together as the source of batches does it."""
+    """Collated as the batch source does."""
     entries = [{name: part[0] for name, part in batch.items()} for batch in batches]
     return {name: one.build() for name, one in collate(entries, [str(n) for n in range(len(entries))]).items()}

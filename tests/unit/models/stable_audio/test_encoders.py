@@ -1,4 +1,4 @@
-"""What the encoders put into the caches, against diffusers' own code and the contract of `cache.encoder`."""
+"""The encoders' cache entries, compared with diffusers' own code and the contract of `cache.encoder`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from unit.models.stable_audio.cases import CPU, HOP, RATE, TinyModel, entries, p
 EXACT = {"rtol": 0.0, "atol": 1e-5}
 
 
-def test_the_pipeline_decodes_our_latents_to_what_the_vae_makes_of_the_sound(tiny_model: TinyModel) -> None:
+def test_latents_decode_to_the_vaes_reconstruction(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     sample = sound(32)
     (batch,) = entries(source, sample, "a dog")
     pipeline = pipeline_of(source)
-    # It has no callback that could change its latents: its solver hands it ours.
+    # The pipeline has no callback that could change latents, so its solver returns ours.
     pipeline.scheduler.step = lambda *_, **__: SchedulerOutput(prev_sample=batch["latents"])
     found = pipeline("a dog", num_inference_steps=1, guidance_scale=1.0).audios[0]
     vae = AutoencoderOobleck.from_pretrained(str(source.folder), subfolder="vae")
@@ -36,7 +36,7 @@ def test_the_pipeline_decodes_our_latents_to_what_the_vae_makes_of_the_sound(tin
     assert float(found.std()) > 0
 
 
-def test_an_entry_does_not_depend_on_its_company(tiny_model: TinyModel) -> None:
+def test_entry_does_not_depend_on_its_batch(tiny_model: TinyModel) -> None:
     encoder = latent_encoder("stable_audio", source_of(tiny_model).folder)
     samples = [sound(seed=1, start=2.0), sound(seed=2, pad=True, silent=1000)]
     for sample, entry in zip(samples, encoder.encode(samples), strict=True):
@@ -59,7 +59,7 @@ def test_an_entry_does_not_depend_on_its_company(tiny_model: TinyModel) -> None:
     ],
     ids=["whole", "a piece", "padded", "with a quiet end", "silence"],
 )
-def test_seconds_say_where_the_sound_starts_and_ends(
+def test_seconds_are_the_start_and_end_of_the_audio(
     tiny_model: TinyModel, sample: Sample, seconds: tuple[float, float]
 ) -> None:
     source = source_of(tiny_model)
@@ -70,7 +70,7 @@ def test_seconds_say_where_the_sound_starts_and_ends(
     torch.testing.assert_close(entry["seconds_embeds"], torch.cat([start, end], dim=1)[0], **EXACT)
 
 
-def test_half_precision_entries_know_the_seconds_exactly(tiny_model: TinyModel) -> None:
+def test_half_precision_entries_have_exact_seconds(tiny_model: TinyModel) -> None:
     source, half = source_of(tiny_model), Placement(torch.device("cpu"), torch.bfloat16)
     (precise,) = latent_encoder("stable_audio", source.folder).encode([sound(start=30.3)])
     (entry,) = SPEC.load_latent_encoder(source, half, EncodeOptions()).encode([sound(start=30.3)])
@@ -79,7 +79,7 @@ def test_half_precision_entries_know_the_seconds_exactly(tiny_model: TinyModel) 
     assert torch.equal(entry["seconds"], precise["seconds"])
 
 
-def test_draws_from_the_posterior_belong_to_the_sample(tiny_model: TinyModel) -> None:
+def test_posterior_sample_depends_on_content_only(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     mean = latent_encoder("stable_audio", source.folder)
     drawing = SPEC.load_latent_encoder(source, CPU, EncodeOptions(posterior="sample"))
@@ -90,7 +90,7 @@ def test_draws_from_the_posterior_belong_to_the_sample(tiny_model: TinyModel) ->
     assert mean.id != drawing.id
 
 
-def test_captions_are_the_pipelines_embeddings_without_the_padding(tiny_model: TinyModel) -> None:
+def test_captions_equal_the_pipelines_without_padding(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     captions = ["a dog", "日本 👀", "sound " * 500]
     encoder = text_encoder("stable_audio", source.folder)
@@ -111,19 +111,19 @@ def test_captions_are_the_pipelines_embeddings_without_the_padding(tiny_model: T
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (dataclasses.replace(sound(), audio=None, pixels=torch.zeros(3, 8, 8)), "is trained on sound"),
-        (dataclasses.replace(sound(), audio=torch.zeros(1, HOP)), r"1 channels .* take 2 channels at 44100 Hz"),
+        (dataclasses.replace(sound(), audio=None, pixels=torch.zeros(3, 8, 8)), "trains on audio"),
+        (dataclasses.replace(sound(), audio=torch.zeros(1, HOP)), r"1 channels .* need 2 channels at 44100 Hz"),
         (dataclasses.replace(sound(), audio=torch.zeros(2, HOP + 1)), "2049 samples .* whole columns of 2048"),
     ],
     ids=["a picture", "mono", "a broken column"],
 )
-def test_other_samples_are_refused_by_name(tiny_model: TinyModel, sample: Sample, message: str) -> None:
+def test_unsupported_samples_are_rejected_by_name(tiny_model: TinyModel, sample: Sample, message: str) -> None:
     encoder = latent_encoder("stable_audio", source_of(tiny_model).folder)
     with pytest.raises(DataError, match=rf"0\.wav: .*{message}"):
         encoder.encode([sample])
 
 
-def test_saving_memory_and_closing(tiny_model: TinyModel) -> None:
+def test_save_memory_and_close(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     encoder, text = SPEC.load_latent_encoder(source, CPU, EncodeOptions()), SPEC.load_text_encoder(source, CPU)
     samples = [sound(seed=1), sound(seed=2)]

@@ -25,7 +25,7 @@ def test_facts(tiny_model: TinyModel) -> None:
     assert f"{channels} latent channels" in facts.details["recognised"]
 
 
-def test_the_published_scheduler_is_taken(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_published_scheduler_is_supported(tiny_model: TinyModel, tmp_path: Path) -> None:
     """Its class cannot be imported without torchsde; we read only its configuration."""
     source = changed(
         tiny_model, tmp_path, "scheduler/scheduler_config.json", {"_class_name": "CosineDPMSolverMultistepScheduler"}
@@ -50,19 +50,19 @@ def changed(tiny_model: TinyModel, tmp_path: Path, file: str, change: Mapping[st
         ("scheduler/scheduler_config.json", {"prediction_type": "epsilon"}, "prediction_type\n.*'epsilon'\n.*'v_pred"),
         ("scheduler/scheduler_config.json", {"sigma_data": 0.5}, "sigma_data\n.*0.5\n.*1.0"),
         ("tokenizer/tokenizer_config.json", {"model_max_length": 1e30}, "model_max_length\n.*1e\\+30"),
-        ("transformer/config.json", {"in_channels": 33}, "in_channels\n.*33\n.*, as the VAE has"),
+        ("transformer/config.json", {"in_channels": 33}, "in_channels\n.*33\n.*, as in the VAE's"),
         ("transformer/config.json", {"_class_name": "FluxTransformer2DModel"}, "class\n.*FluxTransformer2DModel\n"),
         ("model_index.json", {"_class_name": "AudioLDM2Pipeline"}, "AudioLDM2Pipeline\n.*StableAudioPipeline\n"),
     ],
 )
-def test_relatives_are_refused_by_name(
+def test_related_models_are_rejected_by_name(
     tiny_model: TinyModel, tmp_path: Path, file: str, change: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         SPEC.inspect(changed(tiny_model, tmp_path, file, change))
 
 
-def test_a_folder_of_another_family_is_refused(tiny_model: TinyModel) -> None:
+def test_folder_of_another_family_is_rejected(tiny_model: TinyModel) -> None:
     with pytest.raises(ConfigError, match=r"WanPipeline\n.*StableAudioPipeline\n.*model.family"):
         SPEC.inspect(ModelSource("wan", tiny_model("wan", "t2v-14b-2.2")))
 
@@ -76,7 +76,7 @@ def test_all_missing_parts_are_named_at_once(tiny_model: TinyModel, tmp_path: Pa
     assert all(f"no folder {part}" in str(caught.value) for part in ("projection_model", "vae"))
 
 
-def test_meta_build_has_the_loaded_models_names_and_shapes(tiny_model: TinyModel) -> None:
+def test_meta_build_equals_the_loaded_model_in_names_and_shapes(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     (expert,) = SPEC.inspect(source).experts
     built, loaded = SPEC.build_denoiser(source, expert), SPEC.load_denoiser(source, expert, CPU)

@@ -1,4 +1,4 @@
-"""`predict` on entries of our encoders against what diffusers' own pipeline asks and gets."""
+"""`predict` on entries of our encoders, compared with the denoiser calls of diffusers' own pipeline."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ START, END = 0.5, 0.5 + 8 * 2048 / 44_100
 
 
 @pytest.mark.parametrize("avoided", [None, AVOIDED], ids=["nothing avoided", "a caption avoided"])
-def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, avoided: str | None) -> None:
-    """Guidance asks for the caption and for nothing in one batch of two: `nothing` is our empty caption."""
+def test_denoiser_inputs_equal_the_pipelines(tiny_model: TinyModel, avoided: str | None) -> None:
+    """Guidance batches the caption with no caption: the latter is our empty caption."""
     source = source_of(tiny_model)
     pipeline, facts = pipeline_of(source), SPEC.inspect(source)
     calls = record(pipeline.transformer)
@@ -49,7 +49,7 @@ def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, avo
             torch.testing.assert_close(own, theirs, **EXACT)
 
 
-def test_two_samples_are_answered_as_each_alone(tiny_model: TinyModel) -> None:
+def test_batch_equals_its_single_samples(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model)
     facts = SPEC.inspect(source)
     denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)

@@ -1,4 +1,4 @@
-"""Training and sampling must show the denoiser the same latents and the same time at the same noise."""
+"""Training and sampling must give the denoiser the same latents and model time at the same noise level."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PUBLISHED = {
 
 
 def published_time(sigma: Tensor) -> Tensor:
-    """The time diffusers' scheduler of the published folder tells: read off its file, which imports torchsde."""
+    """The model time of the published scheduler, read from its source file, because importing it needs torchsde."""
     schedulers = find_spec("diffusers.schedulers")
     assert schedulers is not None
     assert schedulers.origin is not None
@@ -44,7 +44,7 @@ def published_time(sigma: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("steps", [1, 2, 20, 100])
-def test_levels_of_the_schedule_are_the_solvers(steps: int) -> None:
+def test_schedule_levels_equal_the_solvers(steps: int) -> None:
     solver, schedule = solver_from(PUBLISHED), Cosine()
     solver.set_timesteps(steps)
     sigmas = solver.sigmas[:-1]
@@ -56,13 +56,13 @@ def test_levels_of_the_schedule_are_the_solvers(steps: int) -> None:
     dirty = clean + sigmas[:, None, None] * noise
     seen = noisy(schedule, clean, noise, level)
     torch.testing.assert_close(seen, solver.precondition_inputs(dirty, sigmas[:, None, None]), rtol=0, atol=1e-5)
-    # A denoiser that answers what training asks for leads the solver to the clean latents; sigma magnifies rounding.
+    # A denoiser that predicts the training target leads the solver to the clean latents. Sigma amplifies rounding.
     answer = target(schedule, clean, noise, level).double()
     found = solver.precondition_outputs(dirty.double(), answer, sigmas[:, None, None].double())
     torch.testing.assert_close(found.float(), clean, rtol=0, atol=1e-3)
 
 
-def test_a_perfect_denoiser_is_followed_to_the_clean_latents() -> None:
+def test_perfect_denoiser_leads_to_the_clean_latents() -> None:
     solver, schedule = solver_from(PUBLISHED), Cosine()
     clean = torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(1))
     solver.set_timesteps(12)
@@ -75,7 +75,7 @@ def test_a_perfect_denoiser_is_followed_to_the_clean_latents() -> None:
     torch.testing.assert_close(latents, clean, rtol=0, atol=1e-3)
 
 
-def test_the_published_configuration_is_taken_over() -> None:
+def test_published_configuration_is_kept() -> None:
     solver = solver_from({**PUBLISHED, "sigma_max": 80, "_diffusers_version": "0.30"})
     assert isinstance(solver, CosineSolver)
     assert (solver.config.sigma_max, solver.config.sigma_min, solver.config.prediction_type) == (

@@ -1,4 +1,4 @@
-"""The flavours of Wan that differ in what their denoisers are asked, and samples to ask them with."""
+"""Wan flavours whose denoisers have different inputs, with samples for them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
     flavour: str
     from_image: bool = False
     size: tuple[int, int] = (48, 32)
-    """Width and height: not square, so that exchanging them shows."""
+    """Width and height. Not square, so that swapping them is detected."""
     frames: int = 5
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ CASES = (
 )
 
 BY_VAE = tuple(pytest.param(case, marks=[] if case in (CASES[0], CASES[2]) else pytest.mark.full) for case in CASES)
-"""Every day one case of each VAE."""
+"""One case per VAE, for the daily tests."""
 
 
 def source_of(tiny_model: TinyModel, flavour: str) -> ModelSource:
@@ -80,7 +80,7 @@ def clip(size: tuple[int, int], frames: int = 5, seed: int = 0, mask: Tensor | N
 
 
 def pipeline_of(source: ModelSource, case: Case) -> Any:
-    """diffusers' own loading, nothing of ours."""
+    """diffusers' own loading, without our code."""
     pipeline = DiffusionPipeline.from_pretrained(str(source.folder), local_files_only=True)
     if case.from_image and not isinstance(pipeline, WanImageToVideoPipeline):
         pipeline = WanImageToVideoPipeline(**pipeline.components, expand_timesteps=True)
@@ -96,7 +96,7 @@ class Call:
 
 
 def record(pipeline: Any) -> list[Call]:
-    """Everything the pipeline asks its denoisers from here on."""
+    """Records all later denoiser calls of the pipeline."""
     calls: list[Call] = []
     for component in ("transformer", "transformer_2"):
         module: nn.Module | None = getattr(pipeline, component)
@@ -143,6 +143,6 @@ def entries(source: ModelSource, case: Case, sample: Sample, *captions: str) -> 
 
 
 def batched(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Put together as the source of batches does it."""
+    """Collated as the batch source does."""
     entries = [{name: part[0] for name, part in batch.items()} for batch in batches]
     return {name: one.build() for name, one in collate(entries, [str(n) for n in range(len(entries))]).items()}

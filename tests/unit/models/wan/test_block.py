@@ -1,4 +1,4 @@
-"""The block with fused norms: diffusers' own where the kernels cannot work, and the same steps where they can."""
+"""The block with fused norms: diffusers' own code if the kernels do not apply, equal results if they do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fused(block: WanTransformerBlock) -> FusedBlock:
 
 
 def results(block: nn.Module, dtype: torch.dtype, per_token: bool = False, checkpointed: bool = False) -> list[Tensor]:
-    """The answer, and the gradients of the input and of all that is trained."""
+    """The output, and the gradients of the input and of all trained parameters."""
     torch.manual_seed(1)
     x, text = torch.randn(2, TOKENS, WIDTH).to(dtype).requires_grad_(), torch.randn(2, 5, WIDTH).to(dtype)
     temb = torch.randn(2, TOKENS, 6, WIDTH) if per_token else torch.randn(2, 6, WIDTH)
@@ -54,7 +54,7 @@ def results(block: nn.Module, dtype: torch.dtype, per_token: bool = False, check
 @pytest.mark.parametrize("per_token", [False, True], ids=["batch", "token"])
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("cross_attn_norm", [False, True])
-def test_on_a_cpu_it_is_the_parent_bit_for_bit(cross_attn_norm: bool, dtype: torch.dtype, per_token: bool) -> None:
+def test_cpu_result_equals_the_parents_bit_for_bit(cross_attn_norm: bool, dtype: torch.dtype, per_token: bool) -> None:
     block = made(cross_attn_norm).to(dtype)
     found, wanted = results(fused(block), dtype, per_token), results(block, dtype, per_token)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
@@ -71,7 +71,7 @@ def test_weights_keep_their_names_and_other_classes_their_own() -> None:
     assert list(holder.state_dict()) == before
 
 
-# -- where the kernels are asked --------------------------------------------------------------------------------------
+# -- when the kernels are used ----------------------------------------------------------------------------------------
 
 
 def fits(
@@ -80,10 +80,10 @@ def fits(
     with FakeTensorMode():
         x = torch.empty(2, TOKENS, WIDTH, dtype=dtype, device=device)
         temb = torch.empty(*(2, TOKENS, 6, WIDTH)[-dimensions:], device=device, requires_grad=gradient)
-    return block._fits(x, temb)
+    return block._can_fuse(x, temb)
 
 
-def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_the_kernels_apply(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "HAS_TRITON", True)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     block = fused(made().requires_grad_(False))
@@ -106,7 +106,7 @@ def test_when_they_can_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plain_norming() -> ModuleType:
-    """In the place of the kernels, which no CPU has."""
+    """Stands in for the kernels, which need a GPU."""
 
     def normed(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         assert all(one.is_contiguous() and one.dtype == torch.float32 for one in (scale, shift))
@@ -124,7 +124,7 @@ def plain_norming() -> ModuleType:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=["fp32", "bf16"])
-def test_a_gate_gives_the_gradients_autograd_would(dtype: torch.dtype) -> None:
+def test_gated_gives_autograds_gradients(dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     x, a, gradient = (torch.randn(2, TOKENS, WIDTH).to(dtype) for _ in range(3))
     gate = torch.randn(2, WIDTH)
@@ -142,9 +142,9 @@ def test_a_gate_gives_the_gradients_autograd_would(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_its_steps_are_those_of_the_parent(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
+def test_fused_steps_equal_the_parents(monkeypatch: pytest.MonkeyPatch, checkpointed: bool) -> None:
     monkeypatch.setitem(sys.modules, "gracetune.kernels.fused_norm", plain_norming())
-    monkeypatch.setattr(FusedBlock, "_fits", lambda *_given: True)
+    monkeypatch.setattr(FusedBlock, "_can_fuse", lambda *_given: True)
     block = made().requires_grad_(False)
     for layer in (block.attn1.to_q, block.attn2.to_v, block.ffn.net[2]):
         layer.weight.requires_grad_()

@@ -1,4 +1,4 @@
-"""What the encoders put into the caches, against diffusers' own code and the contract of `cache.encoder`."""
+"""The encoders' cache entries, compared with diffusers' own code and the contract of `cache.encoder`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-5}
 
 
 @pytest.mark.parametrize("case", BY_VAE, ids=str)
-def test_the_pipeline_decodes_our_latents_to_what_the_vae_makes_of_the_clip(tiny_model: TinyModel, case: Case) -> None:
+def test_latents_decode_to_the_vaes_reconstruction(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)
     sample = clip(case.size, case.frames)
     (batch,) = entries(source, case, sample, "a cat")
@@ -57,7 +57,7 @@ def test_the_pipeline_decodes_our_latents_to_what_the_vae_makes_of_the_clip(tiny
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_an_entry_does_not_depend_on_its_company(tiny_model: TinyModel, case: Case) -> None:
+def test_entry_does_not_depend_on_its_batch(tiny_model: TinyModel, case: Case) -> None:
     encoder = latent_encoder("wan", tiny_model("wan", case.flavour), case.options)
     samples = [
         clip(case.size, case.frames, seed=1, mask=torch.rand(1, *reversed(case.size))),
@@ -96,7 +96,7 @@ def test_a_mask_is_averaged_to_the_latents_and_repeated_over_their_frames(tiny_m
     assert "loss_mask" not in encoder.encode([clip((32, 32))])[0]
 
 
-def test_the_5b_learns_nothing_from_the_frame_it_is_given(tiny_model: TinyModel) -> None:
+def test_the_5b_has_no_loss_on_the_given_frame(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "ti2v-5b-2.2")
     encoder = SPEC.load_latent_encoder(source, CPU, EncodeOptions(image_to_video=True))
     (entry,) = encoder.encode([clip((64, 64))])
@@ -108,12 +108,12 @@ def test_the_5b_learns_nothing_from_the_frame_it_is_given(tiny_model: TinyModel)
     assert set(picture) == {"latents"}, "nothing follows the first frame of a picture"
 
 
-def test_weights_that_start_from_text_refuse_a_first_frame(tiny_model: TinyModel) -> None:
-    with pytest.raises(ConfigError, match=r"video.image_to_video.*\n.*true\n.*t2v-14b-2.2 starts from text alone"):
+def test_text_to_video_weights_reject_image_to_video(tiny_model: TinyModel) -> None:
+    with pytest.raises(ConfigError, match=r"video.image_to_video.*\n.*true\n.*t2v-14b-2.2 has no image-to-video mode"):
         SPEC.load_latent_encoder(source_of(tiny_model, "t2v-14b-2.2"), CPU, EncodeOptions(image_to_video=True))
 
 
-def test_draws_from_the_posterior_belong_to_the_sample(tiny_model: TinyModel) -> None:
+def test_posterior_sample_depends_on_content_only(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "t2v-14b-2.2")
     mean = SPEC.load_latent_encoder(source, CPU, EncodeOptions())
     drawing = SPEC.load_latent_encoder(source, CPU, EncodeOptions(posterior="sample"))
@@ -127,13 +127,13 @@ def test_draws_from_the_posterior_belong_to_the_sample(tiny_model: TinyModel) ->
     assert mean.id != drawing.id
 
 
-def test_sound_is_refused_by_name(tiny_model: TinyModel) -> None:
+def test_audio_is_rejected_by_name(tiny_model: TinyModel) -> None:
     encoder = latent_encoder("wan", tiny_model("wan", "t2v-14b-2.2"))
-    with pytest.raises(DataError, match=r"0\.mp4: Wan is trained on pictures and clips"):
+    with pytest.raises(DataError, match=r"0\.mp4: found audio, but Wan trains on images"):
         encoder.encode([dataclasses.replace(clip((32, 32)), pixels=None, audio=torch.zeros(2, 2048))])
 
 
-def test_saving_memory_goes_from_slices_to_tiles_and_the_id_says_when_values_change(tiny_model: TinyModel) -> None:
+def test_save_memory_enables_slicing_then_tiling_which_changes_the_id(tiny_model: TinyModel) -> None:
     encoder = SPEC.load_latent_encoder(source_of(tiny_model, "t2v-14b-2.2"), CPU, EncodeOptions())
     samples = [clip((288, 16), frames=1, seed=1), clip((288, 16), frames=1, seed=2)]  # tiles are 256 wide
     whole, before = [entry["latents"] for entry in encoder.encode(samples)], encoder.id
@@ -177,7 +177,7 @@ def test_another_vae_is_another_encoder(tiny_model: TinyModel, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("flavour", ["t2v-14b-2.2", "i2v-14b-480p-2.1"])
-def test_captions_are_the_pipelines_embeddings_without_the_padding(tiny_model: TinyModel, flavour: str) -> None:
+def test_captions_equal_the_pipelines_without_padding(tiny_model: TinyModel, flavour: str) -> None:
     source = source_of(tiny_model, flavour)
     captions = ["a red cat &amp; a   dog ", "", "日本 👀 " * 3, "cat " * 1000]
     encoder = text_encoder("wan", source.folder)
@@ -194,7 +194,7 @@ def test_captions_are_the_pipelines_embeddings_without_the_padding(tiny_model: T
     assert torch.equal(encoder.encode([Prompt(captions[0])])[0]["prompt_embeds"], found[0])
 
 
-def test_closing_gives_the_memory_back(tiny_model: TinyModel) -> None:
+def test_close_frees_the_memory(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "i2v-14b-480p-2.1")
     latents, text = SPEC.load_latent_encoder(source, CPU, EncodeOptions()), SPEC.load_text_encoder(source, CPU)
     parts = {**vars(latents), **vars(vars(latents)["_eyes"]), **vars(text)}

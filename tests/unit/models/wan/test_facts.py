@@ -1,4 +1,4 @@
-"""Which Wan a folder holds, and refusals of what is none."""
+"""Recognizing Wan folders, and rejecting others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 @pytest.mark.parametrize("flavour", [flavour.name for flavour in flavours("wan")])
-def test_every_flavour_is_recognised_with_a_reason(tiny_model: TinyModel, flavour: str) -> None:
+def test_every_flavour_is_recognized_with_a_reason(tiny_model: TinyModel, flavour: str) -> None:
     facts = SPEC.inspect(source_of(tiny_model, flavour))
     assert (facts.family, facts.flavour) == ("wan", flavour)
     assert "channels" in facts.details["recognised"]
@@ -76,7 +76,7 @@ def changed(tiny_model: TinyModel, tmp_path: Path, flavour: str, file: str, chan
         ("t2v-14b-2.2", "vae/config.json", {"_class_name": "AutoencoderKL"}, "vae's class\n.*AutoencoderKL\n"),
     ],
 )
-def test_relatives_are_refused_by_name(
+def test_related_models_are_rejected_by_name(
     tiny_model: TinyModel, tmp_path: Path, flavour: str, file: str, change: Mapping[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -84,7 +84,7 @@ def test_relatives_are_refused_by_name(
 
 
 @pytest.mark.parametrize(("family", "flavour"), [("sdxl", "base-1.0"), ("stable_audio", "open-1.0")])
-def test_a_folder_of_another_family_is_refused(tiny_model: TinyModel, family: str, flavour: str) -> None:
+def test_folder_of_another_family_is_rejected(tiny_model: TinyModel, family: str, flavour: str) -> None:
     with pytest.raises(ConfigError, match=r"Pipeline\n.*WanPipeline, WanImageToVideoPipeline\n.*model.family"):
         SPEC.inspect(ModelSource(family, tiny_model(family, flavour)))
 
@@ -102,7 +102,7 @@ def test_all_missing_parts_are_named_at_once(tiny_model: TinyModel, tmp_path: Pa
         SPEC.load_latent_encoder(source, CPU, EncodeOptions())
 
 
-def test_meta_build_has_the_loaded_models_names_and_shapes(tiny_model: TinyModel) -> None:
+def test_meta_build_equals_the_loaded_model_in_names_and_shapes(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "i2v-14b-480p-2.1")
     (expert,) = SPEC.inspect(source).experts
     built, loaded = SPEC.build_denoiser(source, expert), SPEC.load_denoiser(source, expert, CPU)

@@ -1,4 +1,4 @@
-"""`predict` on entries of our encoders against what diffusers' own pipelines ask and get."""
+"""`predict` on entries of our encoders, compared with the denoiser calls of diffusers' own pipelines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXACT = {"rtol": 0.0, "atol": 1e-5}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, case: Case) -> None:
+def test_denoiser_inputs_equal_the_pipelines(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)
     pipeline, facts = pipeline_of(source, case), SPEC.inspect(source)
     calls = record(pipeline)
@@ -54,7 +54,7 @@ def test_the_denoiser_is_asked_what_the_pipeline_asks(tiny_model: TinyModel, cas
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_recorded_step_is_given_captions_of_any_length_in_one_shape(tiny_model: TinyModel, case: Case) -> None:
+def test_captured_steps_get_captions_of_one_shape(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)
     facts = SPEC.inspect(source)
     denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
@@ -71,7 +71,7 @@ def test_a_recorded_step_is_given_captions_of_any_length_in_one_shape(tiny_model
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.from_image], ids=str)
-def test_the_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyModel, case: Case) -> None:
+def test_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)
     pipeline, facts = pipeline_of(source, case), SPEC.inspect(source)
     calls = record(pipeline)
@@ -98,7 +98,7 @@ def test_the_first_frame_reaches_the_denoiser_as_in_the_pipeline(tiny_model: Tin
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_two_samples_are_answered_as_each_alone(tiny_model: TinyModel, case: Case) -> None:
+def test_batch_equals_its_single_samples(tiny_model: TinyModel, case: Case) -> None:
     source = source_of(tiny_model, case.flavour)
     facts = SPEC.inspect(source)
     denoiser = SPEC.load_denoiser(source, facts.experts[0], CPU)
@@ -139,7 +139,7 @@ def test_gradients_reach_every_default_target(tiny_model: TinyModel, case: Case)
             assert float(gradient.abs().max()) > 0, path
 
 
-def test_a_picture_is_a_clip_of_one_frame(tiny_model: TinyModel) -> None:
+def test_image_is_a_clip_of_one_frame(tiny_model: TinyModel) -> None:
     source = source_of(tiny_model, "t2v-14b-2.2")
     facts = SPEC.inspect(source)
     (batch,) = entries(source, CASES[0], clip((48, 48), frames=1), CAPTION)
@@ -163,7 +163,7 @@ def test_everything_follows_the_dtype_of_the_noisy_latents(tiny_model: TinyModel
     torch.testing.assert_close(answer.float(), expected, rtol=0.0, atol=0.1 * float(expected.abs().max()))
 
 
-def test_the_5b_without_a_first_frame_is_given_one_time_for_all_tokens(tiny_model: TinyModel) -> None:
+def test_the_5b_without_a_first_frame_gets_one_time_per_sample(tiny_model: TinyModel) -> None:
     case = CASES[2]
     source = source_of(tiny_model, case.flavour)
     facts = SPEC.inspect(source)

@@ -20,7 +20,7 @@ LANDSCAPE = {"width": 96, "height": 64}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_frames_of_the_asked_for_size(tiny_model: TinyModel, case: Case) -> None:
+def test_frames_have_the_requested_size(tiny_model: TinyModel, case: Case) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", case.flavour))
     references = (picture((100, 100)),) if case.from_image else ()
     request = SampleRequest("a cat", frames=5, steps=2, seed=3, references=references, **LANDSCAPE)
@@ -35,7 +35,7 @@ def test_frames_of_the_asked_for_size(tiny_model: TinyModel, case: Case) -> None
     assert all(np.array_equal(one, other) for one, other in zip(drawn.frames, again.frames, strict=True))
 
 
-def test_a_picture_is_one_frame_without_a_rate(tiny_model: TinyModel) -> None:
+def test_image_is_one_frame_without_a_rate(tiny_model: TinyModel) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", "t2v-14b-2.2"))
     drawn = SPEC.sample(pipeline, SampleRequest("a cat", steps=1, **LANDSCAPE))
     assert [frame.size for frame in drawn.frames] == [(96, 64)]
@@ -78,12 +78,12 @@ def test_the_image_processor_of_the_published_folder_needs_no_torchvision(
         ("t2v-14b-2.2", {"width": 90}, "width\n.*90\n.*multiple of 16\n.*96"),
         ("ti2v-5b-2.2", {"height": 80}, "height\n.*80\n.*multiple of 32\n.*64"),
         ("t2v-14b-2.2", {"frames": 8}, "num_frames\n.*8\n.*4 k \\+ 1 frames\n.*9"),
-        ("t2v-14b-2.2", {"references": 1}, "references\n.*1 pictures\n.*none: these weights start from text alone"),
-        ("i2v-14b-2.2", {}, "references\n.*none\n.*go on from a first frame"),
-        ("i2v-14b-2.2", {"references": 2}, "references\n.*2 pictures\n.*one: the first frame"),
+        ("t2v-14b-2.2", {"references": 1}, "references\n.*1 images\n.*none: these weights have no image-to-video mode"),
+        ("i2v-14b-2.2", {}, "references\n.*none\n.*continue a first frame"),
+        ("i2v-14b-2.2", {"references": 2}, "references\n.*2 images\n.*1: the first frame"),
     ],
 )
-def test_requests_that_cannot_be_drawn(
+def test_unsupported_requests_are_rejected(
     tiny_model: TinyModel, flavour: str, change: dict[str, int], message: str
 ) -> None:
     pipeline = loaded.pipeline("wan", tiny_model("wan", flavour))

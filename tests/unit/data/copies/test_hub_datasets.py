@@ -263,7 +263,7 @@ def test_a_missing_column(hub: HubServer, tmp_path: Path) -> None:
     assert "no column `quality`" in refusal(
         config(tmp_path, {"path": PETS, "local_copy": {"filter": [{"column": "quality", "minimum": 1}]}})
     )
-    assert "holds string" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
+    assert "has the type string" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
 
 
 def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_nothing_to_train_on(hub: HubServer, tmp_path: Path) -> None:
     assert "it holds 1 x .md, 1 x .pdf" in refusal(config(tmp_path, {"path": PETS}))
     hub.dataset(NAME, {"train.parquet": parquet([{"image": {"bytes": None, "path": "x"}, "text": "a"}])})
     # A column that is all empty has no type that says what it could hold.
-    with pytest.raises(CopyError, match=r"no image in|holds struct"):
+    with pytest.raises(CopyError, match=r"no image in|has the type struct"):
         copies(config(tmp_path, {"path": PETS})).make()
 
 

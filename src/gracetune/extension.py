@@ -1,11 +1,13 @@
-"""What packages of others may import, besides `gracetune.gh200`: names here stay where other modules may move.
+"""The public API for extensions. Other packages may import from here and from `gracetune.gh200`; names here are stable,
+while other modules may move.
 
 from gracetune.extension import OptimizerRecord, class_of, per_element
 
-docs/extending.md shows what a model family, an optimizer, a dataset backend and the others are made of. overlays/ and
-examples/ import nothing else, and a test holds them to it.
+docs/extending.md describes what a model family, an optimizer, a dataset backend and other extensions consist of. A test
+checks that overlays/ and examples/ import nothing else.
 
-A name is imported from its home when it is used, so a module that configs are checked with imports no torch by this.
+Each name is imported from its own module on first use. A module that is loaded for checking a config can therefore
+import from here without importing torch.
 """
 
 from __future__ import annotations
@@ -409,7 +411,7 @@ _HOMES: Final[Mapping[str, str]] = {
     "train": "gracetune.train.run:train",
     "View": "gracetune.train.view:View",
 }
-"""Name -> where it is defined. The block above says the same to type checkers; a test compares the two."""
+"""Name -> module and attribute that define it. The imports above repeat it for type checkers; a test compares both."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The names the GH200 guides promise, doing what they say. Every answer is truthy or falsy and carries its reason.
+"""The functions that the GH200 guides document. Each returns a result that is truthy or falsy and carries its reason.
 
 from gracetune import gh200
 
@@ -55,29 +55,31 @@ __all__ = [
 
 @dataclass
 class _Process:
-    """What these names share. It is the process's, as the environment variable and the CUDA driver are."""
+    """The state these functions share. It belongs to the process, like the environment and the CUDA driver."""
 
     override: bool | None = None
+    """Set by `set_uvm_hint_override`."""
     layer: Callable[[], UnifiedMemory | None] = lambda: None
+    """A weak reference to the memory layer of the running job."""
 
 
 _process = _Process()
 
 
 def attach(layer: UnifiedMemory) -> None:
-    """Let `memory_stats` speak for a running job's memory layer, for as long as that lives."""
+    """Let `memory_stats` report a running job's memory layer for as long as the layer exists."""
     _process.layer = weakref.ref(layer)
 
 
 def set_uvm_hint_override(value: bool | None) -> None:
-    """Switch hints on or off for this process, whatever the environment says; None hands it back to the environment."""
+    """Switch hints on or off for this process, overriding the environment variable. None removes the override."""
     if value is not None and not isinstance(value, bool):
-        raise TypeError(f"True, False or None, not {value!r}")
+        raise TypeError(f"value is {value!r}, expected True, False or None")
     _process.override = value
 
 
 def gh200_uvm_enabled() -> Hint:
-    """Whether hints are wanted here and can be given. `bytes` is always 0."""
+    """Whether hints are switched on and available on this machine. `bytes` is always 0."""
     wanted = _wanted()
     if not wanted:
         return wanted
@@ -99,22 +101,22 @@ def _wanted() -> Hint:
 
 @cache
 def _uvm() -> Uvm | Unavailable:
-    """The native shim is one per process; so is the answer whether it can be had."""
+    """The native library, or why it is unavailable. Loaded once per process."""
     return load()
 
 
 def prefer_cpu_residency(tensor: torch.Tensor) -> Hint:
-    """Let a managed tensor's pages prefer host memory, mapped for the GPU."""
+    """Set host memory as the preferred location of a managed tensor's pages, and map them for the GPU."""
     return _with_uvm(lambda uvm: prefer(uvm, tensor, "host"))
 
 
 def prefer_gpu_residency(tensor: torch.Tensor) -> Hint:
-    """Let a managed tensor's pages prefer the GPU's memory."""
+    """Set GPU memory as the preferred location of a managed tensor's pages."""
     return _with_uvm(lambda uvm: prefer(uvm, tensor, "device"))
 
 
 def prefetch_to_device(tensor: torch.Tensor, device: torch.device | int | str | None = None) -> Hint:
-    """Start moving a managed tensor to a GPU (its own, unless told) on that GPU's current stream."""
+    """Start migrating a managed tensor to a GPU, by default its own, on that GPU's current stream."""
 
     def current_stream(index: int) -> int:
         import torch
@@ -134,7 +136,7 @@ def _index(device: torch.device | int | str | None) -> int | None:
 
 @dataclass(frozen=True)
 class BatchHint:
-    """What became of a whole batch: one answer in all, and one for each tensor by its dotted name."""
+    """The result for a whole batch, and the hint of each tensor by its dotted name."""
 
     applied: bool
     bytes: int
@@ -146,9 +148,9 @@ class BatchHint:
 
 
 def optimize_batch_for_gh200(batch: Any) -> BatchHint:
-    """Hint the tensors of a training batch by their keys: latents to the host, text to the GPU, audio prefetched.
+    """Hint the tensors of a training batch by key: latents to the host, text embeddings to the GPU, audio prefetched.
 
-    Only managed tensors can be hinted. Batches of our own trainer are copied ahead of time and need no hints.
+    Only managed tensors can be hinted. gracetune's own trainer copies batches ahead of time and needs no hints.
     """
     enabled = gh200_uvm_enabled()
     if not enabled:
@@ -157,20 +159,20 @@ def optimize_batch_for_gh200(batch: Any) -> BatchHint:
     for name, tensor, wish in tensors_with_wishes(batch):
         hint = prefer_cpu_residency(tensor) if wish.home == "host" else prefer_gpu_residency(tensor)
         hints[name] = both(hint, prefetch_to_device(tensor)) if wish.prefetch else hint
-    whole = together(hints.values()) if hints else not_applied("no tensor under a key we know")
+    whole = together(hints.values()) if hints else not_applied("the batch has no tensor under a known key")
     return BatchHint(whole.applied, whole.bytes, whole.reason, hints)
 
 
-def _with_uvm(act: Callable[[Uvm], Hint]) -> Hint:
+def _with_uvm(give_hint: Callable[[Uvm], Hint]) -> Hint:
     enabled = gh200_uvm_enabled()
     uvm = _uvm()
     if not enabled or isinstance(uvm, Unavailable):
         return not_applied(enabled.reason)
-    return act(uvm)
+    return give_hint(uvm)
 
 
 def _heap(device: int) -> ManagedHeap:
-    """The running job's heap, so that its governor knows these buffers; else one of our own."""
+    """The running job's heap, whose governor then counts these buffers, or else a heap of this module."""
     layer = _process.layer()
     return layer.heap if layer is not None and layer.heap.device == device else _own_heap(device)
 
@@ -185,9 +187,9 @@ def _own_heap(device: int) -> ManagedHeap:
 
 
 def memory_stats(device: int = 0) -> dict[str, Any]:
-    """A copy of `torch.cuda.memory_stats()` with `uvm.stage`, `uvm.transitions` and the rest of docs/memory.md added.
+    """A copy of `torch.cuda.memory_stats()` with the `uvm.*` entries of docs/memory.md added.
 
-    Without a running job the stage is 1 and the counters are 0, because nothing has been governed.
+    Without a running job the memory stage is 1 and the counters are 0, because no governor has run.
     """
     import torch
 
@@ -198,5 +200,8 @@ def memory_stats(device: int = 0) -> dict[str, Any]:
 
 
 def managed_empty(shape: Sequence[int], dtype: torch.dtype, home: Home = "host", *, device: int = 0) -> ManagedBuffer:
-    """Managed memory for one tensor, at home in host memory or on the GPU. Asked for by name, so no switch applies."""
+    """Allocate managed memory for one tensor, with its home in host memory or on the GPU.
+
+    This works whether or not hints are switched on, because the caller requests managed memory explicitly.
+    """
     return _heap(device).empty(shape, dtype, home)

@@ -1,15 +1,20 @@
-"""Secrets in text: the one rule about what may leave the process, whatever it leaves by.
+"""Redaction of secrets from all text that leaves the process: messages, logs, events and saved configs.
 
 redact("https://me:secret@host/data")          # https://(hidden)@host/data
 redact_values({"hub_token": "hf_abc"})         # {"hub_token": "(hidden)"}
 
-Secrets are recognised by where they stand and how they look: what stands before the `@` of a URL, and behind its `?`;
-the login of `user:password@host:/path`;
-the address of a webhook, but for its host; values under a name such as `hub_token` or `WANDB_API_KEY`; tokens of known
-services. A `Redactor` also learns the secrets of a configuration and of the environment, and hides them wherever they
-turn up: in the message of a library, cut in half, or escaped.
+Secrets are recognised by position and form:
 
-Values that are used are never changed: only what is shown, logged or saved for others goes through here.
+- the login and the query of a URL
+- the login of `user:password@host:/path`
+- the address of a webhook, except for its host
+- values of names such as `hub_token` or `WANDB_API_KEY`
+- tokens of known services
+
+A `Redactor` also learns the secrets of a configuration and of the environment. It hides them wherever they occur: in
+the message of a library, truncated, or escaped.
+
+Only text that is shown, logged or saved for others is redacted. Values in use are never changed.
 """
 
 from __future__ import annotations
@@ -23,14 +28,14 @@ from urllib.parse import quote, unquote
 
 HIDDEN: Final = "(hidden)"
 SHORTEST: Final = 6
-"""Characters of a secret that is hidden wherever it turns up. A shorter one is hidden where it stands: it may be part
-of any word."""
+"""The minimum length of a secret that is hidden wherever it occurs. A shorter one could be part of any word, so it is
+hidden only at its own position."""
 LONGEST_CUT: Final = 12
-"""So many characters in a row of a longer secret are hidden too: messages cut long values."""
+"""This many consecutive characters of a longer secret are hidden too, because messages truncate long values."""
 
 
 def redact(text: str) -> str:
-    """The text without what is recognisable as a secret."""
+    """The text with all recognisable secrets hidden."""
     text = _TOKEN.sub(HIDDEN, text)
     if "://" in text:
         text = _URL.sub(lambda found: f"://{_shown_rest(found[1])}", text)
@@ -45,12 +50,12 @@ def redact(text: str) -> str:
 
 
 def redact_values(value: Any, name: str = "") -> Any:
-    """The same of nested data, in which a key says what its value is. Keys are text too."""
+    """Redact nested data. A key's name decides whether its value is a secret. Keys are redacted as text too."""
     return _redacted(value, name, redact)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key, an option or a variable of this name holds a secret: `hub_token`, `datasets[0].aws_secret_key`."""
+    """Whether a key, option or variable of this name holds a secret: `hub_token`, `datasets[0].aws_secret_key`."""
     return _is_secret(name[-200:].rpartition(".")[2])
 
 
@@ -58,23 +63,25 @@ def is_secret_name(name: str) -> bool:
 
 _URL: Final = re.compile(r"""://([^\s"'<>`\\]+)""")
 _URL_AS_PATH: Final = re.compile(r"""\b([A-Za-z][A-Za-z0-9+.-]{1,30}:/)[^/\s"'<>`\\]+@""")
-"""`https:/me:secret@host`: `pathlib` makes one slash of two. A drive has one letter."""
+"""`https:/me:secret@host`: `pathlib` collapses two slashes into one. The scheme has at least two letters, so a Windows
+drive does not match."""
 _CHAINED: Final = re.compile(r"(?=::[A-Za-z0-9+.-]{1,30}://)")
+"""The boundary between two URLs that fsspec chains."""
 _SCHEME: Final = re.compile(r"\s*[A-Za-z0-9+.:-]{1,60}")
-"""Of a text that is a URL and nothing else, also of one that fsspec chains."""
+"""The scheme of a text that consists of one URL, which may be chained."""
 _END: Final = re.compile(r"[/?#]")
 _HOST: Final = re.compile(r"(?:\[[0-9A-Fa-f:.%]*\]|[^:\[\]]*)(?::\d*)?\Z")
 _HOOK: Final = re.compile(r"hook|/bot\d+:", re.IGNORECASE)
-_TELLING: Final = re.compile(r"[@?#]|hook|/bot\d+:", re.IGNORECASE)
-"""What no URL without a secret needs."""
+_MAY_HOLD_SECRET: Final = re.compile(r"[@?#]|hook|/bot\d+:", re.IGNORECASE)
+"""A URL that matches none of these holds no secret."""
 
 
 def _shown_rest(rest: str) -> str:
-    """What follows `://`. fsspec chains URLs: `zip://inside.zip::https://host/outside.zip`."""
+    """Redact what follows `://`. fsspec chains URLs: `zip://inside.zip::https://host/outside.zip`."""
     first, *chained = _CHAINED.split(rest) if "://" in rest else [rest]
     shown = [_shown_address(first)]
-    for one in chained:
-        scheme, sign, address = one.partition("://")
+    for url in chained:
+        scheme, sign, address = url.partition("://")
         shown.append(f"{scheme}{sign}{_shown_address(address)}")
     return "".join(shown)
 
@@ -90,7 +97,7 @@ def _shown_address(rest: str) -> str:
 
 
 def _split_login(rest: str) -> tuple[str, str]:
-    """Name and password, and the address behind the `@`. A password may hold a slash that should have been escaped."""
+    """Split `login@address`. The login may hold a slash that should have been escaped."""
     found = _END.search(rest)
     end = found.start() if found is not None else len(rest)
     authority = rest[:end]
@@ -104,6 +111,7 @@ def _split_login(rest: str) -> tuple[str, str]:
 
 
 def _split_address(address: str) -> tuple[str, str, str, str]:
+    """Host, path, query and fragment. Path and fragment keep their leading `/` and `#`."""
     before, sign, fragment = address.partition("#")
     before, _, query = before.partition("?")
     host, slash, path = before.partition("/")
@@ -113,14 +121,15 @@ def _split_address(address: str) -> tuple[str, str, str, str]:
 _REMOTE_HOST: Final = re.compile(
     r"""@(?!sha\d+:)(?:[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}+)|\[[0-9A-Fa-f:.%]{2,60}+\]):(?=[^\s"'<>`\\@])"""
 )
-"""`@host:`, as scp and rsync write it. A container image's `@sha256:` is a digest."""
+"""`@host:` in the syntax of scp and rsync. The `@sha256:` of a container image is a digest, so it does not match."""
 _REMOTE_LOGIN: Final = re.compile(r"""(?<![^\s"'<>`\\=(,;/])([^\s"'<>`\\=(,;/:@]{1,64}):([^\s"'<>`\\]{1,256})\Z""")
-"""`user:password`. What it ends with is the text before the `@`."""
+"""`user:password` at the end of the text, which is cut before the `@`."""
 _LONGEST_LOGIN: Final = 330
+"""Characters before the `@` that are searched for a login: a bound on the time for long texts."""
 
 
 def _remote_logins(text: str) -> Iterator[tuple[int, int, str]]:
-    """`user:password@host:/path`, as scp and rsync write it: where each login begins and ends, and its password."""
+    """Find each `user:password@host:/path`. Yields the start and end of the login, and the password."""
     done = 0
     for found in _REMOTE_HOST.finditer(text):
         at = found.start()
@@ -140,7 +149,7 @@ def _without_remote_logins(text: str) -> str:
 
 
 def redact_webhook(url: str) -> str:
-    """Only the host: the rest of the address is its password."""
+    """Scheme and host of a webhook URL. The rest of the address works as its password."""
     scheme, sign, rest = url.strip().partition("://")
     host = _split_address(_split_login(rest)[1])[0]
     if not sign or not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*", scheme) or not host or _HOST.match(host) is None:
@@ -154,21 +163,24 @@ _MAY_NAME_SECRET: Final = re.compile(
     r"token|secret|pass|pwd|credential|key|auth|cookie|signature|sig\b|bearer|connection.?string", re.IGNORECASE
 )
 _VALUE = r"""("[^\s,:}\]"\\](?:[^"\\\n]|\\.)*+"|'[^\s,:}\]'"\\][^'"\\\n]*+'|[^\s"',;&(){}\[\]\\][^\s"',;&)}\]\\]*+)"""
-"""Quoted or not. What follows a closing quote in JSON is no value in quotes; no bracket or escape is taken apart."""
+"""A quoted or unquoted value. The text after a closing quote in JSON does not count as a quoted value, and brackets and
+escapes are never split."""
 _PAIR: Final = re.compile(rf"""(?<![\w.-])([\w.-]{{1,80}}+)(["']?\ {{0,3}}[=:]\ {{0,3}}){_VALUE}""")
 """`NAME=value`, `"name": "value"`, `--name=value`."""
 _FLAG: Final = re.compile(rf"(?<![\w.-])(--[\w.-]{{1,80}}+)(\ {{1,3}}){_VALUE}")
+"""`--name value`."""
 _PLACEHOLDER: Final = re.compile(r"""["']?(?:[.…<>*-]*|\$\{?\w+\}?|\(hidden\)?|null|true|false|None|True|False)["']?""")
+"""Values that are not secrets: `...`, `<>`, `$HF_TOKEN`, `null`, and what is already hidden."""
 _TOKEN: Final = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[opsu]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}"
     r"|\bAKIA[0-9A-Z]{16}|\bxox[a-z]-[\w-]{10,}|\bglpat-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"
     r"|(?<=\bBearer )[\w.~+/=-]{16,}|(?<=\bBasic )[\w.~+/=-]{16,}"
 )
-"""Of Hugging Face, OpenAI, GitHub, AWS, Slack, GitLab; JSON Web Tokens; headers."""
+"""Tokens of Hugging Face, OpenAI, GitHub, AWS, Slack and GitLab; JSON Web Tokens; HTTP authorization headers."""
 
 
 def _holds_secret(found: re.Match[str]) -> bool:
-    """Whether a pair in a text has a secret for its value. `a token: gold, worn` is a sentence."""
+    """Whether the value of a name-value pair is a secret. `a token: gold, worn` is prose and not a pair."""
     name, sign, value = found[1], found[2], found[3]
     is_sentence = name.lower() in _ALSO_IN_PROSE and sign.startswith(": ") and _WORD.fullmatch(value) is not None
     return is_secret_name(name) and not is_sentence and not _PLACEHOLDER.fullmatch(value)
@@ -182,6 +194,8 @@ def _shown_pair(found: re.Match[str]) -> str:
     return f"{name}{sign}{mark}{HIDDEN}{mark}"
 
 
+# A name is split into words at case changes, digits and punctuation. It is secret if its words joined together end in
+# one of _SECRET_ENDINGS, or if its last word is one of _SECRET_WORDS.
 _SECRET_ENDINGS: Final = (
     "token", "password", "passwd", "passphrase", "credential", "credentials", "apikey", "accesskey", "secretkey",
     "privatekey", "accountkey", "authkey", "accesskeyid", "authorization", "signature", "connectionstring",
@@ -194,7 +208,7 @@ _NO_SECRET_TOKENS: Final = frozenset((
     "initializer", "concept", "image", "picture", "text", "video", "audio", "frame", "per", "max", "min", "new", "next",
     "last", "first", "stop", "start", "end", "time", "extra", "null", "empty", "by",
 ))  # fmt: skip
-"""`pad_token` and its like: tokens of a text, not of a service."""
+"""Words before `token` that mean a text token, not one of a service: `pad_token`."""
 
 
 @lru_cache(maxsize=1024)
@@ -218,7 +232,7 @@ def _is_webhook_name(name: str) -> bool:
 
 
 def _name_of(key: object, item: object, around: str) -> str:
-    """What says whether an item of a mapping is a secret: its key, or that of the mapping."""
+    """The name that decides whether an item of a mapping is a secret: its own key, or the key of the mapping."""
     is_url = isinstance(item, str) and "://" in item
     return around if is_secret_name(around) or (is_url and _is_webhook_name(around)) else str(key)
 
@@ -240,7 +254,7 @@ def _redacted(value: Any, name: str, shown: Callable[[str], str]) -> Any:
 
 
 def redact_value(text: str, name: str = "", shown: Callable[[str], str] = redact) -> str:
-    """One text that is a value, of the key `name`. All of it may be one URL, whatever characters it has."""
+    """Redact a text value of the key `name`. The whole text may be a URL, even if it contains spaces."""
     if is_secret_name(name):
         return HIDDEN if text.strip() and not _PLACEHOLDER.fullmatch(text) else text
     if _is_webhook_name(name):
@@ -251,22 +265,22 @@ def redact_value(text: str, name: str = "", shown: Callable[[str], str] = redact
     return shown(text)
 
 
-# -- secrets that are known -------------------------------------------------------------------------------------------
+# -- known secrets ----------------------------------------------------------------------------------------------------
 
 
 class Redactor:
-    """Hides the secrets it has learnt, and what is recognisable as one."""
+    """Hides the secrets it has learned, and everything that `redact` recognises."""
 
     def __init__(self, *sources: Any) -> None:
-        """As `learn`."""
+        """The arguments are those of `learn`."""
         self._cuts: set[str] = set()
-        """All pieces of `LONGEST_CUT` characters that occur in secrets."""
+        """All substrings of `LONGEST_CUT` characters of the long secrets."""
         self._short: dict[str, set[str]] = {}
-        """Secrets that are shorter than that, by their first `SHORTEST` characters."""
+        """Shorter secrets, by their first `SHORTEST` characters."""
         self.learn(*sources)
 
     def learn(self, *sources: Any) -> None:
-        """Every secret in these mappings, lists and texts."""
+        """Learn every secret in these mappings, lists and texts."""
         for secret in {form for source in sources for one in _secrets(source, "") for form in _forms(one)}:
             if len(secret) < LONGEST_CUT:
                 self._short.setdefault(secret[:SHORTEST], set()).add(secret)
@@ -274,7 +288,7 @@ class Redactor:
                 self._cuts.update(secret[at : at + LONGEST_CUT] for at in range(len(secret) - LONGEST_CUT + 1))
 
     def merge(self, other: Redactor) -> None:
-        """Learn what another one knows."""
+        """Learn all secrets of another redactor."""
         self._cuts |= other._cuts
         for start, secrets in other._short.items():
             self._short.setdefault(start, set()).update(secrets)
@@ -286,7 +300,7 @@ class Redactor:
         return _redacted(value, name, self.redact)
 
     def _without_known(self, text: str) -> str:
-        """In one pass, however many there are."""
+        """Hide all known secrets in one pass over the text, however many there are."""
         if not self._cuts and not self._short:
             return text
         pieces: list[str] = []
@@ -300,10 +314,11 @@ class Redactor:
         return "".join([*pieces, text[kept:]]) if pieces else text
 
     def _end_of_secret(self, text: str, at: int) -> int:
-        """Where one ends that begins here; `at` where none does."""
+        """The end of a secret that begins at `at`; `at` itself if none does."""
         end = at
         if text[at : at + LONGEST_CUT] in self._cuts:
             end = at + LONGEST_CUT
+            # Extend the match by one character as long as its last LONGEST_CUT characters occur in a secret.
             while text[end - LONGEST_CUT + 1 : end + 1] in self._cuts:
                 end += 1
         for secret in self._short.get(text[at : at + SHORTEST], ()):
@@ -313,12 +328,13 @@ class Redactor:
 
 
 def _forms(secret: str) -> Iterator[str]:
-    """As it is, and as URLs, JSON and Python write it."""
+    """The secret itself, and as it appears in URLs, in JSON and in a Python repr."""
     forms = (secret, unquote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], repr(secret)[1:-1])
     yield from {form for form in forms if len(form) >= SHORTEST and form != HIDDEN}
 
 
 def _secrets(value: Any, name: str) -> Iterator[str]:
+    """All secrets in nested data; `name` is the key of the value. The functions below do it for one kind of text."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _secrets(item, _name_of(key, item, name))
@@ -341,10 +357,10 @@ def _of_text(text: str, name: str) -> Iterator[str]:
         scheme, _, rest = text.partition("://")
         whole = [rest] if _SCHEME.fullmatch(scheme) else []
         for rest in (*whole, *(found[1] for found in _URL.finditer(text))):
-            if _TELLING.search(rest):
+            if _MAY_HOLD_SECRET.search(rest):
                 first, *chained = _CHAINED.split(rest)
-                for one in (first, *(inner.partition("://")[2] for inner in chained)):
-                    yield from _of_url(one)
+                for url in (first, *(inner.partition("://")[2] for inner in chained)):
+                    yield from _of_url(url)
     if "@" in text and ":" in text:
         yield from (password for *_, password in _remote_logins(text))
     if _MAY_NAME_SECRET.search(text):
@@ -380,5 +396,5 @@ def _of_webhook(url: str) -> Iterator[str]:
 
 
 def _long_parts(path: str) -> Iterable[str]:
-    """Words of a path are no secrets; what is long and no word is."""
+    """The parts of a path that look like secrets: eight characters or more, and not a lowercase word."""
     return (part for part in path.split("/") if len(part) >= 8 and not (part.isalpha() and part.islower()))

@@ -1,8 +1,8 @@
-"""Random values as functions of a seed and of what they are for: no generator is shared, so nothing depends on order.
+"""Random values as pure functions of a seed and a purpose. No generator is shared, so the order of calls never matters.
 
-A value does not depend on which rank, worker or Python version asks for it, nor on the values asked for before. Numbers
-are bits of a hash; tensors come from a generator that is seeded for one tensor and then forgotten. A CPU and a GPU give
-different tensors for one seed; two machines of one kind give the same.
+A value does not depend on the rank, the worker or the Python version that computes it, nor on earlier values. Numbers
+are bits of a hash. Tensors come from a generator that is seeded for one tensor and then discarded. A CPU and a GPU
+produce different tensors for the same seed; two machines of the same kind produce the same.
 """
 
 from __future__ import annotations
@@ -22,39 +22,40 @@ if TYPE_CHECKING:
 Part = str | int
 
 _GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio, the increment of SplitMix64."""
 
 
 def draw(seed: int, *parts: Part) -> int:
-    """64 random bits. Parts are kept apart, and 1 is not "1"."""
+    """64 random bits that depend on the seed and all parts, in order. The number 1 and the text "1" differ."""
     text = "\x1f".join([f"{type(part).__name__[0]}{part}" for part in (seed, *parts)])
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogateescape"))
 
 
 def below(limit: int, seed: int, *parts: Part) -> int:
-    """One of 0 … limit - 1."""
+    """A random integer from 0 to limit - 1."""
     if limit < 1:
-        raise ValueError(f"nothing to choose from: {limit}")
+        raise ValueError(f"limit is {limit}, expected at least 1")
     if limit == 1:
         return 0
-    return (draw(seed, *parts) * limit) >> 64
+    return (draw(seed, *parts) * limit) >> 64  # scales the 64 bits to the range without a modulo
 
 
 def uniform(seed: int, *parts: Part) -> float:
-    """In [0, 1)."""
-    return (draw(seed, *parts) >> 11) * 2.0**-53
+    """A random float in [0, 1)."""
+    return (draw(seed, *parts) >> 11) * 2.0**-53  # 53 bits, the precision of a float
 
 
 def shuffled(count: int, seed: int, *parts: Part) -> npt.NDArray[np.int64]:
-    """The numbers 0 … count - 1 in random order: sorted by a hash of each, so that it costs no Python loop."""
+    """The numbers 0 to count - 1 in random order, sorted by a hash of each. NumPy does this without a Python loop."""
     with np.errstate(over="ignore"):
         names = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
     return ordered(names, seed, *parts)
 
 
 def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArray[np.int64]:
-    """The positions of some things in random order; each is told from the others by a number of its own.
+    """The positions of `names` in random order, where each name is a distinct 64-bit number.
 
-    Where some are missing, the rest come in the same order as with them.
+    Removing some names does not change the order of the rest. The hash is the finalizer of SplitMix64.
     """
     with np.errstate(over="ignore"):
         keys = names + np.uint64(draw(seed, *parts))
@@ -64,18 +65,18 @@ def ordered(names: npt.NDArray[np.uint64], seed: int, *parts: Part) -> npt.NDArr
     return np.argsort(keys, kind="stable").astype(np.int64)
 
 
-# -- tensors: torch is imported when one is asked for -----------------------------------------------------------------
+# -- tensors: torch is imported only inside these functions -----------------------------------------------------------
 
 
 def torch_seed(seed: int, *parts: Part) -> int:
-    """For a generator of torch's, which takes 63 bits."""
+    """A seed for a torch generator: 63 bits."""
     return draw(seed, *parts) >> 1
 
 
 def normals(
     shape: Sequence[int], seed: int, purpose: str, indices: Sequence[int], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Standard normal values, float32 [len(indices), *shape]: each row is a function of (seed, purpose, its index)."""
+    """Standard normal values, float32 [len(indices), *shape]. Each row is a function of (seed, purpose, its index)."""
     import torch
 
     rows = torch.empty((len(indices), *shape), dtype=torch.float32, device=device)
@@ -87,7 +88,7 @@ def normals(
 
 
 def normals_for_content(digest: str, shape: Sequence[int]) -> torch.Tensor:
-    """Standard normal values on the CPU that depend on a content's digest alone."""
+    """Standard normal values on the CPU that depend only on the digest of a file's content."""
     import torch
 
     seed = hashlib.sha256(digest.encode()).digest()[:8]
@@ -97,9 +98,9 @@ def normals_for_content(digest: str, shape: Sequence[int]) -> torch.Tensor:
 
 @contextmanager
 def seeded(seed: int, *names: str) -> Iterator[None]:
-    """Random values inside depend on the seed and the names alone; the CPU's generator is left as it was.
+    """Seed torch's global CPU generator inside the `with` block and restore its state afterwards.
 
-    For libraries that take their initial weights from the CPU's global generator; those of GPUs are not touched.
+    For libraries that initialize weights from the global generator. GPU generators are not touched.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Bytes and durations: parsed from what people type, printed the way people read."""
+"""Parsing and formatting of byte counts and durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BYTES = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(text: str) -> int:
-    """`"80 GiB"`, `"1.5g"`, `"4096"` -> bytes. Bare letters are binary, `GB` is decimal, as in `dd` and Slurm."""
+    """Parse `"80 GiB"`, `"1.5g"` or `"4096"` to bytes. Single letters are binary, `GB` is decimal, as in `dd`."""
     match = _BYTES.fullmatch(text)
     if match is None or match[2].lower() not in _FACTORS:
         raise ValueError(f"not a size in bytes: {text!r}; write for example 512MiB, 80GiB or 4096")
@@ -29,10 +29,10 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Binary units with three significant figures: `93.1 GiB`."""
+    """Format with binary units and three significant figures: `93.1 GiB`."""
     sign, size = ("-" if count < 0 else ""), float(abs(count))
     for unit in ("B", "KiB", "MiB", "GiB"):
-        # 1023.5 would print as "1024": step up where the *printed* number would reach the next unit.
+        # 1023.5 would print as "1024": switch to the next unit as soon as the *printed* number would reach it.
         if size < 1023.5:
             return f"{sign}{_three_figures(size) if unit != 'B' else int(size)} {unit}"
         size /= 1024
@@ -40,13 +40,14 @@ def format_bytes(count: int) -> str:
 
 
 def _three_figures(value: float) -> str:
+    """The limits are those of the printed value: 9.995 would print as "10.00"."""
     if value < 9.995:
         return f"{value:.2f}"
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
 def format_duration(seconds: float) -> str:
-    """`3h 07m`, `12m 30s`, `4.2 s`, `87 ms`; unknown stays unknown."""
+    """Format as `3h 07m`, `12m 30s`, `4.2 s` or `87 ms`. Negative and non-finite values give `unknown`."""
     if not math.isfinite(seconds) or seconds < 0:
         return "unknown"
     if seconds < 0.9995:

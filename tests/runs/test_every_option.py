@@ -28,7 +28,7 @@ REVIEWED: dict[str, str] = {
     "datasets[].storage.region": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
     "test_options_of_the_library",
     "datasets[].storage.anonymous": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
-    "test_what_is_refused",
+    "test_rejected_requests",
     "datasets[].storage.access_key_id": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
     "test_a_folder_of_a_bucket",
     "datasets[].storage.secret_access_key": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
@@ -36,7 +36,7 @@ REVIEWED: dict[str, str] = {
     "datasets[].storage.session_token": "needs a bucket: covered by tests/unit/data/copies/test_s3.py::"
     "test_options_of_the_library",
     "datasets[].storage.token": "needs a hub: covered by tests/unit/data/copies/test_hub_datasets.py::"
-    "test_a_dataset_nobody_has_and_one_that_is_private",
+    "test_a_missing_and_a_private_dataset",
     "datasets[].storage.user": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
     "test_passwords_and_signatures_are_used_and_shown_nowhere",
     "datasets[].storage.password": "needs a web server: covered by tests/unit/data/copies/test_web.py::"
@@ -48,7 +48,7 @@ REVIEWED: dict[str, str] = {
     "checkpoints.for_program": "rejects files or does not: covered by tests/unit/train/test_export_checks.py::"
     "test_files_for_one_program",
     "checkpoints.push_to_hub.private": "needs a hub: covered by tests/unit/hub/test_upload.py::"
-    "test_a_repository_is_made_as_it_was_asked_for",
+    "test_the_repository_is_created_as_configured",
     "checkpoints.push_to_hub.every_checkpoint": "needs a hub: covered by tests/runs/test_remote_data.py::"
     "test_from_a_hub_to_a_hub",
     "logging.project": "needs wandb: covered by tests/unit/telemetry/test_sinks.py::TestWandb",

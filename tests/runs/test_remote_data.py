@@ -98,7 +98,7 @@ def test_from_a_hub_to_a_hub(
     assert gracetune("train", str(config), "--max-steps", "3") == 0
     said = capsys.readouterr().err
     assert hub.sent == sent
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub, so nothing is uploaded" in said
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub, so nothing is uploaded" in said
     assert "hf upload" in said
 
 
@@ -119,7 +119,7 @@ def test_a_failed_upload_stops_nothing(
     told = json.loads(captured.out)
     assert told["outcome"] == "finished"
     assert load_file(told["files"][0])
-    assert "cannot be made on the hub" in captured.err
+    assert "cannot be created on the hub" in captured.err
     assert f"hf upload owner/results {told['files'][0]} tiny.safetensors" in captured.err
 
 
@@ -143,7 +143,7 @@ def test_plans_are_shown_and_nothing_is_fetched(
     assert gracetune("estimate", str(config)) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
     assert gracetune("train", str(config)) == 1
-    assert "a disk that holds the copy" in capsys.readouterr().err
+    assert "a disk with room for the copy" in capsys.readouterr().err
     assert hub.sent == 0
     assert not (tmp_path / "out").exists()
 
@@ -213,7 +213,7 @@ def test_two_processes_of_one_run(hub: HubServer, tiny_model: TinyModel, tmp_pat
 
 BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] = {
     "no such dataset": (
-        None, {}, ["the hub knows no such dataset", f"check the spelling of https://huggingface.co/datasets/{PETS}"],
+        None, {}, ["the hub has no such dataset", f"check the spelling of https://huggingface.co/datasets/{PETS}"],
     ),
     "private, without a token": (TABLE, {}, ["for a private dataset: hf auth login"]),
     "a caption column that is missing": (
@@ -231,7 +231,7 @@ BAD_DATA: dict[str, tuple[dict[str, bytes] | None, dict[str, Any], list[str]]] =
     ),
     "a damaged table": (
         {"train.parquet": TABLE["train.parquet"][:-50]}, {},
-        ["a damaged Parquet file", "repair it where it comes from"],
+        ["a damaged Parquet file", "repair it at its source"],
     ),
     "larger than the disk": (
         {"train.tar": tar(shard(3))}, {},

@@ -44,8 +44,8 @@ def test_below_is_in_range_and_repeatable(seed: int, parts: list[int | str], lim
     assert below(limit, seed, *parts) == below(limit, seed, *parts)
 
 
-def test_nothing_cannot_be_chosen_from() -> None:
-    with pytest.raises(ValueError, match="nothing"):
+def test_a_limit_below_one_is_rejected() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
         below(0, 1)
 
 

@@ -1,1 +1,1 @@
-"""Datasets: staged in memory, bucketed, resumable; images, video, audio and edit pairs."""
+"""Datasets of images, video, audio and edit pairs: storage, staging, buckets, captions and a resumable loader."""

@@ -1,7 +1,7 @@
-"""Where bytes come from: one small contract for local folders, memory and URLs. A dataset is read and never changed.
+"""The interface of storage backends: read-only access to the files of a local folder, of memory or of a URL.
 
-Paths are relative to the dataset's root, with forward slashes, whatever the root looks like (absolute, relative,
-symlinked, unicode). Nothing outside the root can be reached through a backend.
+Paths are relative to the dataset's root and use forward slashes, whatever form the root has. A backend never gives
+access to anything outside the root.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import BinaryIO, Protocol
 class FileStat:
     size: int
     modified_ns: int
-    """0 where the storage does not say."""
+    """0 if the storage does not report it."""
 
 
 class Backend(Protocol):
-    """Safe to use from several threads at once."""
+    """The files of one dataset. All methods may be called from several threads at once."""
 
     @property
     def root(self) -> str:
-        """The dataset's folder or URL as it was given."""
+        """The dataset's folder or URL as the user wrote it."""
         ...
 
     def list(self) -> Iterable[str]:
@@ -33,11 +33,11 @@ class Backend(Protocol):
     def stat(self, path: str) -> FileStat: ...
 
     def read(self, path: str) -> memoryview:
-        """The whole file; without a copy where the backend can. Raises MissingFileError."""
+        """Read the whole file, without a copy if the backend can. Raises MissingFileError."""
         ...
 
     def open(self, path: str) -> BinaryIO:
-        """A seekable stream of the file."""
+        """Open the file as a seekable stream."""
         ...
 
     def exists(self, path: str) -> bool: ...

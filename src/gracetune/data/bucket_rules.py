@@ -1,11 +1,11 @@
-"""The rules by which an image gets its bucket (`buckets.rule`), and the size it is scaled to. Pure.
+"""Bucket rules (`buckets.rule`): pure functions that choose an image's bucket and the size it is scaled to.
 
-- `nearest`: each side is the multiple nearest to what the resolution and the aspect ratio ask for.
-- `at_most`: the area is at most the resolution's and about the image's own, so that images are not enlarged.
-- `rounded_edge`: the edge of the square is rounded to a multiple before the sides are, and so are the sides. Common
-  megapixels and their neighbours have squares of a round edge.
+- `nearest`: round each side to the nearest multiple, from the resolution and the aspect ratio.
+- `at_most`: keep the area at or below the resolution's and close to the image's own, so that images are not enlarged.
+- `rounded_edge`: round the edge of the square to a multiple first, then the sides. For common megapixel values the
+  square has a round edge such as 1024.
 
-Every rule scales an image until it covers its bucket; they differ in how they round.
+Every rule scales an image until it covers its bucket. The rules differ only in how they round.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ Size = tuple[int, int]
 """Width and height."""
 
 _ROUND_MEGAPIXELS = {0.25: 512.0, 1.0: 1024.0, 4.0: 2048.0}
-"""What people mean by these: the square everyone trains at, not the 2-5 % smaller one of exactly that many pixels."""
+"""The square people mean by these values: 1024 x 1024 for 1 megapixel, not the 2-5 % smaller square of 1,000,000."""
 _SQUARES = {0.25: 512, 0.5: 768, 1.0: 1024, 2.0: 1536, 4.0: 2048}
-"""The same for `rounded_edge`, for whatever lies within `_ABOUT` of these megapixels."""
-_ABOUT = 0.05
+"""The same for `rounded_edge`, which also applies it to values within `_TOLERANCE` megapixels of these."""
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a rule is asked for."""
+    """The input of a bucket rule."""
 
     size: Size
-    """Of the image."""
+    """The image's size."""
     aspect: float
-    """Of the bucket, rounded."""
+    """The bucket's aspect ratio, rounded."""
     dataset: Dataset
     multiple: int
-    """Of the sides."""
+    """The sides of buckets are multiples of this."""
     least: int
-    """What the model takes at least: the multiple of sides that a rule leaves as they were asked for."""
+    """The smallest multiple the model supports. Squares keep the requested edge and are rounded only to this."""
 
     @property
     def is_square(self) -> bool:
@@ -54,17 +54,18 @@ class Wanted:
 @dataclass(frozen=True)
 class BucketRule:
     bucket: Callable[[Wanted], Size]
+    """The image's bucket."""
     scaled: Callable[[Wanted, Size], Size]
-    """What the image is scaled to: it covers the bucket given."""
+    """The size the image is scaled to so that it covers the given bucket."""
     downsampled: Callable[[Wanted, float], Size]
-    """What an image is scaled to by `downsample_to`."""
+    """The size an image is scaled to by `downsample_to`."""
 
 
 # -- nearest -----------------------------------------------------------------------------------------------------------
 
 
 def nearest_size(aspect: float, dataset: Dataset, multiple: int) -> Size:
-    """The size nearest to the asked resolution that has this aspect ratio and sides the model can take."""
+    """The size nearest to the dataset's resolution with this aspect ratio and sides that are multiples."""
     resolution = dataset.resolution
     if dataset.resolution_type == "pixel":
         width = resolution * max(aspect, 1.0)
@@ -76,16 +77,20 @@ def nearest_size(aspect: float, dataset: Dataset, multiple: int) -> Size:
 
 
 def megapixel_edge(megapixels: float) -> float:
-    """Side of the square with that many pixels."""
+    """The side of the square with that many pixels."""
     return _ROUND_MEGAPIXELS.get(megapixels, math.sqrt(megapixels * 1e6))
 
 
 def nearest_multiple(value: float, multiple: int) -> int:
+    """The nearest multiple, at least one; halves are rounded up."""
     return max(multiple, math.floor(value / multiple + 0.5) * multiple)
 
 
 def cover(original: Size, target: Size) -> Size:
-    """The smallest size of the same shape that covers `target`: one of its sides is exactly the target's."""
+    """The smallest size with the original's aspect ratio that covers `target`. One side equals the target's.
+
+    The other is rounded to the nearest integer in integer arithmetic, so the result is the same on every machine.
+    """
     (width, height), (wide, high) = original, target
     if wide * height >= high * width:
         return wide, max(high, (2 * height * wide + width) // (2 * width))
@@ -93,7 +98,7 @@ def cover(original: Size, target: Size) -> Size:
 
 
 def measure(size: Size, resolution_type: str) -> float:
-    """An image in the unit its dataset's sizes are given in: shorter edge, edge of the equal square, or megapixels."""
+    """An image's size in the unit of `resolution_type`: shorter edge, edge of the equal square, or megapixels."""
     width, height = size
     if resolution_type == "pixel":
         return float(min(width, height))
@@ -103,8 +108,9 @@ def measure(size: Size, resolution_type: str) -> float:
 
 
 def _scaled_to(wanted: Wanted, target: float) -> Size:
+    """The image scaled to `target` in the unit of `resolution_type`."""
     scale = target / measure(wanted.size, wanted.dataset.resolution_type)
-    scale = math.sqrt(scale) if wanted.dataset.resolution_type == "area" else scale
+    scale = math.sqrt(scale) if wanted.dataset.resolution_type == "area" else scale  # area grows with the square
     return round(wanted.size[0] * scale), round(wanted.size[1] * scale)
 
 
@@ -113,35 +119,37 @@ def _scaled_to(wanted: Wanted, target: float) -> Size:
 
 def _at_most(wanted: Wanted) -> Size:
     if wanted.is_square:
-        edge = round(math.sqrt(_asked_area(wanted)))
+        edge = round(math.sqrt(_target_area(wanted)))
         return (nearest_multiple(edge, wanted.least),) * 2
     (width, height), step = _cut_to_aspect(wanted), wanted.multiple
-    own, most = width * height, _asked_area(wanted)
-    target = min(own, most)
-    scale = (target / own) ** 0.5
+    own_area, max_area = width * height, _target_area(wanted)
+    area = min(own_area, max_area)
+    scale = (area / own_area) ** 0.5
+    # The exact size in units of `step`. Of the four ways to round it, take the area closest to the image's.
     across, down = width * scale / step, height * scale / step
     candidates = [
         (columns * step, rows * step)
         for columns in (math.floor(across), math.ceil(across))
         for rows in (math.floor(down), math.ceil(down))
-        if columns and rows and columns * rows * step * step <= most
+        if columns and rows and columns * rows * step * step <= max_area
     ]
     if not candidates:
         return max(step, math.floor(across) * step), max(step, math.floor(down) * step)
-    return min(candidates, key=lambda found: abs(found[0] * found[1] - target))
+    return min(candidates, key=lambda found: abs(found[0] * found[1] - area))
 
 
-def _asked_area(wanted: Wanted) -> float:
+def _target_area(wanted: Wanted) -> float:
+    """The area in pixels of the dataset's resolution. With `pixel` it is that of the shorter side."""
     dataset, (width, height) = wanted.dataset, wanted.size
     if dataset.resolution_type == "area":
         return megapixel_edge(dataset.resolution) ** 2
     area = dataset.resolution * dataset.resolution
-    longer = max(width, height) / min(width, height)
-    return area * longer if dataset.resolution_type == "pixel" and not wanted.is_square else area
+    aspect = max(width, height) / min(width, height)
+    return area * aspect if dataset.resolution_type == "pixel" and not wanted.is_square else area
 
 
 def _cut_to_aspect(wanted: Wanted) -> tuple[float, float]:
-    """The image, or the largest part of it that has the aspect ratio a crop asks for."""
+    """The size of the image, or of its largest part with the aspect ratio of the crop."""
     (width, height), crop = wanted.size, wanted.dataset.crop
     if not crop.enabled or crop.aspect == "preserve":
         return width, height
@@ -149,6 +157,7 @@ def _cut_to_aspect(wanted: Wanted) -> tuple[float, float]:
 
 
 def _scaled_up(wanted: Wanted, bucket: Size) -> Size:
+    """The image scaled to cover the bucket, with both sides rounded up."""
     (width, height), (wide, high) = wanted.size, bucket
     scale = max(wide / width, high / height)
     return math.ceil(width * scale), math.ceil(height * scale)
@@ -170,8 +179,8 @@ def _square_edge(wanted: Wanted) -> int:
     if dataset.resolution_type == "pixel":
         return int(dataset.resolution)
     megapixels = _megapixels(dataset.resolution, dataset)
-    about = next((edge for size, edge in _SQUARES.items() if abs(megapixels - size) < _ABOUT), None)
-    return _to_multiple(math.sqrt(megapixels * 1e6), wanted.multiple) if about is None else about
+    common = next((edge for size, edge in _SQUARES.items() if abs(megapixels - size) < _TOLERANCE), None)
+    return _to_multiple(math.sqrt(megapixels * 1e6), wanted.multiple) if common is None else common
 
 
 def _megapixels(resolution: float, dataset: Dataset) -> float:
@@ -179,12 +188,16 @@ def _megapixels(resolution: float, dataset: Dataset) -> float:
 
 
 def _to_multiple(value: float, multiple: int) -> int:
-    """Halves go to the even multiple."""
+    """The nearest multiple, at least one; halves go to the even multiple, as Python's `round` does."""
     return max(multiple, round(value / multiple) * multiple)
 
 
 def _edges(wanted: Wanted, aspect: float, resolution: float) -> tuple[Size, Size]:
-    """The sides of the bucket, and what the image is scaled to for it."""
+    """The sides of the bucket, and the size the image is scaled to for it.
+
+    The order of roundings follows SimpleTuner, whose configs use this rule: other rounding would move images to other
+    buckets.
+    """
     if wanted.dataset.resolution_type == "pixel":
         return _edges_by_side(wanted, aspect, int(resolution))
     edge = _to_multiple(int(math.sqrt(_megapixels(resolution, wanted.dataset) * 1e6)), wanted.multiple)
@@ -195,29 +208,30 @@ def _edges(wanted: Wanted, aspect: float, resolution: float) -> tuple[Size, Size
         _to_multiple(edge * math.sqrt(aspect), wanted.multiple),
         _to_multiple(edge / math.sqrt(aspect), wanted.multiple),
     )
-    own = width / height
-    scaled = (sides[0], int(sides[0] / own)) if sides[0] < sides[1] else (int(sides[1] * own), sides[1])
+    own_aspect = width / height
+    scaled = (sides[0], int(sides[0] / own_aspect)) if sides[0] < sides[1] else (int(sides[1] * own_aspect), sides[1])
     if scaled[0] < sides[0]:
-        more = sides[0] - scaled[0]
-        scaled = sides[0], scaled[1] + int(more / own)
+        missing = sides[0] - scaled[0]
+        scaled = sides[0], scaled[1] + int(missing / own_aspect)
     elif scaled[1] < sides[1]:
-        more = sides[1] - scaled[1]
-        scaled = scaled[0] + int(more * own), sides[1]
+        missing = sides[1] - scaled[1]
+        scaled = scaled[0] + int(missing * own_aspect), sides[1]
     return sides, scaled
 
 
 def _edges_by_side(wanted: Wanted, aspect: float, shorter: int) -> tuple[Size, Size]:
+    """The same when the resolution is the length of the shorter side."""
     width, height = wanted.size
     exact = (shorter, int(shorter / aspect)) if width < height else (int(shorter * aspect), shorter)
     sides = _to_multiple(exact[0], wanted.multiple), _to_multiple(exact[1], wanted.multiple)
-    own = width / height
-    if own >= 1.0:
+    own_aspect = width / height
+    if own_aspect >= 1.0:
         high = max(sides[1], exact[1])
-        scaled = int(high * own), high
-        return sides, scaled if scaled[0] >= sides[0] else (sides[0], int(sides[0] / own))
+        scaled = int(high * own_aspect), high
+        return sides, scaled if scaled[0] >= sides[0] else (sides[0], int(sides[0] / own_aspect))
     wide = max(sides[0], exact[0])
-    scaled = wide, int(wide / own)
-    return sides, scaled if scaled[1] >= sides[1] else (int(sides[1] * own), sides[1])
+    scaled = wide, int(wide / own_aspect)
+    return sides, scaled if scaled[1] >= sides[1] else (int(sides[1] * own_aspect), sides[1])
 
 
 def _scaled_by_edge(wanted: Wanted, bucket: Size) -> Size:
@@ -227,14 +241,18 @@ def _scaled_by_edge(wanted: Wanted, bucket: Size) -> Size:
 
 
 def _covering(scaled: Size, wanted: Wanted, bucket: Size) -> Size:
-    """Rounding may leave an image a pixel short of its bucket, and squares of a round edge are larger than the rest."""
+    """The scaled size, enlarged if it does not cover the bucket.
+
+    Rounding can leave an image one pixel short, and squares of a round edge are larger than the other buckets.
+    """
     covers = scaled[0] >= bucket[0] and scaled[1] >= bucket[1]
     return scaled if covers else cover(wanted.size, bucket)
 
 
 def _downsampled_by_edge(wanted: Wanted, target: float) -> Size:
-    own = round(wanted.size[0] / wanted.size[1], wanted.dataset.buckets.aspect_decimals)
-    return _edges(wanted, own or 10.0**-wanted.dataset.buckets.aspect_decimals, target)[1]
+    own_aspect = round(wanted.size[0] / wanted.size[1], wanted.dataset.buckets.aspect_decimals)
+    # A very narrow strip rounds to 0, which would divide by zero.
+    return _edges(wanted, own_aspect or 10.0**-wanted.dataset.buckets.aspect_decimals, target)[1]
 
 
 RULES = {

@@ -1,7 +1,7 @@
-"""Which shape a file is trained in, and how it is brought there. Pure: sizes and rules in, sizes out.
+"""Buckets: the shape a file is trained in, and how it is scaled and cropped to it. All functions are pure.
 
-A picture goes to the bucket that the dataset's rule (`bucket_rules`) gives it, with sides the model can take. It is
-scaled until it covers the bucket, and what stands over is cut off.
+The dataset's rule (`bucket_rules`) chooses an image's bucket, with sides the model supports. The image is scaled until
+it covers the bucket, and the rest is cropped.
 """
 
 from __future__ import annotations
@@ -16,24 +16,27 @@ from gracetune.data.refs import Bucket, Fit
 from gracetune.seeded_random import below
 
 MOST_EXTREME_ASPECT = 16.0
-"""Strips beyond this become shapes no model has seen, and where only the shorter edge is fixed they fill the memory."""
+"""Images beyond this ratio have shapes no model was trained on. Where only the shorter edge is fixed, they would also
+need too much memory."""
 
 
 @dataclass(frozen=True)
 class Unfit:
-    """Why a file is not trained on: `reason` is counted, `detail` is about this file."""
+    """Why a file is not trained on."""
 
     reason: str
+    """The same text for all files with this reason, so that they can be counted."""
     detail: str
+    """About this file."""
 
 
 def rounded_aspect(size: Size, decimals: int) -> float:
-    """Width / height; never 0, however narrow a strip is."""
+    """Width / height, rounded, and never 0 for very narrow images."""
     return max(10.0**-decimals, round(size[0] / size[1], decimals))
 
 
 def unfit_picture(size: Size, dataset: Dataset) -> Unfit | None:
-    """What the dataset's filters have against a picture."""
+    """Why the dataset's filters reject an image of this size; None if they accept it."""
     found = measure(size, dataset.resolution_type)
     shown = f"{size[0]}x{size[1]}"
     if found < dataset.minimum_size:
@@ -49,7 +52,7 @@ def unfit_picture(size: Size, dataset: Dataset) -> Unfit | None:
         return unfit
     keeps_shape = not dataset.crop.enabled or dataset.crop.aspect == "preserve"
     if keeps_shape and max(aspect, 1 / aspect) > MOST_EXTREME_ASPECT:
-        return Unfit(f"a strip of more than {MOST_EXTREME_ASPECT:g}:1", f"{shown}; crop it, or set crop.enabled")
+        return Unfit(f"an aspect ratio beyond {MOST_EXTREME_ASPECT:g}:1", f"{shown}; crop it, or set crop.enabled")
     return None
 
 
@@ -62,7 +65,7 @@ def _unfit_aspect(aspect: float, dataset: Dataset, shown: str) -> Unfit | None:
 
 
 def trained_aspect(size: Size, dataset: Dataset, *, seed: int, digest: str) -> float:
-    """The aspect ratio of the bucket. A random one is drawn once per file: it decides the shape of what is cached."""
+    """The aspect ratio of the bucket. A random ratio depends on the file only, because it decides the cached shape."""
     crop = dataset.crop
     own = rounded_aspect(size, dataset.buckets.aspect_decimals)
     if not crop.enabled or crop.aspect == "preserve":
@@ -77,7 +80,7 @@ def trained_aspect(size: Size, dataset: Dataset, *, seed: int, digest: str) -> f
 
 
 def picture_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str) -> Size | Unfit:
-    """The size an image is trained at. A function of its content and the settings alone: caches rely on it."""
+    """The size an image is trained at. It depends only on the content and the settings, and caches rely on that."""
     unfit = unfit_picture(size, dataset)
     if unfit is not None:
         return unfit
@@ -90,27 +93,27 @@ def picture_bucket(size: Size, dataset: Dataset, geometry: Geometry, *, seed: in
 
 
 def resized(wanted: Wanted, target: Size) -> Size:
-    """What the picture is scaled to before it is cut.
+    """The size an image is scaled to before it is cropped.
 
-    With `downsample_to` a cropped picture is scaled to that, so that a crop shows a part of the scene; with
-    `maximum_size` too it keeps its own size up to that. Without them a crop shows as much of the scene as fits.
+    By default a crop shows as much of the scene as fits. With `downsample_to`, a cropped image is scaled to that size,
+    so that a crop shows a part of the scene. With `maximum_size` as well, only larger images are scaled down.
     """
     dataset, rule = wanted.dataset, RULES[wanted.dataset.buckets.rule]
-    least = rule.scaled(wanted, target)
+    smallest = rule.scaled(wanted, target)
     if not dataset.crop.enabled or dataset.downsample_to is None:
-        return least
-    larger = dataset.maximum_size is None or measure(wanted.size, dataset.resolution_type) > dataset.maximum_size
-    asked = rule.downsampled(wanted, dataset.downsample_to) if larger else wanted.size
-    return asked if asked[0] >= least[0] and asked[1] >= least[1] else least
+        return smallest
+    is_larger = dataset.maximum_size is None or measure(wanted.size, dataset.resolution_type) > dataset.maximum_size
+    size = rule.downsampled(wanted, dataset.downsample_to) if is_larger else wanted.size
+    return size if size[0] >= smallest[0] and size[1] >= smallest[1] else smallest
 
 
 def fit_picture(
     original: Size, bucket: Bucket, dataset: Dataset, geometry: Geometry, *, seed: int, digest: str, variant: int
 ) -> Fit:
-    """Scale and place. `variant` changes a random crop's place; it is 0 for good where latents are cached once."""
+    """The scaled size and crop of an image. `variant` moves a random crop; it stays 0 if latents are cached once."""
     wanted = Wanted.of(original, trained_aspect(original, dataset, seed=seed, digest=digest), dataset, geometry)
     scaled = resized(wanted, (bucket.width, bucket.height))
-    spare = scaled[0] - bucket.width, scaled[1] - bucket.height
+    spare = scaled[0] - bucket.width, scaled[1] - bucket.height  # the pixels to crop, horizontally and vertically
     style = dataset.crop.style if dataset.crop.enabled else "center"
     if style == "random":
         left = below(spare[0] + 1, seed, "left", digest, variant)
@@ -123,12 +126,12 @@ def fit_picture(
 
 
 def fitting_frames(frames: int, step: int) -> int:
-    """The largest k * step + 1 that is at most `frames`."""
+    """The largest k * step + 1 that is at most `frames`: the lengths a video VAE supports."""
     return frames - (frames - 1) % step
 
 
 def clip_frames(available: int, video: Video, geometry: Geometry) -> int | Unfit:
-    """Frames of the clip cut from a video that has `available` of them at the rate they are taken."""
+    """The length in frames of the clip taken from a video with `available` frames at the sampled frame rate."""
     if video.frame_step is not None:
         available = fitting_frames(available, video.frame_step)
     if video.max_frames is not None and available > video.max_frames:
@@ -152,13 +155,13 @@ def clip_frames(available: int, video: Video, geometry: Geometry) -> int | Unfit
 
 
 def audio_length(seconds: float, audio: Audio, geometry: Geometry, rate: int) -> int | Unfit:
-    """Samples of the piece taken from a sound of that length: whole intervals, and whole columns of the latents.
+    """The length in samples of the clip taken from an audio file: whole intervals, and whole columns of the latents.
 
-    A sound shorter than one interval fills one, followed by silence.
+    Audio shorter than one interval is padded with silence to one interval.
     """
     if audio.max_duration_seconds is not None and seconds > audio.max_duration_seconds:
         return Unfit(f"longer than audio.max_duration_seconds {audio.max_duration_seconds:g}", f"{seconds:.1f} s")
-    # A file of exactly 3 intervals must not miss its third by a rounding error.
+    # The tolerance keeps a file of exactly 3 intervals from losing the third to a rounding error.
     intervals = max(1, math.floor(seconds / audio.duration_interval + 1e-6))
     taken = intervals * audio.duration_interval
     if geometry.max_audio_seconds is not None:

@@ -1,4 +1,4 @@
-"""From a config to a `DataIndex`: every folder is looked at once, and everything the user should know is said."""
+"""Building a `DataIndex` from a config. Every folder is scanned once, and notes report what the user should know."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from gracetune.memory.reclaim import rare_collections
 
 OpenBackend = Callable[[Dataset], Backend]
 OnDataset = Callable[[str, int, int], None]
-"""Told the folder's dataset, how many files are done, and of how many."""
+"""Called with the dataset's id, the number of files scanned, and the total."""
 
 
 def scan_folder(config: RunConfig) -> Path:
-    """Where scans are remembered: below the run's caches."""
+    """The folder that stores scan results, below the run's caches."""
     caches = config.cache.cache_dir or str(Path(config.output_dir) / "cache")
     return Path(caches).expanduser() / "scan"
 
@@ -53,9 +53,9 @@ def build_index(
     workers: int = 8,
     on_scanned: OnDataset = lambda name, done, total: None,
 ) -> DataIndex:
-    """Look at all enabled datasets. `memory` is the folder scans are remembered in; None remembers nothing.
+    """Scan all enabled datasets and build the index. `memory` is the folder for scan results; None stores none.
 
-    Unless `open_backend` says otherwise, files are read from where they lie, and nothing is staged.
+    By default files are read from their source and nothing is staged. Pass `open_backend` to change that.
     """
     refuse_unsupported(config, geometry)
     with rare_collections():
@@ -63,17 +63,18 @@ def build_index(
 
 
 def mixing_of(config: RunConfig) -> Mixing:
+    """The config's rules for composing batches."""
     training, validation = config.training, config.validation
-    every = (config.checkpoints.every_steps, validation.every_steps if validation.enabled else None)
+    intervals = (config.checkpoints.every_steps, validation.every_steps if validation.enabled else None)
     return Mixing(
         fill=training.fill_batches,
         equal=training.dataset_weights == "equal",
-        other_steps=tuple(steps for steps in every if steps is not None),
+        other_steps=tuple(steps for steps in intervals if steps is not None),
     )
 
 
 def refuse_unsupported(config: RunConfig, geometry: Geometry) -> None:
-    """What a config may say and the data cannot do, all at once."""
+    """Raise ConfigError with every data setting that is valid in a config but unsupported here."""
     problems = [*_unsupported(config), *_unfit_multiples(config, geometry)]
     if problems:
         raise ConfigError(problems)
@@ -86,8 +87,8 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
         if dataset.disabled:
             continue
         if dataset.crop.enabled and dataset.crop.style == "face":
-            yield Problem(f"{where}.crop.style", "face", "random, center or corner: faces are not looked for here",
-                          "write center, or crop the pictures beforehand")  # fmt: skip
+            yield Problem(f"{where}.crop.style", "face", "random, center or corner: face detection is not supported",
+                          "write center, or crop the images beforehand")  # fmt: skip
         for name in dataset.conditioning:
             if name not in enabled:
                 yield Problem(f"{where}.conditioning", f"{name}, which is disabled", "an enabled dataset",
@@ -97,22 +98,25 @@ def _unsupported(config: RunConfig) -> Iterator[Problem]:
 
 
 def _unfit_multiples(config: RunConfig, geometry: Geometry) -> Iterator[Problem]:
+    """Settings for sides and frame counts that the model does not support."""
     least = geometry.least_multiple
     for position, dataset in enumerate(config.datasets):
         multiple = dataset.buckets.multiple
         if multiple is not None and multiple % least and not dataset.disabled:
             near = max(1, round(multiple / least)) * least
-            expected = f"a multiple of {least}, because the model takes no other sides"
+            expected = f"a multiple of {least}, because the model supports no other sides"
             yield Problem(f"datasets[{position}].buckets.multiple", str(multiple), expected, f"write {near}")
         step = dataset.video.frame_step
         if step is not None and step % geometry.frame_step and dataset.dataset_type == "video":
-            expected = f"a multiple of {geometry.frame_step}, because the model takes no other lengths"
+            expected = f"a multiple of {geometry.frame_step}, because the model supports no other lengths"
             hint = f"write {-(-step // geometry.frame_step) * geometry.frame_step}"
             yield Problem(f"datasets[{position}].video.frame_step", str(step), expected, hint)
 
 
 @dataclass
 class _Builder:
+    """The state of one `build_index` call: backends and scans are shared between datasets of the same folder."""
+
     config: RunConfig
     geometry: Geometry
     open_backend: OpenBackend
@@ -134,12 +138,12 @@ class _Builder:
                 continue
             (held_out if dataset.dataset_type == "eval" else trained).append(self.index(position, dataset))
         notes = [
-            f"dataset {name} is conditioning data of no dataset and was not read"
+            f"dataset {name} was not read, because no dataset uses it as conditioning data"
             for name, dataset in self.enabled.items()
             if dataset.dataset_type == "conditioning" and name not in self.backends
         ]
         forgotten = sorted({found.forgotten for found in self.scans.values() if found.forgotten is not None})
-        notes += [f"the next start looks at all files again: {reason}" for reason in forgotten]
+        notes += [f"the next start scans all files again: {reason}" for reason in forgotten]
         return DataIndex(
             self.seed, self.geometry, tuple(trained), tuple(held_out), self.backends, tuple(notes),
             mixing_of(self.config),
@@ -170,7 +174,7 @@ class _Builder:
             return dataset.dataset_type
         if dataset.dataset_type == "conditioning" or self.geometry.makes == "image":
             return "image"
-        # A video model's held-out set may be of clips or of stills, as its training data may.
+        # The held-out set of a video model may hold clips or images, like its training data.
         found = {kind_of(path) for path in self.backend(dataset).list()}
         return self.geometry.makes if self.geometry.makes in found else "image"
 
@@ -180,7 +184,7 @@ class _Builder:
         return self.backends[dataset.id]
 
     def scan(self, dataset: Dataset, kind: Kind) -> Scan:
-        """One look at a folder, however many datasets share it."""
+        """Scan a folder once, however many datasets share it."""
         extensions = dataset.in_memory.file_extensions if dataset.type == "in_memory" else None
         key = (dataset.path, kind, extensions)
         backend = self.backend(dataset)
@@ -198,7 +202,7 @@ class _Builder:
         return self.scans[key]
 
     def pair(self, dataset: Dataset, items: list[Item]) -> Paired:
-        """References and masks of all items."""
+        """Attach references and masks to all items."""
         partners = linked(dataset, self.enabled)
         masks = [partner for partner in partners if partner.conditioning_type == "mask"]
         references = [partner for partner in partners if partner not in masks]
@@ -220,6 +224,7 @@ class _Builder:
         return paired
 
     def readable(self, partner: Dataset) -> tuple[MediaFile, ...]:
+        """The readable images of a folder with references or masks."""
         found = self.scan(partner, "image")
         check_unreadable(partner, found.unreadable, found.total)
         return found.files
@@ -232,13 +237,13 @@ class _Builder:
         folders: dict[str, KohyaFolder],
         found_there: Scan,
     ) -> tuple[list[Item], list[LeftOut], list[str]]:
-        """Each item with its captions. A caption that cannot be read counts as an unreadable file.
+        """Attach captions to all items. Returns the captioned items, the unreadable captions, and notes.
 
-        The last are notes on captions with a placeholder that nothing replaces, and on files whose size is not the one
-        their table says.
+        An unreadable caption counts as an unreadable file. The notes are about captions with an unused placeholder, and
+        about files whose size differs from the one in their caption table.
         """
         withheld = {path: too_large(size) for path, size in found_there.large.items()}
-        withheld |= {one.path: f"a caption that cannot be read: {one.reason}" for one in found_there.left_out}
+        withheld |= {file.path: f"a caption that cannot be read: {file.reason}" for file in found_there.left_out}
         epochs = most_epochs(self.config.training, dataset, sum(item.visits for item in items))
         book = open_captions(dataset.captions, self.backends[dataset.id], f"{where}.captions", withheld)
 
@@ -253,7 +258,7 @@ class _Builder:
             if not book.options.trigger_word and any(PLACEHOLDER in text for text in found.texts):
                 unfilled.append(item.path)
             variants = book.variants(found, self.seed, epochs * item.visits)
-            # Not `replace`, which takes several times as long.
+            # Not `dataclasses.replace`, which takes several times as long, and there may be a million items.
             return Item(
                 item.file, item.bucket, item.visits, variants, found.origin, item.references, item.mask,
                 item.normalises_mask,
@@ -275,19 +280,19 @@ def _unfilled(paths: list[str]) -> Iterator[str]:
 
 
 def _other_sizes(items: list[Item], book: CaptionBook) -> Iterator[str]:
-    """A table made for other files, or before they were scaled, shows here."""
-    said = {item: book.size_of(item.path) for item in items if not isinstance(item.file.facts, AudioFacts)}
-    other = {item: size for item, size in said.items() if size is not None and size != item.size}
-    if other:
-        first, (width, height) = next(iter(other.items()))
+    """A note on files whose size differs from the table's: it was made for other files, or before they were scaled."""
+    listed = {item: book.size_of(item.path) for item in items if not isinstance(item.file.facts, AudioFacts)}
+    different = {item: size for item, size in listed.items() if size is not None and size != item.size}
+    if different:
+        first, (width, height) = next(iter(different.items()))
         yield (
-            f"{counted(len(other), 'file')} of another size than width_column and height_column say, for example "
-            f"{first.path}: {first.size[0]}x{first.size[1]}, not {width}x{height}; the files' own sizes count"
+            f"{counted(len(different), 'file')} whose size differs from width_column and height_column, for example "
+            f"{first.path}: {first.size[0]}x{first.size[1]}, not {width}x{height}; the files' own sizes are used"
         )
 
 
 def _mask_folder(dataset: Dataset, path: str) -> Dataset:
-    """A dataset's masks as a dataset: kept the same way, whatever extensions its pictures are narrowed to."""
+    """A dataset's mask folder as a dataset of its own. The filter for image extensions does not apply to masks."""
     staging = dataset.in_memory.model_copy(update={"file_extensions": None})
     return dataset.model_copy(
         update={"id": masks_id(dataset.id), "path": path, "dataset_type": "image", "in_memory": staging}
@@ -301,7 +306,7 @@ def _joined(before: Paired, after: Paired) -> Paired:
 def _folder_visits(
     items: list[Item], dataset: Dataset, folders: dict[str, KohyaFolder]
 ) -> tuple[list[Item], list[Dropped]]:
-    """kohya's numbers count, unless the config has a number of its own."""
+    """Apply the repeat counts in kohya folder names, unless the config sets `repeats`."""
     if not folders or dataset.repeats:
         return items, []
     kept: list[Item] = []
@@ -316,14 +321,14 @@ def _folder_visits(
 
 
 def _top(path: str) -> str:
-    """The first part of a path: the top folder, or the file itself."""
+    """The first part of a path: the top-level folder, or the file itself."""
     return path.partition("/")[0]
 
 
 def _empty(dataset: Dataset, kind: Kind, found: Scan) -> DataError:
     others = ", ".join(f"{count} x {name}" for name, count in list(found.others.items())[:5])
     withheld = "; ".join(f"{counted(count, 'file')} left out: {reason}" for reason, count in reasons(found.left_out))
-    there = "; ".join(filter(None, [others and f"there is {others}", withheld])) or "the folder is empty"
+    there = "; ".join(filter(None, [others and f"it holds {others}", withheld])) or "the folder is empty"
     readable = ", ".join(sorted(EXTENSIONS[kind]))
     return DataError(
         told(
@@ -345,7 +350,7 @@ def _nothing_left(dataset: Dataset, where: str, dropped: list[Dropped], unreadab
             f"dataset {dataset.id} ({where})",
             found=f"no file of {dataset.path} is left to train on{first}",
             expected="at least one",
-            hint="change the settings that leave them out:",
+            hint="change the settings that exclude the files:",
         )
         + lines
     )

@@ -1,7 +1,7 @@
-"""Captions kept in one file: CSV, JSONL, JSON or Parquet, one row per picture or several.
+"""Caption tables: captions in one CSV, JSONL, JSON or Parquet file, with one or more rows per media file.
 
-Rows name their file by its path below the dataset's root, by its full path, or by its name alone; backslashes and `./`
-do not matter. Several rows of one file, or a list in the caption column, are several captions of it.
+A row names its file by the path below the dataset's root, by the full path, or by the file name alone. Backslashes and
+`./` are normalized. Several rows for one file, or a list in the caption column, give the file several captions.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from gracetune.units import format_bytes
 
 TableKind = Literal["parquet", "csv", "jsonl", "json"]
 Row = tuple[str, Mapping[str, Any]]
-"""Where it is, for messages, and its values."""
+"""A row's location, for messages, and its values by column."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a table says about one file."""
+    """The table's data about one file."""
 
     captions: tuple[str, ...]
     size: tuple[int, int] | None = None
-    """Width and height, where the table has columns for them."""
+    """Width and height, if the table has columns for them."""
 
 
 class Table:
-    """The entries of one table, found by a file's path below the dataset's root."""
+    """The entries of one table, looked up by a file's path below the dataset's root."""
 
     def __init__(self, entries: Mapping[str, Entry], options: CaptionTable) -> None:
         self._entries, self._options = entries, options
@@ -49,24 +49,25 @@ class Table:
         return len(self._entries)
 
     def find(self, path: str) -> Entry | None:
-        """By the whole path first; by the name alone only where the table itself names no folder."""
+        """Look up the whole path first, then the file name alone, which matches entries without a folder."""
         whole = path if self._options.identifier_includes_extension else split_suffix(path)[0]
         return self._entries.get(whole) or self._entries.get(whole.rpartition("/")[2])
 
 
 def load_table(kind: TableKind, options: CaptionTable, backend: Backend) -> Table:
-    """From the dataset's folder, or from anywhere on this machine if the path is not one below it."""
+    """Read a table from the dataset's folder, or else from any path on this machine."""
     return read_table(_bytes(options.path, backend), kind, options, backend.root)
 
 
 def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable, root: str) -> Table:
+    """Parse a table. Raises DataError with the row and the reason."""
     roots = _spellings(root)
     captions: dict[str, list[str]] = {}
     sizes: dict[str, tuple[int, int]] = {}
     for where, row in _rows(data, kind, options):
         name = _cell(row, options.filename_column, where)
         if not isinstance(name, str) or not name.strip():
-            raise DataError(f"{where}: `{options.filename_column}` is {_cut(name)}, expected the name of a file")
+            raise DataError(f"{where}: `{options.filename_column}` is {_shown(name)}, expected a file name")
         key = _below(name, roots)
         columns = options.caption_column if isinstance(options.caption_column, tuple) else (options.caption_column,)
         own = [text for column in columns for text in _captions(_cell(row, column, where), where)]
@@ -80,17 +81,17 @@ def read_table(data: bytes | memoryview, kind: TableKind, options: CaptionTable,
         if size is not None:
             sizes[key] = size
     if not captions:
-        raise DataError(f"{options.path}: a table without rows; correct captions.table.path")
+        raise DataError(f"{options.path}: the table has no rows; correct captions.table.path")
     return Table({key: Entry(tuple(found), sizes.get(key)) for key, found in captions.items()}, options)
 
 
 def read_rows(data: bytes | memoryview, kind: TableKind, path: str) -> Iterator[Row]:
-    """Every row with all of its columns, whatever they are called."""
+    """Every row with all of its columns. Used where the column names are not configured."""
     return _rows(data, kind, CaptionTable(path=path), everything=True)
 
 
 def table_kind(path: str) -> TableKind | None:
-    """What a table is by its name; None for what is none."""
+    """The kind of table by file extension; None if it is not a table."""
     kinds: dict[str, TableKind] = {
         ".csv": "csv", ".tsv": "csv", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet",
     }  # fmt: skip
@@ -98,9 +99,9 @@ def table_kind(path: str) -> TableKind | None:
 
 
 def why_no_captions(texts: Sequence[str]) -> str | None:
-    """What keeps these texts from being the captions of one picture, or None."""
+    """Why these texts are rejected as the captions of one file; None if they are accepted."""
     if len(texts) > MOST_CAPTIONS:
-        return f"{len(texts):,} captions of one picture; expected at most {MOST_CAPTIONS:,}"
+        return f"{len(texts):,} captions for one file; expected at most {MOST_CAPTIONS:,}"
     longest = max(map(len, texts), default=0)
     if longest > LONGEST_TEXT:
         return f"a caption of {longest:,} characters; expected at most {LONGEST_TEXT:,}: shorten it"
@@ -118,16 +119,16 @@ def _rows(
         else:
             yield from _ROWS[kind](data, options)
     except RecursionError:
-        raise DataError(f"{options.path}: nesting too deep for a table; expected rows of text") from None
+        raise DataError(f"{options.path}: the JSON is nested too deeply; expected rows of text") from None
 
 
 def _too_large(path: str, size: int) -> DataError:
     expected = f"at most {format_bytes(LARGEST_TABLE)}"
-    return DataError(f"{path}: a table of {format_bytes(size)}; expected {expected}. Divide the dataset into several")
+    return DataError(f"{path}: a table of {format_bytes(size)}; expected {expected}. Split the dataset into several")
 
 
-def _cut(value: Any) -> str:
-    """As it is written, if it is short."""
+def _shown(value: Any) -> str:
+    """A value for a message, cut to 80 characters."""
     return describe(value) if isinstance(value, Mapping | list | tuple) else repr(value)[:80]
 
 
@@ -145,19 +146,19 @@ def _bytes(path: str, backend: Backend) -> bytes | memoryview:
         return Path(path).read_bytes()
     except OSError as error:
         raise DataError(
-            f"{path}: no such table, neither in {backend.root} nor on this machine ({error.strerror}); "
+            f"{path}: no such table in {backend.root} or on this machine ({error.strerror}); "
             "correct captions.table.path"
         ) from error
 
 
 def _spellings(root: str) -> tuple[str, ...]:
-    """The root as given, as a full path, and without symbolic links: rows may use any of them."""
+    """The root as written, as an absolute path, and with symbolic links resolved. Rows may use any of these."""
     here = Path(root)
     return (root,) if "://" in root else (root, str(here.absolute()), str(here.resolve()))
 
 
 def _below(name: str, roots: tuple[str, ...]) -> str:
-    """A file, as a path below the root; as it is where it lies elsewhere."""
+    """A file's path below the root, or the normalized path if it lies elsewhere."""
     name = name.strip().replace("\\", "/")
     for root in roots:
         prefix = root.replace("\\", "/").rstrip("/") + "/"
@@ -168,17 +169,18 @@ def _below(name: str, roots: tuple[str, ...]) -> str:
 
 
 def _captions(value: Any, where: str) -> list[str]:
-    if value is None or (isinstance(value, float) and value != value):  # Parquet writes a missing text as nan
+    if value is None or (isinstance(value, float) and value != value):  # NaN: a missing text in some Parquet files
         return []
     if isinstance(value, str):
-        if any("\ud800" <= letter <= "\udfff" for letter in value):  # JSON can spell half a character
-            raise DataError(f"{where}: the caption {_cut(value)} holds half a character; correct its \\u escapes")
+        if any("\ud800" <= letter <= "\udfff" for letter in value):  # JSON escapes can encode a lone surrogate
+            found = f"the caption {_shown(value)} contains a lone surrogate (half a character)"
+            raise DataError(f"{where}: {found}; correct its \\u escapes")
         return [value.strip()] if value.strip() else []
     if isinstance(value, list | tuple):
         if any(isinstance(item, list | tuple) for item in value):
             raise DataError(f"{where}: the caption is a list of lists, expected text or a list of texts")
         return [text for item in value for text in _captions(item, where)]
-    raise DataError(f"{where}: the caption is {_cut(value)}, expected text or a list of texts")
+    raise DataError(f"{where}: the caption is {_shown(value)}, expected text or a list of texts")
 
 
 def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[int, int] | None:
@@ -189,7 +191,8 @@ def _size(row: Mapping[str, Any], options: CaptionTable, where: str) -> tuple[in
     try:
         width, height = (int(side) for side in sides)
     except (TypeError, ValueError, OverflowError) as error:
-        raise DataError(f"{where}: the size is {_cut(sides[0])} x {_cut(sides[1])}, expected whole numbers") from error
+        found = f"the size is {_shown(sides[0])} x {_shown(sides[1])}"
+        raise DataError(f"{where}: {found}, expected whole numbers") from error
     return width, height
 
 
@@ -199,11 +202,11 @@ def _cell(row: Mapping[str, Any], column: str, where: str) -> Any:
     near = nearest(column, [str(name) for name in row])
     hint = f"write `{near}`" if near else "name one of them in captions.table"
     columns = some([str(name)[:80] for name in row], 20)
-    raise DataError(f"{where}: no column `{column}`; it has {columns}. {hint}")
+    raise DataError(f"{where}: no column `{column}`; the columns are {columns}. {hint}")
 
 
 def value_at(row: Mapping[str, Any], column: str) -> Any:
-    """Of a column, or of `a.b` the value `b` inside column `a`; None where there is none."""
+    """The value of a column. `a.b` is the key `b` of the object in column `a`. None if it does not exist."""
     if column in row:
         return row[column]
     value: Any = row
@@ -232,14 +235,14 @@ def _csv_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
         for row in reader:
             where = f"{options.path}, line {reader.line_num}"
             if None in row:
-                raise DataError(f"{where}: more cells than columns; put captions with commas into quotes")
+                raise DataError(f"{where}: more cells than columns; put captions with commas in quotes")
             yield where, row
     except csv.Error as error:
         raise DataError(f"{options.path}, after line {reader.line_num}: {error}") from error
 
 
 def _jsonl_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
-    # Only \n ends a line: text may hold the other characters that splitlines() cuts at.
+    # Split at \n only: splitlines() also splits at characters that a caption may contain.
     for number, line in enumerate(_text(data, options.path).split("\n"), start=1):
         if line.strip():
             where = f"{options.path}, line {number}"
@@ -247,7 +250,7 @@ def _jsonl_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row
 
 
 def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]:
-    """A list of rows, or captions by file: `{"a.jpg": "a cat"}` or `{"a.jpg": {"caption": "a cat"}}`."""
+    """Rows of a JSON list, or of captions by file: `{"a.jpg": "a cat"}` or `{"a.jpg": {"caption": "a cat"}}`."""
     content = _parsed(_text(data, options.path), options.path)
     if isinstance(content, list):
         for number, row in enumerate(content):
@@ -261,6 +264,7 @@ def _json_rows(data: bytes | memoryview, options: CaptionTable) -> Iterator[Row]
 
 
 _PARQUET_ROWS = 1024
+"""Rows decoded at a time. Compressed Parquet can expand to gigabytes, so a table is never decoded whole."""
 
 
 def _parquet_rows(data: bytes | memoryview, options: CaptionTable, *, everything: bool) -> Iterator[Row]:
@@ -279,25 +283,24 @@ def _parquet_rows(data: bytes | memoryview, options: CaptionTable, *, everything
         file = parquet.ParquetFile(arrow.BufferReader(arrow.py_buffer(data)))
         columns = [name for name in file.schema_arrow.names if everything or name in wanted]
         number = 0
-        # Rows in small groups: a few bytes of Parquet can stand for gigabytes.
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns or None):
             for row in batch.to_pylist():
                 yield f"{options.path}, row {number}", row
                 number += 1
     except arrow.ArrowException as error:
-        raise DataError(f"{options.path}: damaged Parquet file: {error}") from error
+        raise DataError(f"{options.path}: the Parquet file is damaged: {error}") from error
 
 
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:  # also a number of more digits than Python converts
-        raise DataError(f"{where}: not JSON: {error}") from error
+    except ValueError as error:  # also raised for integers with more digits than Python converts
+        raise DataError(f"{where}: invalid JSON: {error}") from error
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{where}: {type(value).__name__}, expected an object with columns as its keys")
+        raise DataError(f"{where}: a {type(value).__name__}, expected an object with columns as keys")
     return value
 
 

@@ -1,12 +1,12 @@
-"""Captions: found where the dataset says they are, then made into the variants a sample is trained with.
+"""Captions: reads them from the configured source and produces the variants a sample is trained with.
 
-What is done to one caption, in this order: its tags are shuffled, the instance prompt is put in front, the trigger word
-is filled in. Nothing here holds state: shuffling is a function of (seed, caption), the choice of a variant and dropout
-are functions of (seed, global sample index). With `shuffle_variants: visits` a sample's visits go through its variants.
+A caption is processed in this order: shuffle its tags, prepend the instance prompt, insert the trigger word. Nothing
+here holds state. Shuffling is a function of (seed, caption). The choice of a variant and the dropout are functions of
+(seed, global sample index). With `shuffle_variants: visits` the visits of a sample cycle through its variants.
 
-A text file that is not UTF-8 is an UnreadableMediaError: the sample is counted and left out like a damaged picture,
-since a caption guessed from wrong bytes would be learnt as it is. Missing captions are no error; `Found.origin` says so
-for the count.
+A text file that is not UTF-8 raises UnreadableMediaError, and the sample is counted and left out like a damaged image:
+the model would learn a wrongly decoded caption as it is. A missing caption is not an error; `Found.origin` records it
+so that missing captions can be counted.
 """
 
 from __future__ import annotations
@@ -33,46 +33,46 @@ from gracetune.units import format_bytes
 PLACEHOLDER = "[trigger]"
 _A_CAPTION = f"text of at most {format_bytes(LARGEST_FILE)}"
 MOST_ORDERS = 100
-"""Of the tags of one caption, with `shuffle_variants: visits`: each is an embedding in the cache."""
+"""Limit on the tag orders of one caption with `shuffle_variants: visits`. Each order is an embedding in the cache."""
 Origin = Literal["own", "empty", "default", "folder", "missing"]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The caption or captions of one file, as written."""
+    """The captions of one file as written, before shuffling and trigger words."""
 
     texts: tuple[str, ...]
-    """At least one; empty where there is none."""
+    """At least one text, which is empty if there is no caption."""
     origin: Origin
-    """`own` text, an `empty` file, the dataset's `default`, a kohya `folder` name, or `missing`: train on nothing."""
+    """The file's `own` text, an `empty` caption file, the dataset's `default`, a kohya `folder` name, or `missing`."""
 
 
 @dataclass(frozen=True)
 class KohyaFolder:
-    """`10_sks dog`: ten visits an epoch, and a caption for files without one."""
+    """A folder in the layout of kohya's scripts: `10_sks dog` means ten visits per epoch and the caption `sks dog`."""
 
     visits: int
-    """0 leaves the folder out, as in kohya's own scripts. Our `repeats` is one less."""
+    """Visits per epoch; 0 excludes the folder, as in kohya's scripts. Our `repeats` setting is one less."""
     name: str
 
 
 class CaptionBook:
-    """Finds the captions of one dataset. A table is read once, when the book is opened."""
+    """Looks up the captions of one dataset. A caption table is read once, when the book is opened."""
 
     def __init__(
         self, options: Captions, backend: Backend, table: Table | None = None, withheld: Mapping[str, str] | None = None
     ) -> None:
-        """`withheld`: files that are there and are not read, and why: a link out of the folder, a file far too large.
+        """`withheld` maps files that exist but must not be read to the reason: a link out of the folder, or too large.
 
-        A sample is not trained without a caption that it has. Sizes are known from listing the folder: asking for each
-        file again would take as long as reading it, on a server twice as long.
+        Such a sample is left out rather than trained without its caption. The sizes come from the folder's listing:
+        a `stat` of each caption file would take as long as reading it.
         """
         self.options, self._backend, self.table, self._withheld = options, backend, table, withheld or {}
         extension = options.extension
         self._spellings = tuple(dict.fromkeys([extension, extension.lower(), extension.upper()]))
 
     def find(self, path: str, folder_name: str | None = None) -> Found:
-        """`folder_name` stands in for a missing caption, after the dataset's own default."""
+        """The captions of a file. A missing one is replaced by the dataset's default, then by `folder_name`."""
         if self.options.strategy == "instanceprompt":
             return Found((self.options.instance_prompt or "",), "own")
         own = self._own(path)
@@ -85,14 +85,14 @@ class CaptionBook:
         return Found(("",), "missing") if folder_name is None else Found((folder_name,), "folder")
 
     def size_of(self, path: str) -> tuple[int, int] | None:
-        """Width and height, where a table says them."""
+        """Width and height according to the table, if it has them."""
         entry = self.table.find(path) if self.table is not None else None
         return None if entry is None else entry.size
 
     def variants(self, found: Found, seed: int, visits: int = 1) -> tuple[str, ...]:
-        """Every caption the file can be trained with, each once; the first is the caption as written, if it is one.
+        """All distinct captions the file can be trained with. The caption as written comes first if it is one of them.
 
-        `visits`: how often the run visits the file, for `shuffle_variants: visits`.
+        `visits` is how often the run visits the file, for `shuffle_variants: visits`.
         """
         options = self.options
         if not options.shuffle_tags or options.strategy == "instanceprompt":
@@ -102,18 +102,19 @@ class CaptionBook:
         ]  # fmt: skip
         if options.shuffle_variants != "visits":
             return tuple(dict.fromkeys(variant for texts in variants for variant in texts))
-        # Visits take them in turn: the first of every line, then the second.
+        # Visits cycle through this order: the first variant of every caption line, then the second of each.
         rows = (row for row in zip_longest(*variants))
         return tuple(dict.fromkeys(variant for row in rows for variant in row if variant is not None))
 
     def _finished(self, text: str) -> str:
+        """The caption with the instance prompt and the trigger word."""
         options = self.options
         if options.prepend_instance_prompt and options.instance_prompt and options.strategy != "instanceprompt":
             text = f"{options.instance_prompt} {text}".strip()
         return with_trigger(text, options.trigger_word, add=options.add_trigger)
 
     def _own(self, path: str) -> tuple[str, ...] | None:
-        """None where the file has no caption of its own."""
+        """The file's own captions; None if it has none."""
         if self.options.strategy == "filename":
             return (from_filename(path),)
         if self.options.strategy == "textfile":
@@ -126,7 +127,7 @@ class CaptionBook:
             name = caption_path(path, spelling)
             if name in self._withheld:
                 raise UnreadableMediaError(name, self._withheld[name])
-            try:  # rather than asking first whether it is there: nearly every file is there
+            try:  # without an `exists` call first: nearly every caption file exists
                 data = self._backend.read(name)
             except MissingFileError:
                 continue
@@ -147,7 +148,7 @@ def too_large(size: int) -> str:
 def open_captions(
     options: Captions, backend: Backend, where: str, withheld: Mapping[str, str] | None = None
 ) -> CaptionBook:
-    """`where` names the section in messages: `datasets[0].captions`."""
+    """Check the options and open the captions of a dataset. `where` names the section: `datasets[0].captions`."""
     problems = list(_problems(options, where))
     if problems:
         raise ConfigError(problems)
@@ -157,14 +158,14 @@ def open_captions(
 
 
 def caption_ref(variants: tuple[str, ...], options: Captions, seed: int, index: int, visit: int) -> CaptionRef:
-    """What the sample with this global index is trained with, at its `visit`-th visit of the run."""
+    """The caption of the sample with this global index at its `visit`-th visit of the run, possibly dropped."""
     if is_dropped(options.dropout, seed, index):
         return CaptionRef(options.dropped_caption, dropped=True)
     return variant_ref(variants, options, seed, index, visit)
 
 
 def variant_ref(variants: tuple[str, ...], options: Captions, seed: int, index: int, visit: int) -> CaptionRef:
-    """One of a sample's captions, never a dropped one."""
+    """The caption variant of a sample, without dropout."""
     if options.shuffle_tags and options.shuffle_variants == "visits":
         variant = visit % len(variants)
     else:
@@ -173,18 +174,18 @@ def variant_ref(variants: tuple[str, ...], options: Captions, seed: int, index: 
 
 
 def most_epochs(training: Training, dataset: Dataset, visits: int) -> int:
-    """How often a run of one process goes through a dataset at most, if an epoch of it has this many visits.
+    """An upper bound on the epochs of a dataset in a run of one process, if an epoch has this many visits.
 
-    That is what it would be if there were no other dataset.
+    The bound assumes that the run has no other dataset.
     """
     if training.epochs is not None:
         return training.epochs
     batch = (dataset.batch_size or training.batch_size) * training.gradient_accumulation_steps
-    return -(-(training.max_steps or 0) * batch // max(1, visits))
+    return -(-(training.max_steps or 0) * batch // max(1, visits))  # rounded up
 
 
 def orders_wanted(options: Captions, visits: int) -> int:
-    """Orders of one caption's tags that are cached, where the run visits its sample this often."""
+    """The number of tag orders to cache for a caption whose sample the run visits this often."""
     if options.shuffle_variants == "visits":
         return max(1, min(MOST_ORDERS, visits))
     return options.shuffle_variants
@@ -195,7 +196,7 @@ def is_dropped(rate: float, seed: int, index: int) -> bool:
 
 
 def caption_path(path: str, extension: str) -> str:
-    """The text file next to a picture."""
+    """The path of the caption file next to a media file."""
     return f"{split_suffix(path)[0]}.{extension.lstrip('.')}"
 
 
@@ -204,13 +205,14 @@ def from_filename(path: str) -> str:
 
 
 def lines(text: str, split: bool) -> tuple[str, ...]:
-    """Each line with something in it, or all of it as one caption."""
+    """Each non-blank line as a caption, or the whole text as one."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     found = tuple(line.strip() for line in text.split("\n") if line.strip()) if split else (text.strip(),)
     return found or ("",)
 
 
 def decoded(data: bytes, path: str) -> str:
+    """Decode a caption file as UTF-8, with or without a byte order mark. Raises UnreadableMediaError."""
     if data.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UnreadableMediaError(path, "a caption in UTF-16; save it as UTF-8")
     try:
@@ -223,22 +225,24 @@ def decoded(data: bytes, path: str) -> str:
 def shuffles(
     text: str, options: Captions, seed: int, *, visits: int = 1, finished: Callable[[str], str] = str
 ) -> tuple[str, ...]:
-    """The caption as written and other orders of its tags, or orders of its tags alone, each `finished`.
+    """Distinct orders of a caption's tags, each passed through `finished`. With `shuffle_written` the caption as
+    written comes first.
 
-    There are as many as the options ask for, or as the tags have.
+    Returns as many as the options request, or all that exist if there are fewer.
     """
     count = orders_wanted(options, visits)
-    tags, glue = _tags(text, options), _glue(options)
+    tags, separator = _tags(text, options), _separator(options)
     kept, free = tags[: options.keep_tags], tags[options.keep_tags :]
-    written = glue.join(tags)
+    written = separator.join(tags)
     found: dict[str, None] = {finished(text): None} if options.shuffle_written else {}
     wanted = count + options.shuffle_written
+    # With `shuffle_trigger` the trigger word can also stand at each of the tags' positions.
     most = _orders(free, wanted) * (len(tags) if options.shuffle_trigger else 1)
     wanted = min(wanted, max(1, most))
     attempt = 0
     while len(found) < wanted and attempt < _ATTEMPTS * wanted:
         order = shuffled(len(free), seed, "tags", text, attempt)
-        variant = glue.join([*kept, *(free[position] for position in order)])
+        variant = separator.join([*kept, *(free[position] for position in order)])
         if variant != written or not options.shuffle_written:
             found[_moved(finished(variant), options, seed, attempt)] = None
         attempt += 1
@@ -246,44 +250,44 @@ def shuffles(
 
 
 _ATTEMPTS = 200
-"""For each order that is wanted: orders are distinct, and the last of few are rarely met."""
+"""Random orders tried per distinct order wanted. If few orders exist, the last ones come up rarely."""
 
 
 def _moved(text: str, options: Captions, seed: int, attempt: int) -> str:
-    """The caption with its tags shuffled again, now that the trigger word is part of one of them."""
+    """The caption with its tags shuffled again after the trigger word was added, for `shuffle_trigger`."""
     if not options.shuffle_trigger:
         return text
     tags = _tags(text, options)
     kept, free = tags[: options.keep_tags], tags[options.keep_tags :]
     order = shuffled(len(free), seed, "moved tags", text, attempt)
-    return _glue(options).join([*kept, *(free[position] for position in order)])
+    return _separator(options).join([*kept, *(free[position] for position in order)])
 
 
 def _tags(text: str, options: Captions) -> list[str]:
     return [tag.strip() for tag in text.split(options.tag_separator) if tag.strip()]
 
 
-def _glue(options: Captions) -> str:
+def _separator(options: Captions) -> str:
     return options.tag_separator if options.tag_separator.isspace() else f"{options.tag_separator} "
 
 
 def with_trigger(text: str, trigger: str | None, *, add: bool = True) -> str:
-    """Every `[trigger]` becomes the word; it is put in front where it would otherwise not be there at all.
+    """Replace every `[trigger]` by the trigger word. If the caption does not contain the word then, prepend it.
 
-    Without a trigger word the placeholder goes, and the comma or space it leaves behind.
+    Without a trigger word, remove the placeholder together with the comma or space around it.
     """
     trigger = (trigger or "").strip()
     if not trigger:
         return _without_placeholder(text)
     text = text.replace(PLACEHOLDER, trigger)
-    # As a word of its own: `sks` is not in `asks`.
+    # Match whole words only: `asks` does not contain the trigger `sks`.
     if not add or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger} {text}".strip()
 
 
 def kohya_folder(name: str) -> KohyaFolder | None:
-    """What a folder's name says if it is one of kohya's: a number, an underscore, a name."""
+    """Parse a folder name of kohya's scripts: a number, an underscore and a name. None for any other name."""
     match = re.fullmatch(r"([0-9]{1,6})_(.*\S.*)", name)
     return KohyaFolder(int(match[1]), match[2].strip()) if match else None
 
@@ -292,15 +296,18 @@ def _without_placeholder(text: str) -> str:
     if PLACEHOLDER not in text:
         return text
     text = text.replace(PLACEHOLDER, "")
-    text = re.sub(r"(?<!\s)\s*,(\s*,)+", ",", text)  # a run of blanks is looked at once
+    text = re.sub(r"(?<!\s)\s*,(\s*,)+", ",", text)  # the lookbehind avoids quadratic time on long runs of blanks
     return re.sub(r"[ \t]{2,}", " ", text).strip(" \t\n,")
 
 
 def _orders(tags: list[str], most: int) -> int:
-    """In how many ways the tags can be written down, or `most` where there are more; equal ones make no difference."""
+    """The number of distinct orders of the tags, at most `most`. Equal tags are interchangeable.
+
+    This is the multinomial coefficient n! / (c1! c2! ...), built up so that it can stop at `most`.
+    """
     orders, placed = 1, 0
     for count in Counter(tags).values():
-        for number in range(1, count + 1):  # one more of this tag among those placed before: a binomial coefficient
+        for number in range(1, count + 1):
             placed += 1
             orders = orders * placed // number
             if orders >= most:
@@ -311,16 +318,16 @@ def _orders(tags: list[str], most: int) -> int:
 def _problems(options: Captions, where: str) -> Iterator[Problem]:
     strategy = options.strategy
     if strategy == "instanceprompt" and options.instance_prompt is None:
-        yield Problem(f"{where}.instance_prompt", "nothing", "the prompt of every sample: strategy is instanceprompt",
+        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt, because strategy is instanceprompt",
                       'set instance_prompt, for example "a photo of sks dog"')  # fmt: skip
     if options.prepend_instance_prompt and not options.instance_prompt:
-        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt: prepend_instance_prompt puts it in front",
+        yield Problem(f"{where}.instance_prompt", "nothing", "a prompt, because prepend_instance_prompt is set",
                       "set instance_prompt, or remove prepend_instance_prompt")  # fmt: skip
     if strategy in ("parquet", "csv", "jsonl", "json") and options.table is None:
-        yield Problem(f"{where}.table", "nothing", f"where the captions are: strategy is {strategy}",
+        yield Problem(f"{where}.table", "nothing", f"the caption file, because strategy is {strategy}",
                       f'add table: {{path: "captions.{strategy}"}}')  # fmt: skip
     if len(options.trigger_word or "") > LONGEST_KEY:
         yield Problem(f"{where}.trigger_word", f"a text of {len(options.trigger_word or ''):,} characters",
-                      f"at most {LONGEST_KEY:,}: it is put into captions", "shorten it")  # fmt: skip
+                      f"at most {LONGEST_KEY:,}: it is inserted into captions", "shorten it")  # fmt: skip
     if options.shuffle_tags and not options.tag_separator:
-        yield Problem(f"{where}.tag_separator", '""', "what stands between two tags", 'write ","')
+        yield Problem(f"{where}.tag_separator", '""', "the text between two tags", 'write ","')

@@ -1,4 +1,4 @@
-"""Which piece of a video or sound is trained on. Pure."""
+"""Clip selection: which part of a video or audio file is trained on. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gracetune.data.refs import Clip
 from gracetune.seeded_random import below, uniform
 
 _TOLERANCE = 1e-3
-"""Seconds: what a container's rounded times may lack of a whole frame."""
+"""In seconds. Containers round their times, so a duration may fall short of a whole number of frames by this much."""
 
 
 def available_frames(facts: VideoFacts, video: Video) -> int:
-    """Frames a file has at the rate they are taken."""
+    """The number of frames of a file at the sampled frame rate."""
     if video.fps is None or video.whole_clip:
         return facts.frames
     if video.frame_choice == "numbers" and video.from_length:
@@ -26,7 +26,7 @@ def available_frames(facts: VideoFacts, video: Video) -> int:
 
 
 def pieces(facts: VideoFacts, video: Video, frames: int) -> int:
-    """How many clips of `frames` lie side by side in a file, for `clip: uniform`; else 1."""
+    """The number of clips of `frames` frames that fit in a file, for `clip: uniform`; otherwise 1."""
     if video.clip != "uniform" or video.whole_clip:
         return 1
     return max(1, available_frames(facts, video) // frames)
@@ -35,12 +35,12 @@ def pieces(facts: VideoFacts, video: Video, frames: int) -> int:
 def video_clip(
     facts: VideoFacts, video: Video, frames: int, *, piece: int, seed: int, digest: str, variant: int
 ) -> Clip:
-    """`piece` counts through the clips of `clip: uniform`; `variant` moves a random one."""
+    """The clip to train on. `piece` selects one of the clips of `clip: uniform`; `variant` moves a random clip."""
     if video.frame_choice == "numbers":
         return _numbered_clip(facts, video, frames, piece=piece, seed=seed, digest=digest, variant=variant)
     if video.whole_clip:
         return Clip(0.0, facts.duration, spread=True)
-    # A single frame is the one on screen at its time: there is no row of frames to take as they are.
+    # A single frame is looked up by its time, so it always needs a rate, even where clips take frames as they come.
     rate = facts.fps if video.fps is None and frames == 1 else video.fps
     length = frames / (rate or facts.fps)
     spare = max(0.0, facts.duration - length)
@@ -57,8 +57,9 @@ def video_clip(
 def _numbered_clip(
     facts: VideoFacts, video: Video, frames: int, *, piece: int, seed: int, digest: str, variant: int
 ) -> Clip:
+    """A clip given by frame numbers, for `video.frame_choice: numbers`. ai-toolkit selects frames this way."""
     last, interval = facts.frames - 1, _interval(facts, video)
-    room = last - (frames - 1) * interval
+    spare = last - (frames - 1) * interval  # the last frame the clip can start at
     if video.from_length and video.fps is not None:
         step = _rate(facts) / video.fps
         numbers = tuple(min(round(number * step), last) for number in range(frames))
@@ -67,10 +68,10 @@ def _numbered_clip(
         numbers = tuple(min(round(number * step), last) for number in range(frames))
     else:
         if video.clip == "random":
-            start = below(max(0, room) + 1, seed, "clip", digest, variant)
+            start = below(max(0, spare) + 1, seed, "clip", digest, variant)
         elif video.clip == "uniform":
             count = pieces(facts, video, frames)
-            start = room // 2 if count == 1 else room * piece // (count - 1)
+            start = spare // 2 if count == 1 else spare * piece // (count - 1)
         else:
             start = 0
         numbers = tuple(start + number * interval for number in range(frames))
@@ -78,18 +79,19 @@ def _numbered_clip(
 
 
 def _interval(facts: VideoFacts, video: Video) -> int:
-    """Frames of the file from one that is taken to the next."""
+    """The distance in source frames between two sampled frames."""
     return 1 if video.fps is None else max(1, round(_rate(facts) / video.fps))
 
 
 def _rate(facts: VideoFacts) -> float:
-    """Frames per second, as a file's header has it: 16, not 16.0000001."""
+    """Frames per second as in the file's header: 16, not 16.0000001."""
     return round(facts.fps, 6)
 
 
 def audio_clip(
     facts: AudioFacts, audio: Audio, samples: int, rate: int, *, seed: int, digest: str, variant: int
 ) -> Clip:
+    """The part of an audio file to train on. `variant` moves a random one."""
     length = samples / rate
     spare = max(0.0, facts.duration - length)
     start = {"beginning": 0.0, "end": spare, "random": spare * uniform(seed, "clip", digest, variant)}[audio.truncation]
@@ -97,5 +99,5 @@ def audio_clip(
 
 
 def is_padded(facts: AudioFacts, samples: int, rate: int) -> bool:
-    """Whether a sound ends before its piece does, by more than the rounding of a container."""
+    """Whether the audio ends before its clip does, by more than a container's rounding."""
     return facts.duration < samples / rate - SLACK

@@ -1,6 +1,6 @@
-"""A picture of some samples of one bucket as the model will see them: scaled, cut, turned, masked; with their captions.
+"""Contact sheets: samples of one bucket as the model sees them (scaled, cropped, flipped, masked) with their captions.
 
-Of a video the first frame of its clip is shown, of a sound its waveform, of an edit pair the target and its references.
+A video is shown by the first frame of its clip, audio by its waveform, an edit pair by the target and its references.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from gracetune.data.media.video import decode_video
 from gracetune.data.refs import Bucket, Clip, Fit, SampleRef
 
 HEIGHT = 192
-"""Of a thumbnail."""
+"""Maximum height of a thumbnail, in pixels."""
 LARGEST = 2048
-"""Side of what a thumbnail is made from."""
+"""Longer images are scaled down to this side before a thumbnail is made."""
 WIDEST = 400
+"""Maximum width of a thumbnail."""
 SHEET_WIDTH = 1300
 _GAP, _MARGIN, _HEADER, _NARROWEST = 20, 24, 84, 640
 _CAPTION_LINES = 3
@@ -38,7 +39,7 @@ Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 @dataclass(frozen=True)
 class Cell:
-    """One sample: its pictures side by side, and what is written below them."""
+    """One sample: its images side by side, and the text below them."""
 
     pictures: tuple[Image.Image, ...]
     name: str
@@ -53,7 +54,7 @@ class Cell:
 class Sheet:
     image: Image.Image
     damaged: tuple[LeftOut, ...]
-    """Files that turned out not to be readable when they were decoded for it."""
+    """Files that could not be decoded."""
 
 
 def contact_sheet(index: DataIndex, refs: Sequence[SampleRef], title: str, subtitle: str) -> Sheet:
@@ -89,7 +90,7 @@ def thumbnails(index: DataIndex, ref: SampleRef) -> tuple[Image.Image, ...]:
 
 
 def reduced(fit: Fit, bucket: Bucket) -> tuple[Fit, Bucket]:
-    """The same view in fewer pixels where it has many: a thumbnail needs no more, and they take seconds each."""
+    """The same view scaled down to at most LARGEST pixels. Decoding a large image would take seconds per thumbnail."""
     scale = min(1.0, LARGEST / max(bucket.width, bucket.height))
     left, top = int(fit.left * scale), int(fit.top * scale)
     width, height = max(1, int(bucket.width * scale)), max(1, int(bucket.height * scale))
@@ -111,12 +112,12 @@ def _picture(index: DataIndex, ref: SampleRef, fit: Fit) -> Image.Image:
 
 
 def _first(clip: Clip, frames: int) -> Clip:
-    """A clip of the one frame that is on screen when this one begins."""
+    """A clip of the single frame shown when this clip begins."""
     return replace(clip, duration=clip.duration / frames, fps=None if clip.spread else frames / clip.duration)
 
 
 def _masked(picture: Image.Image, share: np.ndarray[tuple[int, int], np.dtype[np.float32]]) -> Image.Image:
-    """What counts less is darker, down to a fifth."""
+    """The image with areas of less loss weight darkened, down to a fifth of their brightness."""
     light = Image.fromarray(np.asarray(255 * (0.2 + 0.8 * share), np.uint8))
     return Image.composite(picture, Image.new("RGB", picture.size), light)
 
@@ -129,14 +130,14 @@ def _small(picture: Image.Image) -> Image.Image:
 
 def _waveform(index: DataIndex, ref: SampleRef) -> Image.Image:
     if ref.clip is None:
-        raise UnreadableMediaError(ref.path, "a sound without a clip")
+        raise UnreadableMediaError(ref.path, "audio without a clip")
     with index.backend_of(ref.dataset).open(ref.path) as stream:
         sound = decode_audio(stream, ref.path, ref.clip, ref.bucket)
     return draw_waveform(sound)
 
 
 def draw_waveform(sound: Sound) -> Image.Image:
-    """The extremes of every column's samples, one band for each channel."""
+    """Draw the minimum and maximum of the samples in each pixel column, one band per channel."""
     width, height = _STRIP
     strip = Image.new("RGB", _STRIP, "white")
     pen = ImageDraw.Draw(strip)
@@ -153,7 +154,7 @@ def draw_waveform(sound: Sound) -> Image.Image:
 
 
 def _placard(reason: str) -> Image.Image:
-    """Stands where a picture could not be read."""
+    """A placeholder for an image that cannot be read."""
     placard = Image.new("RGB", (300, HEIGHT), "white")
     pen = ImageDraw.Draw(placard)
     pen.rectangle((0, 0, placard.width - 1, placard.height - 1), outline=_BAD, width=2)
@@ -210,7 +211,7 @@ def _font(size: int) -> Font:
 
 
 def wrapped(text: str, font: Font, width: float, most: int) -> list[str]:
-    """At least one line and at most `most`; a word too long for a line is cut, and so is the text after the last."""
+    """Wrap text to at least one and at most `most` lines. Words too long for a line and surplus text are cut."""
     lines = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

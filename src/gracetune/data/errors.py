@@ -1,4 +1,4 @@
-"""What goes wrong with data. Each names the dataset and the file."""
+"""Errors of datasets. Each names the dataset and the file."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from gracetune.errors import GracetuneError
 
 
 def set_option(dataset: str, option: str, value: str) -> str:
-    """What to type so that a dataset's option has this value."""
+    """The command line argument that sets an option of a dataset."""
     return f"--set {shlex.quote(f'datasets[{dataset}].{option}={value}')}"
 
 
 class DataError(GracetuneError):
-    """A dataset cannot be used as it is; the message says which file and what to do."""
+    """A dataset cannot be used as it is. The message names the file and the remedy."""
 
 
 class MissingFileError(DataError):
-    """A backend has no such file."""
+    """The file does not exist in the backend."""
 
 
 class OutsideRootError(DataError):
@@ -25,9 +25,9 @@ class OutsideRootError(DataError):
 
 
 class UnreadableMediaError(DataError):
-    """One file cannot be decoded. Counted and left out up to the dataset's `corrupt_threshold`."""
+    """A file cannot be read or decoded. It is counted and left out, up to the dataset's `corrupt_threshold`."""
 
     def __init__(self, path: str, reason: str, dataset: str | None = None) -> None:
-        """`dataset` is the id of the one it belongs to, where that is known: a reference may have its target's name."""
+        """`dataset` is the id of the file's dataset, if known: a reference may have the same path as its target."""
         super().__init__(f"{path}: {reason}" if dataset is None else f"dataset {dataset}: {path}: {reason}")
         self.path, self.reason, self.dataset = path, reason, dataset

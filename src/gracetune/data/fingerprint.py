@@ -1,10 +1,16 @@
-"""What data a run uses, in a few short digests: a resumed run compares them and says what changed.
+"""Data fingerprints: short digests of the data a run uses. A resumed run compares them and reports what changed.
 
-Format version 2: for each trained dataset the number of `items` and xxh3-128 digests of its `files` (path and content
-of every item, its references and its mask), of their `shapes` (buckets, and visits per epoch), of its `captions` (every
-variant of every item) and of its `settings` (those that decide what a sample looks like and when it comes, as far as
-they are not the defaults: a release that adds a setting does not change the digest of data that does not use it; one
-that changes a default has to raise the version). Where the data lies and how it is staged is not part of it.
+Format version 2 holds for each trained dataset:
+
+- `items`: the number of items
+- `files`: the path and content of every item, its references and its mask
+- `shapes`: buckets and visits per epoch
+- `captions`: every caption variant of every item
+- `settings`: the settings that decide how a sample looks and when it comes, without those at their default
+
+All but `items` are xxh3-128 digests. Because defaults are left out, a release that adds a setting does not change the
+digest of data that does not use it. A release that changes a default must raise the version. The location of the data
+and the way it is staged are not part of the fingerprint.
 """
 
 from __future__ import annotations
@@ -40,7 +46,7 @@ _ELSEWHERE = frozenset(
         "mask",
     )
 )
-"""Settings that change no sample, or whose effect is in the items themselves."""
+"""Settings without effect on samples, and settings whose effect shows in the items themselves."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Fingerprint:
         if value.get("version") != FINGERPRINT_VERSION:
             raise DataError(
                 f"a fingerprint of version {value.get('version')}; this release reads version {FINGERPRINT_VERSION}. "
-                "Resume with the release that saved it, or start the data anew with --resume none"
+                "Resume with the release that saved it, or start over with --resume none"
             )
         return cls({name: DatasetPrint(**found) for name, found in value["datasets"].items()})
 
@@ -78,8 +84,8 @@ def fingerprint(datasets: Iterable[DatasetIndex]) -> Fingerprint:
 
 
 def differences(before: Fingerprint, now: Fingerprint) -> tuple[str, ...]:
-    """What changed, one line for each dataset that did; empty where nothing did."""
-    lines = [f"dataset {name} is gone" for name in before.datasets if name not in now.datasets]
+    """One line for each dataset that changed; empty if nothing did."""
+    lines = [f"dataset {name} was removed" for name in before.datasets if name not in now.datasets]
     lines += [f"dataset {name} is new" for name in now.datasets if name not in before.datasets]
     for name, old in before.datasets.items():
         new = now.datasets.get(name)
@@ -121,14 +127,15 @@ def _bucket(bucket: Bucket) -> dict[str, int]:
 
 def _settings(dataset: Dataset) -> dict[str, Any]:
     values = dataset.model_dump(mode="json", exclude=set(_ELSEWHERE), exclude_defaults=True)
-    # Of the captions section only what is decided while training: everything else is in the captions.
+    # Of the captions section, only what takes effect during training. The rest shows in the captions themselves.
     captions = dataset.captions
-    decided = {"caption_dropout": captions.dropout, "dropped_caption": captions.dropped_caption}
-    return {**values, **{name: value for name, value in decided.items() if captions.dropout and value}}
+    during_training = {"caption_dropout": captions.dropout, "dropped_caption": captions.dropped_caption}
+    return {**values, **{name: value for name, value in during_training.items() if captions.dropout and value}}
 
 
 def _captions(item: Item, dataset: Dataset) -> tuple[str, ...]:
-    """As many orders of the tags as a longer run has more of are no other data."""
+    """The captions that identify an item. With `shuffle_variants: visits` a longer run has more tag orders of the same
+    caption, which are not different data, so only the first counts."""
     by_visit = dataset.captions.shuffle_tags and dataset.captions.shuffle_variants == "visits"
     return item.captions[:1] if by_visit else item.captions
 

@@ -1,4 +1,4 @@
-"""What a model family asks of its data. Each family fills one; the data folder knows no family."""
+"""The requirements of a model family on its data. Each family provides one; this folder knows no family by name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Literal
 @dataclass(frozen=True)
 class Geometry:
     makes: Literal["image", "video", "audio"]
+    """The medium the model generates."""
     side_multiple: int = 1
-    """Width and height are multiples of this, unless a dataset says otherwise (`buckets.multiple`)."""
+    """Width and height are multiples of this, unless a dataset sets `buckets.multiple`."""
     least_multiple: int = 1
-    """What the model can take at all: VAE factor x patch size."""
+    """The smallest multiple the model supports: VAE downsampling factor x patch size."""
     frame_step: int = 1
-    """Frame counts are k * frame_step + 1."""
+    """Frame counts are k * frame_step + 1: the VAE encodes the first frame alone, then groups of frame_step."""
     default_frames: int = 1
     default_fps: float | None = None
     sample_rate: int | None = None

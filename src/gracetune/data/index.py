@@ -1,12 +1,12 @@
-"""Everything a run can train on, and how a sample is described when its turn comes.
+"""The data index: all items of a run's datasets, and the description of a sample at each of its visits.
 
-What varies between two visits of a sample, and when:
+Visits of the same sample differ as follows:
 
-- Flips, and the clips of `video.clip: uniform`, are taken in turn, visit after visit; each is cached on its own.
-- Whatever is random (the place of a crop or clip, `transforms`) is drawn from the seed, the file's content and a
-  variant number. Where latents are cached the number is 0 for good, so that a cached latent stays right; with
-  `cache_mode: refresh_each_epoch` it is the epoch; without a cache it is new for every visit.
-- The caption's variant and its dropout are drawn for every global sample index.
+- Flips, and the clips of `video.clip: uniform`, rotate from visit to visit. Each combination is cached separately.
+- Random choices (the position of a crop or clip, `transforms`) are functions of the seed, the file's content and a
+  variant number. With cached latents the number is always 0, so that a cached latent stays valid. With
+  `cache_mode: refresh_each_epoch` it is the epoch. Without a cache it changes at every visit.
+- The caption variant and caption dropout are functions of the seed and the global sample index.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from gracetune.data.sampler import MIXED_BY_SIZE, Drawn, Group, Mixing, Order, S
 from gracetune.seeded_random import below, draw
 
 Freshness = Literal["once", "epoch", "visit"]
-"""How long a random crop, clip or transform stays as it was drawn."""
+"""How long a random crop, clip or transform stays the same: for the whole run, for an epoch, or for one visit."""
 
 Unreadable = Mapping[str, Mapping[str, str]]
-"""Files that turned out to be damaged: dataset id -> path -> reason."""
+"""Files found to be damaged: dataset id -> path -> reason."""
 DamagedFiles = dict[tuple[str, str], str]
-"""The same, as they are found: dataset id and path -> reason."""
+"""The same while they are being collected: (dataset id, path) -> reason."""
 
 NO_CAPTION = CaptionRef("")
 MOST_MADE = 1 << 15
-"""References that are kept; about 1 KB each."""
+"""Number of sample references kept for reuse, of about 1 KB each."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Which of its variants a sample shows."""
+    """Which variant of a sample one visit shows."""
 
     variant: int
-    """Draws what is random."""
+    """The variant number of its random choices."""
     count: int
-    """Which of its flips and clips, numbered through."""
+    """The index of its combination of flip and clip."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class DataIndex:
     seed: int
     geometry: Geometry
     datasets: tuple[DatasetIndex, ...]
-    """Those that are trained on."""
+    """The datasets that are trained on."""
     held_out: tuple[DatasetIndex, ...]
-    """Of type `eval`."""
+    """The datasets of type `eval`."""
     backends: Mapping[str, Backend]
-    """By dataset id; the masks of a dataset under `masks_id`."""
+    """By dataset id. The mask folder of a dataset is listed under `masks_id`."""
     notes: tuple[str, ...] = ()
     mixing: Mixing = MIXED_BY_SIZE
 
@@ -77,10 +77,10 @@ class DataIndex:
         return fingerprint(self.datasets)
 
     def order(self, batch_size: int) -> Order:
-        """The order of the samples of the trained datasets."""
+        """The order in which the trained datasets' samples are visited."""
         groups: list[Group] = []
         for position, index in enumerate(self.datasets):
-            shapes: dict[tuple[object, ...], list[int]] = {}
+            shapes: dict[tuple[object, ...], list[int]] = {}  # shape -> positions of its items
             for number, item in enumerate(index.items):
                 shapes.setdefault(item.shape, []).append(number)
             groups += [
@@ -94,7 +94,7 @@ class DataIndex:
         return Order(sources, groups, seed=self.seed, batch_size=batch_size, mixing=self.mixing)
 
     def ref(self, drawn: Drawn, number: int, epoch: int) -> SampleRef:
-        """One sample of a drawn batch."""
+        """Describe one sample of a batch."""
         index = self.datasets[drawn.source]
         visit = drawn.visits[number]
         item = index.items[visit.sample]
@@ -106,45 +106,46 @@ class DataIndex:
         )  # fmt: skip
         if freshness(index.dataset) == "visit":
             return self.describe(index, item, turn, caption)
-        known = (drawn.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
-        made = self._made.get(known)
-        if made is None:
-            if len(self._made) >= MOST_MADE:
-                self._made.clear()
-            made = self._made[known] = self.describe(index, item, turn, caption)
-        return made
+        key = (drawn.source, visit.sample, turn.variant, turn.count, caption.variant, caption.dropped)
+        ref = self._refs.get(key)
+        if ref is None:
+            if len(self._refs) >= MOST_MADE:
+                self._refs.clear()
+            ref = self._refs[key] = self.describe(index, item, turn, caption)
+        return ref
 
     @cached_property
-    def _made(self) -> dict[tuple[int, ...], SampleRef]:
-        """References that come again as they are: in every epoch, and the same objects, so that caches know them."""
+    def _refs(self) -> dict[tuple[int, ...], SampleRef]:
+        """References that recur in every epoch. Returning the same objects lets caches look them up by identity."""
         return {}
 
     def turn(self, index: DatasetIndex, item: Item, epoch: int, turn: int, passes: int | None = None) -> Turn:
-        """`passes`: how often the sample's dataset was gone through before, where that is not the epoch."""
+        """Choose the variant for a visit. `passes` is the number of completed passes over the dataset, if that differs
+        from the epoch."""
         visit = (epoch if passes is None else passes) * item.visits + turn
         variant = {"once": 0, "epoch": epoch, "visit": visit}[freshness(index.dataset)]
-        ways = self.appearances(index, item)
-        # Every file begins with another flip, so that an epoch has all of them.
-        first = below(ways, self.seed, "turn", item.file.digest)
-        return Turn(variant, (visit + first) % ways)
+        count = self.appearances(index, item)
+        # Files start at different flips, so that every epoch contains all of them.
+        first = below(count, self.seed, "turn", item.file.digest)
+        return Turn(variant, (visit + first) % count)
 
     def appearances(self, index: DatasetIndex, item: Item) -> int:
-        """In how many ways a sample is shown in turn: flips x clips."""
+        """The number of combinations of flip and clip that a sample rotates through."""
         return len(flips(index.dataset)) * self._pieces(index, item)
 
     def cacheable(self, epoch: int = 0) -> Iterator[SampleRef]:
-        """Everything the latent cache has to hold for an epoch, each once; captions are left empty."""
+        """Every sample the latent cache needs for an epoch, each once, without captions."""
         for index in (*self.datasets, *self.held_out):
-            kept = freshness(index.dataset)
-            if kept == "visit":
+            lifetime = freshness(index.dataset)
+            if lifetime == "visit":
                 continue
-            variant = epoch if kept == "epoch" else 0
+            variant = epoch if lifetime == "epoch" else 0
             for item in index.items:
                 for count in range(self.appearances(index, item)):
                     yield self.describe(index, item, Turn(variant, count), NO_CAPTION)
 
     def captions(self) -> Iterator[str]:
-        """Every text a sample can be trained with, each once; that of a dropped caption where captions are dropped."""
+        """Every text a sample can be trained with, each once, including the one that replaces a dropped caption."""
         seen: dict[str, None] = {}
         for index in (*self.datasets, *self.held_out):
             if index.dataset.captions.dropout > 0:
@@ -154,9 +155,10 @@ class DataIndex:
         return iter(seen)
 
     def describe(self, index: DatasetIndex, item: Item, turn: Turn, caption: CaptionRef) -> SampleRef:
+        """The full description of a sample at one visit."""
         dataset, file = index.dataset, item.file
-        ways = flips(dataset)
-        flip_x, flip_y = ways[turn.count % len(ways)]
+        all_flips = flips(dataset)
+        flip_x, flip_y = all_flips[turn.count % len(all_flips)]
         augmentation = Augmentation(
             flip_x,
             flip_y,
@@ -169,8 +171,8 @@ class DataIndex:
             fit = self._fit(item.size, item.bucket, dataset, file.digest, turn)
         references: tuple[SampleRef, ...] = ()
         if item.references:
-            shared = replace(augmentation, of=file.digest)
-            references = tuple(self._reference(one, fit, shared, turn) for one in item.references)
+            shared = replace(augmentation, of=file.digest)  # references are flipped and transformed like their target
+            references = tuple(self._reference(reference, fit, shared, turn) for reference in item.references)
         return SampleRef(
             dataset=dataset.id,
             path=file.path,
@@ -211,15 +213,16 @@ class DataIndex:
             )  # fmt: skip
         return None
 
-    def _reference(self, one: Reference, target: Fit | None, augmentation: Augmentation, turn: Turn) -> SampleRef:
-        size = size_of(one.file)
-        if one.strict and target is not None:
+    def _reference(self, reference: Reference, target: Fit | None, augmentation: Augmentation, turn: Turn) -> SampleRef:
+        dataset, file, bucket = reference.dataset, reference.file, reference.bucket
+        size = size_of(file)
+        if reference.strict and target is not None:
             fit = Fit(size, target.resized, target.left, target.top)
         else:
-            fit = self._fit(size, one.bucket, one.dataset, one.file.digest, turn)
+            fit = self._fit(size, bucket, dataset, file.digest, turn)
         return SampleRef(
-            one.dataset.id, one.file.path, one.file.digest, one.bucket, fit, NO_CAPTION, augmentation=augmentation,
-            canny=one.canny,
+            dataset.id, file.path, file.digest, bucket, fit, NO_CAPTION, augmentation=augmentation,
+            canny=reference.canny,
         )  # fmt: skip
 
     def backend_of(self, dataset_id: str) -> Backend:
@@ -230,11 +233,11 @@ class DataIndex:
         return load(ref, self.backend_of, limits)
 
     def without(self, unreadable: Unreadable) -> DataIndex:
-        """The same index without files that turned out to be damaged when they were decoded. It looks at every item:
-        where files are found one after the other, `Exclusions` collects them.
+        """The same index without files that were found to be damaged during decoding.
 
-        Raises UnreadableFilesError where these and the ones known before are more than `corrupt_threshold` allows, or
-        leave nothing of a dataset. In a run this is the loader's to do: `Loader.exclude`.
+        Raises UnreadableFilesError if together with those already known they exceed `corrupt_threshold`, or if a
+        dataset has no file left. During a run, call `Loader.exclude` instead. This method visits every item; to add
+        damaged files one by one, collect them with `Exclusions`.
         """
         return replace(
             self,
@@ -244,6 +247,7 @@ class DataIndex:
 
 
 def by_dataset(damaged: DamagedFiles) -> dict[str, dict[str, str]]:
+    """Damaged files grouped as `Unreadable`: dataset id -> path -> reason."""
     found: dict[str, dict[str, str]] = {}
     for (dataset, path), reason in sorted(damaged.items()):
         found.setdefault(dataset, {})[path] = reason
@@ -251,29 +255,31 @@ def by_dataset(damaged: DamagedFiles) -> dict[str, dict[str, str]]:
 
 
 def left_out_lines(damaged: DamagedFiles) -> list[str]:
+    """One message for each damaged file."""
     return [
         f"left out, unreadable: {path} of {dataset}: {reason}" for (dataset, path), reason in sorted(damaged.items())
     ]
 
 
 class Exclusions:
-    """Damaged files of an index, found one after the other. The index without them is made once, at the end."""
+    """Collects damaged files of an index one by one. `apply` builds the index without them once, at the end."""
 
     def __init__(self, index: DataIndex) -> None:
         self._index = index
         self._found: dict[str, dict[str, str]] = {}
-        self._gone: dict[str, set[str]] = {}
-        """Of each dataset that is trained on or held out, the items that go with them."""
+        self._excluded: dict[str, set[str]] = {}
+        """Dataset id -> paths of the items that are excluded because one of their files is damaged."""
 
     def add(self, dataset_id: str, path: str, reason: str) -> None:
-        """Raises as `DataIndex.without` does, with the first file that is one too many."""
+        """Add a damaged file. Raises as `DataIndex.without` does, at the first file that exceeds the threshold."""
         self._found.setdefault(dataset_id, {})[path] = reason
         for number, item in self._owners.get((dataset_id, path), ()):
             index = self._datasets[number]
-            gone = self._gone.setdefault(index.id, set())
-            gone.add(item)
+            excluded = self._excluded.setdefault(index.id, set())
+            excluded.add(item)
             known, total = len(index.unreadable), len(index.items) + len(index.unreadable) + len(index.dropped)
-            if len(gone) == len(index.items) or too_many(known + len(gone), total, index.dataset.corrupt_threshold):
+            over = too_many(known + len(excluded), total, index.dataset.corrupt_threshold)
+            if over or len(excluded) == len(index.items):
                 self.apply()
 
     def apply(self) -> DataIndex:
@@ -285,7 +291,7 @@ class Exclusions:
 
     @cached_property
     def _owners(self) -> dict[tuple[str, str], list[tuple[int, str]]]:
-        """Which items go with a file: dataset and path -> position of a dataset, and the item's path."""
+        """The items that use a file: (dataset id, path) -> position of the item's dataset, and the item's path."""
         found: dict[tuple[str, str], list[tuple[int, str]]] = {}
         for number, index in enumerate(self._datasets):
             for item in index.items:
@@ -295,15 +301,15 @@ class Exclusions:
 
 
 def _parts(item: Item) -> list[tuple[str, str]]:
-    """The files an item needs besides its own: dataset and path."""
+    """The files an item needs besides its own, as (dataset id, path)."""
     if not item.references and item.mask is None:
         return []
-    parts = [(one.dataset.id, one.file.path) for one in item.references]
+    parts = [(reference.dataset.id, reference.file.path) for reference in item.references]
     return parts if item.mask is None else [*parts, (item.mask.dataset, item.mask.path)]
 
 
 def _without(index: DatasetIndex, unreadable: Unreadable) -> DatasetIndex:
-    """A reference or mask that cannot be read takes its target with it."""
+    """The dataset without damaged items. A damaged reference or mask also excludes its target."""
     own = unreadable.get(index.id, {})
 
     def damaged(item: Item) -> str | None:
@@ -317,8 +323,8 @@ def _without(index: DatasetIndex, unreadable: Unreadable) -> DatasetIndex:
     found = tuple(LeftOut(item.path, reason) for item in index.items if (reason := damaged(item)) is not None)
     if not found:
         return index
-    gone = {one.path for one in found}
-    kept = tuple(item for item in index.items if item.path not in gone)
+    excluded = {file.path for file in found}
+    kept = tuple(item for item in index.items if item.path not in excluded)
     changed = replace(index, items=kept, unreadable=(*index.unreadable, *found))
     total = len(kept) + len(changed.unreadable) + len(index.dropped)
     check_unreadable(changed.dataset, changed.unreadable, total)
@@ -328,32 +334,33 @@ def _without(index: DatasetIndex, unreadable: Unreadable) -> DatasetIndex:
 
 
 def check_unreadable(dataset: Dataset, unreadable: tuple[LeftOut, ...], total: int) -> None:
+    """Raise UnreadableFilesError if more files are unreadable than `corrupt_threshold` allows."""
     if too_many(len(unreadable), total, dataset.corrupt_threshold):
         raise UnreadableFilesError(dataset.id, unreadable, total=total, threshold=dataset.corrupt_threshold)
 
 
 def freshness(dataset: Dataset) -> Freshness:
-    """How long what is random about a dataset's samples stays the same: as long as their latents are cached."""
+    """How long the random choices of a dataset's samples stay the same: as long as their latents are cached."""
     if dataset.encodes_each_visit:
         return "visit"
     return "epoch" if dataset.augmentation.cache_mode == "refresh_each_epoch" else "once"
 
 
 def flips(dataset: Dataset) -> tuple[tuple[bool, bool], ...]:
-    """The ways a sample is turned, in the order they are taken: x and y."""
+    """The combinations of (flip_x, flip_y) that a sample rotates through, in order."""
     augmentation = dataset.augmentation
-    turns = dataset.dataset_type != "audio"
-    return _ways(turns and augmentation.flip_x, turns and augmentation.flip_y)
+    can_flip = dataset.dataset_type != "audio"
+    return _flips(can_flip and augmentation.flip_x, can_flip and augmentation.flip_y)
 
 
 @cache
-def _ways(flip_x: bool, flip_y: bool) -> tuple[tuple[bool, bool], ...]:
-    ways = {True: (False, True), False: (False,)}
-    return tuple(product(ways[flip_x], ways[flip_y]))
+def _flips(flip_x: bool, flip_y: bool) -> tuple[tuple[bool, bool], ...]:
+    choices = {True: (False, True), False: (False,)}
+    return tuple(product(choices[flip_x], choices[flip_y]))
 
 
 def masks_id(dataset_id: str) -> str:
-    """Under which the folder of a dataset's masks is found among the backends."""
+    """The key of a dataset's mask folder in `DataIndex.backends`."""
     return f"{dataset_id}:masks"
 
 

@@ -1,4 +1,4 @@
-"""The files of one dataset that are trained on, and those that are not, with the reason."""
+"""Items: the files of a dataset that are trained on, and the files that are not, with the reason."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from gracetune.data.refs import Bucket, Canny, MaskRef, Transform
 from gracetune.seeded_random import draw
 
 MOST_FOLDER_VISITS = 500
-"""A larger number in front of a folder's name is a year or a date, not kohya's count of visits."""
+"""A larger number at the start of a folder name is a year or a date, not a repeat count for kohya's scripts."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """An edit source or reference picture of an item."""
+    """An edit source or reference image of an item."""
 
     dataset: Dataset
     file: MediaFile
     bucket: Bucket
     strict: bool
-    """Scaled and cut exactly as its target is; else it keeps its own shape."""
+    """True: scaled and cropped exactly like its target. False: it keeps its own shape."""
     canny: Canny | None = None
-    """The edges of the picture take its place."""
+    """Set: the edges of the image replace it."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,14 @@ class Item:
     file: MediaFile
     bucket: Bucket
     visits: int = 1
-    """In one epoch."""
+    """Visits per epoch."""
     captions: tuple[str, ...] = ("",)
-    """Every variant it can be trained with."""
+    """Every caption variant it can be trained with."""
     caption_origin: Origin = "missing"
     references: tuple[Reference, ...] = ()
     mask: MaskRef | None = None
     normalises_mask: bool = False
+    """Divide the mask's weights by their mean over the batch."""
 
     @property
     def path(self) -> str:
@@ -57,12 +58,12 @@ class Item:
 
     @property
     def shape(self) -> tuple[Bucket, ...]:
-        """What samples of one batch have in common."""
+        """The buckets of the item and of its references. All samples of a batch have the same shape."""
         return (self.bucket, *(reference.bucket for reference in self.references))
 
     @property
     def size(self) -> Size:
-        """Of a picture or video as it is shown."""
+        """Width and height of an image or video as displayed."""
         return size_of(self.file)
 
 
@@ -72,25 +73,28 @@ class Dropped:
 
     path: str
     reason: str
-    """The same words for all files dropped for it, so that they can be counted."""
+    """The same text for all files with this reason, so that they can be counted."""
     detail: str
+    """About this file."""
 
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """One dataset after its files were looked at."""
+    """One dataset with its scanned files."""
 
     position: int
-    """In the config's list."""
+    """Its position in the config's list of datasets."""
     dataset: Dataset
     items: tuple[Item, ...]
     transforms: tuple[Transform, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     unreadable: tuple[LeftOut, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    """Files that the storage does not give access to."""
     others: Mapping[str, int] | None = None
+    """The number of files of other kinds, by extension."""
     notes: tuple[str, ...] = ()
-    """What the user should know, in words."""
+    """Sentences for the user."""
 
     @property
     def id(self) -> str:
@@ -100,12 +104,12 @@ class DatasetIndex:
 def size_of(file: MediaFile) -> Size:
     facts = file.facts
     if isinstance(facts, AudioFacts):
-        raise TypeError(f"{file.path}: sound has no width")
+        raise TypeError(f"{file.path}: audio has no width and height")
     return facts.width, facts.height
 
 
 def bucket_of(file: MediaFile, dataset: Dataset, geometry: Geometry, seed: int) -> Bucket | Unfit:
-    """The shape a file is trained in. A function of its content and the settings alone: caches rely on it."""
+    """The shape a file is trained in. It depends only on the content and the settings, and caches rely on that."""
     facts = file.facts
     if isinstance(facts, AudioFacts):
         return _audio_bucket(facts, dataset, geometry)
@@ -129,7 +133,7 @@ def _frames(facts: VideoFacts, dataset: Dataset, geometry: Geometry) -> int | Un
 
 
 def audio_rate(dataset: Dataset, geometry: Geometry, facts: AudioFacts) -> int:
-    """What the config says, else what the model was made for, else the file's own."""
+    """The sample rate of the config, or else of the model, or else of the file."""
     return dataset.audio.sample_rate or geometry.sample_rate or facts.sample_rate
 
 
@@ -145,6 +149,7 @@ def _audio_bucket(facts: AudioFacts, dataset: Dataset, geometry: Geometry) -> Bu
 def sort_into_buckets(
     files: Iterable[MediaFile], dataset: Dataset, geometry: Geometry, seed: int
 ) -> tuple[list[Item], list[Dropped]]:
+    """Assign each file to its bucket, or drop it with a reason."""
     items: list[Item] = []
     dropped: list[Dropped] = []
     buckets: dict[Bucket, Bucket] = {}
@@ -153,20 +158,21 @@ def sort_into_buckets(
         if isinstance(bucket, Unfit):
             dropped.append(Dropped(file.path, bucket.reason, bucket.detail))
         else:
-            # One object for each bucket, not for each file: the garbage collector visits all objects of an index.
+            # Share one Bucket object between files: the garbage collector traverses every object of the index.
             items.append(Item(file, buckets.setdefault(bucket, bucket), visits=1 + dataset.repeats))
     return items, dropped
 
 
 def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropped]]:
-    """At most `max_samples`: the same ones in every run, and mostly the same when files are added."""
-    most = dataset.max_samples
-    if most is None or len(items) <= most:
+    """Keep at most `max_samples` items: the same ones in every run, and mostly the same when files are added."""
+    limit = dataset.max_samples
+    if limit is None or len(items) <= limit:
         return items, []
-    chosen = sorted(items, key=lambda item: (draw(0, dataset.id, item.file.digest), item.path))[:most]
+    # Sort by a hash of the content, which does not depend on the other files.
+    chosen = sorted(items, key=lambda item: (draw(0, dataset.id, item.file.digest), item.path))[:limit]
     kept = {item.path for item in chosen}
     dropped = [
-        Dropped(item.path, f"beyond max_samples {most}", "not among the files drawn")
+        Dropped(item.path, f"beyond max_samples {limit}", "not among the files selected at random")
         for item in items
         if item.path not in kept
     ]
@@ -174,9 +180,10 @@ def limited(items: list[Item], dataset: Dataset) -> tuple[list[Item], list[Dropp
 
 
 def kohya_folders(paths: Sequence[str]) -> dict[str, KohyaFolder]:
-    """The top folders of a dataset laid out for kohya's scripts, by name: every file is in one, and all have numbers.
+    """The top-level folders of a dataset in the layout of kohya's scripts, by name; empty for any other layout.
 
-    Anything less is not taken for it: a folder `2023_holiday` must not be visited 2,023 times.
+    Every file must be in such a folder and every folder must have a plausible count. A folder `2023_holiday` must not
+    be visited 2,023 times.
     """
     tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
     found = {name: kohya_folder(name) for name in tops}
@@ -186,7 +193,7 @@ def kohya_folders(paths: Sequence[str]) -> dict[str, KohyaFolder]:
 
 
 def same_stem(paths: Iterable[str]) -> dict[str, list[str]]:
-    """Paths that differ in nothing but their extension, by what they share."""
+    """Groups of paths that differ only in their extension, by their common stem."""
     stems: dict[str, list[str]] = {}
     for path in paths:
         stems.setdefault(stem_of(path), []).append(path)

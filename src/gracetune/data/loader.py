@@ -1,6 +1,6 @@
-"""The stateful loader: hands out micro-batches of references, one rank's share at a time.
+"""The stateful loader: returns one rank's part of each micro-batch, as references to samples.
 
-Everything about the order is in `sampler`; this adds the rank's share, looking ahead, and the saved state.
+`sampler` decides the order of samples. The loader adds the division among ranks, look-ahead, and the saved state.
 """
 
 from __future__ import annotations
@@ -22,41 +22,45 @@ STATE_VERSION = 2
 
 @dataclass(frozen=True)
 class EpochEnd:
-    """Every sample of the epoch has been handed out; the next call begins the next epoch."""
+    """All samples of the epoch have been returned. The next call starts the next epoch."""
 
     epoch: int
     """Counted from 0."""
     samples: int
     batches: int
     short_batches: int
-    """Smaller than asked for, because nothing of their shape was left."""
+    """Batches smaller than requested, because no samples of their shape were left."""
 
 
 @dataclass(frozen=True)
 class Exhausted:
-    """The run's last epoch is over; every further call says so again."""
+    """The run's last epoch is over. Every further call returns this again."""
 
     epochs: int
     samples: int
 
 
 Outcome = BatchRef | EpochEnd | Exhausted
-"""What a call of the loader can bring."""
+"""What `Loader.next_batch` can return."""
 
 
 class OtherDataError(DataError):
-    """A saved state belongs to other data than the loader has."""
+    """A saved state belongs to data other than the loader's."""
 
 
 @dataclass(frozen=True)
 class _Forecast:
-    asked: tuple[int, tuple[bool, ...]]
+    """A batch computed ahead of time."""
+
+    request: tuple[int, tuple[bool, ...]]
+    """The arguments it depends on; see `Loader._request`."""
     outcome: Outcome
     cursor: Cursor
+    """The position after this batch."""
 
 
 class Loader:
-    """One rank's view of the run's batches. All ranks call it equally often, with the same sizes and steps."""
+    """One rank's part of the run's batches. All ranks must make the same calls, with the same sizes and steps."""
 
     def __init__(
         self,
@@ -71,7 +75,7 @@ class Loader:
             raise ValueError(f"rank {rank} of {world_size}")
         self._rank, self._world_size, self._epochs = rank, world_size, epochs
         self._whole = self._index = index
-        """As the run began, and without what was excluded since."""
+        """The index at the start of the run, and the current one without excluded files."""
         self._excluded: dict[str, dict[str, str]] = {}
         self._order = index.order(batch_size)
         self._names = _names(self._order)
@@ -80,52 +84,52 @@ class Loader:
 
     @property
     def epoch(self) -> int:
-        """Of the next batch, counted from 0."""
+        """The epoch of the next batch, counted from 0."""
         return self._cursor.epoch
 
     @property
     def index(self) -> DataIndex:
-        """What is handed out: the index the loader was made with, without what was excluded."""
+        """The current index, without excluded files."""
         return self._index
 
     def next_batch(self, size: int | None = None, *, step: int = 0) -> Outcome:
         """This rank's part of the next micro-batch.
 
-        `size` is the micro-batch of one rank (unset: the run's); `step` the number of optimizer steps done, which
-        decides the datasets with a `start_step` or `end_step`.
+        `size` is the micro-batch of one rank, by default the run's. `step` is the number of completed optimizer steps,
+        which decides whether datasets with a `start_step` or `end_step` are active.
         """
-        asked = self._asked(size, step)
-        if self._forecasts and self._forecasts[0].asked == asked:
+        request = self._request(size, step)
+        if self._forecasts and self._forecasts[0].request == request:
             forecast = self._forecasts.popleft()
         else:
             self._forecasts.clear()
-            made = self._forecast(self._cursor, asked, step)
-            if made is None:
+            computed = self._forecast(self._cursor, request, step)
+            if computed is None:
                 raise self._nothing_active(step)
-            forecast = made
+            forecast = computed
         self._cursor = forecast.cursor
         return forecast.outcome
 
     def peek(
         self, count: int, size: int | None = None, *, step: int = 0, per_step: int | None = None, done: int = 0
     ) -> tuple[Outcome, ...]:
-        """What the next `count` calls will bring if they are asked the same; fewer where no dataset is active any more.
+        """The results of the next `count` calls with these arguments; fewer if no dataset is active any more.
 
-        With `per_step` the calls are those of a run that takes that many batches in each step, `done` of them already
-        in this one; otherwise all are of this step. Changes nothing, and what was foreseen is not computed again when
-        its turn comes.
+        With `per_step`, the calls are those of a run with that many batches per step, `done` of which have already been
+        taken in the current one. Without it, all calls belong to this step. The loader's position does not change, and
+        `next_batch` reuses the computed results.
         """
-        foreseen = list(self._forecasts)
+        previous = list(self._forecasts)
         self._forecasts.clear()
-        for number in range(max(count, len(foreseen))):
-            at = step if per_step is None else step + done // per_step
-            asked = self._asked(size, at)
-            if number < len(foreseen) and foreseen[number].asked == asked:
-                forecast: _Forecast | None = foreseen[number]
+        for number in range(max(count, len(previous))):
+            at_step = step if per_step is None else step + done // per_step
+            request = self._request(size, at_step)
+            if number < len(previous) and previous[number].request == request:
+                forecast: _Forecast | None = previous[number]
             elif len(self._forecasts) < count:
-                foreseen = foreseen[:number]  # what came after it rests on it
+                previous = previous[:number]  # later forecasts continued from this one, so they are invalid now
                 cursor = self._forecasts[-1].cursor if self._forecasts else self._cursor
-                forecast = self._forecast(cursor, asked, at)
+                forecast = self._forecast(cursor, request, at_step)
             else:
                 break
             if forecast is None:
@@ -135,14 +139,14 @@ class Loader:
         return tuple(forecast.outcome for forecast in list(self._forecasts)[:count])
 
     def exclude(self, unreadable: Unreadable) -> None:
-        """Leave out files that turned out to be damaged when they were decoded, from now on.
+        """Leave out files that were found to be damaged during decoding, from now on.
 
-        Everything else comes as it would have: what was visited in this epoch is not visited again, what was not is.
-        What is excluded is part of the state. All ranks exclude the same before the same call. Raises
-        UnreadableFilesError where that makes more than `corrupt_threshold` allows; then nothing has changed.
+        The order of the other samples does not change, and none is visited twice or skipped in this epoch. Excluded
+        files are part of the saved state. All ranks must exclude the same files before the same call. Raises
+        UnreadableFilesError if they exceed `corrupt_threshold`; the loader is then unchanged.
         """
         index = self._index.without(unreadable)
-        order, taken = self._order.without(self._cursor, _gone(self._index.datasets, index.datasets))
+        order, taken = self._order.without(self._cursor, _removed(self._index.datasets, index.datasets))
         for dataset_id, files in unreadable.items():
             self._excluded.setdefault(dataset_id, {}).update(files)
         self._use(index, order, replace(self._cursor, taken=taken))
@@ -153,13 +157,14 @@ class Loader:
         self._forecasts.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON; the same on all ranks, and good for any number of them."""
+        """The position as plain JSON. It is the same on all ranks, and can be loaded with any number of ranks."""
         cursor = self._cursor
         return {
             "version": STATE_VERSION,
             "seed": self._index.seed,
             "epoch": cursor.epoch,
             "consumed": cursor.consumed,
+            # Saved only if it cannot be derived from the other values, as `load_state_dict` does.
             **({} if cursor.consumed - cursor.began == sum(cursor.taken) else {"began": cursor.began}),
             "batches": cursor.batches,
             "short": cursor.short,
@@ -169,24 +174,25 @@ class Loader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow_other_data: bool = False) -> tuple[str, ...]:
-        """Go on where the state was saved. Returns what differs from then where that was allowed; else raises.
+        """Continue where the state was saved.
 
-        What was excluded then stays so, unless the data is other data: then it may have been mended.
+        If the data has changed, raises OtherDataError, or with `allow_other_data` returns the differences. Excluded
+        files stay excluded, unless the data has changed: then the files may have been repaired.
         """
         if state.get("version") != STATE_VERSION:
             raise DataError(
                 f"loader state of version {state.get('version')}; this release reads version {STATE_VERSION}. "
-                "Resume with the release that saved it, or start the data anew with --resume none"
+                "Resume with the release that saved it, or start over with --resume none"
             )
         changed = differences(Fingerprint.from_json(state["data"]), self._whole.fingerprint)
         if state["seed"] != self._whole.seed:
             changed = (f"training.seed was {state['seed']} and is {self._whole.seed}", *changed)
         if changed and not allow_other_data:
             raise OtherDataError(
-                "the checkpoint was made with other data:\n  "
+                "the checkpoint was saved with other data:\n  "
                 + "\n  ".join(changed)
-                + "\nPut it back as it was, or train from the run folder's config.yaml, which has the old settings, "
-                + "or resume with --allow-other-data: the epoch goes on with what is there"
+                + "\nRestore the data, or train from the run folder's config.yaml, which has the old settings, "
+                + "or resume with --allow-other-data to continue the epoch with the present data"
             )
         excluded = {} if changed else {name: dict(files) for name, files in state["excluded"].items()}
         index, order = self._index, self._order
@@ -206,11 +212,14 @@ class Loader:
     def _size(self, size: int | None) -> int:
         wanted = self._order.batch_size if size is None else size
         if wanted < 1:
-            raise ValueError(f"a micro-batch of {wanted} samples")
+            raise ValueError(f"a micro-batch of {wanted} samples, expected at least 1")
         return wanted
 
-    def _asked(self, size: int | None, step: int) -> tuple[int, tuple[bool, ...]]:
-        """What a forecast depends on beside the cursor. The epoch's part of the activity is in the cursor."""
+    def _request(self, size: int | None, step: int) -> tuple[int, tuple[bool, ...]]:
+        """All that a forecast depends on besides the cursor: the size, and what the step says about each dataset.
+
+        Whether a dataset is active also depends on the epoch, but that is part of the cursor.
+        """
         active = tuple(
             step >= source.start_step and (source.end_step is None or step < source.end_step)
             for source in self._order.sources
@@ -218,27 +227,32 @@ class Loader:
         turn = self._order.alternates and self._order.mixing.is_even_turn(step)
         return self._size(size), (*active, turn)
 
-    def _forecast(self, cursor: Cursor, asked: tuple[int, tuple[bool, ...]], step: int) -> _Forecast | None:
-        """None where an epoch begins without any dataset."""
+    def _forecast(self, cursor: Cursor, request: tuple[int, tuple[bool, ...]], step: int) -> _Forecast | None:
+        """Compute the result of a call at `cursor`. None if no dataset is active at the start of an epoch."""
         if self._epochs is not None and cursor.epoch >= self._epochs:
-            return _Forecast(asked, Exhausted(self._epochs, cursor.consumed), cursor)
-        drawn = self._order.draw(cursor, asked[0], step, self._world_size)
+            return _Forecast(request, Exhausted(self._epochs, cursor.consumed), cursor)
+        drawn = self._order.draw(cursor, request[0], step, self._world_size)
         if drawn is not None:
-            return _Forecast(asked, self._share(drawn[0], cursor.epoch), drawn[1])
+            batch, after = drawn
+            return _Forecast(request, self._share(batch, cursor.epoch), after)
         if not cursor.batches:
             return None
         end = EpochEnd(cursor.epoch, cursor.consumed - cursor.began, cursor.batches, cursor.short)
-        return _Forecast(asked, end, self._order.next_epoch(cursor))
+        return _Forecast(request, end, self._order.next_epoch(cursor))
 
     def _nothing_active(self, step: int) -> DataError:
         return DataError(
             f"no dataset is active in epoch {self.epoch + 1} after step {step}:\n  "
             + "\n  ".join(source.period for source in self._order.sources)
-            + "\nMove a start or an end so that there is always one"
+            + "\nChange a start or an end so that at least one dataset is always active"
         )
 
     def _share(self, drawn: Drawn, epoch: int) -> BatchRef:
-        """This rank's contiguous part; parts differ by at most one sample."""
+        """This rank's contiguous part of the batch. The parts of the ranks differ by at most one sample.
+
+        If there are fewer samples than ranks, some parts are empty. Such a rank gets a sample of another rank with loss
+        weight 0, because all ranks must take part in every step.
+        """
         count = len(drawn.visits)
         begin = count * self._rank // self._world_size
         end = count * (self._rank + 1) // self._world_size
@@ -251,23 +265,26 @@ class Loader:
         return BatchRef(samples, drawn.shape[0], indexes, epoch, count, padding)
 
 
-def _gone(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict[int, list[int]]:
-    """By the position of a dataset that lost some, the positions its lost samples had."""
+def _removed(before: Sequence[DatasetIndex], after: Sequence[DatasetIndex]) -> dict[int, list[int]]:
+    """The positions of removed items, by the position of their dataset."""
     found = {}
-    for position, (one, other) in enumerate(zip(before, after, strict=True)):
-        if one is not other:
-            kept = {item.path for item in other.items}
-            found[position] = [number for number, item in enumerate(one.items) if item.path not in kept]
+    for position, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old is not new:
+            kept = {item.path for item in new.items}
+            found[position] = [number for number, item in enumerate(old.items) if item.path not in kept]
     return found
 
 
 def _known_taken(taken: int, group: Group, order: Order) -> int:
-    """Of a saved state. A dataset may have fewer samples than then; one with epochs of its own is never used up."""
+    """A group's saved count, limited to its present size: the data may have fewer samples now.
+
+    The count of a dataset with its own epochs goes on across them and has no limit.
+    """
     return taken if order.sources[group.source].even_steps else min(taken, group.total)
 
 
 def _names(order: Order) -> list[str]:
-    """Of the groups, as they are called in a saved state."""
+    """The names of the groups in a saved state."""
     return [f"{order.sources[group.source].id}:{group.name}" for group in order.groups]
 
 

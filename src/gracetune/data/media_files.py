@@ -1,4 +1,4 @@
-"""One media file as it is: its facts and the digest of its content, or what is wrong with it."""
+"""Examining one media file: its properties and the digest of its content, or the reason why it is unreadable."""
 
 from __future__ import annotations
 
@@ -25,41 +25,43 @@ from gracetune.data.truncation import truncation
 from gracetune.units import MIB
 
 READ_FIRST: Final = 32 * MIB
-"""An image up to this size is read once, whole. A larger one may be one that its header rejects as far too large."""
+"""Images up to this size are read whole at once. Of larger ones the header is read first, because it may show that the
+image has too many pixels."""
 _CHUNK: Final = 1 << 20
 
 Facts = ImageFacts | VideoFacts | AudioFacts
 _FACTS: Final[dict[Kind, type[Facts]]] = {"image": ImageFacts, "video": VideoFacts, "audio": AudioFacts}
 _TYPES: Final = {"int": (int,), "float": (float, int), "bool": (bool,)}
+"""JSON types accepted for an annotated field. A float without a fraction may be written as an integer."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaFile:
-    """A file that can be read, as far as its beginning tells."""
+    """A readable media file. Damage in its middle shows only when it is decoded."""
 
     path: str
     size: int
-    """Bytes."""
+    """In bytes."""
     digest: str
-    """xxh3-128 of the content, hex."""
+    """xxh3-128 of the content, in hexadecimal."""
     facts: Facts
 
 
 @runtime_checkable
 class Digesting(Protocol):
-    """A backend that already knows what its files' digests are: staged data."""
+    """A backend that already knows the digests of its files, such as staged data."""
 
     def digest(self, path: str) -> str | None: ...
 
 
 def examine(backend: Backend, path: str, kind: Kind, size: int) -> MediaFile | str:
-    """One file, opened and read: its facts and digest, or what is wrong with it."""
+    """Read a file and return its properties and digest, or the reason why it is unreadable."""
     try:
         return _examine_image(backend, path, size) if kind == "image" else _examine_stream(backend, path, kind, size)
     except UnreadableMediaError as error:
         return error.reason
     except MissingFileError:
-        return "it was gone before it could be read"
+        return "it was removed before it could be read"
 
 
 def _examine_image(backend: Backend, path: str, size: int) -> MediaFile | str:
@@ -83,12 +85,12 @@ def _known_digest(backend: Backend, path: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def _is_digesting(kind: type[Backend]) -> bool:
-    """Asked once for a class of backends: a check against a protocol takes as long as hashing a small file."""
+    """Whether a class of backends knows digests. Cached, because a protocol check takes as long as hashing a file."""
     return hasattr(kind, "digest")
 
 
 def _streamed_digest(backend: Backend, path: str) -> str:
-    """A video may be larger than a thread should hold in memory."""
+    """The digest of a file read in chunks: a video may be too large to hold in memory."""
     digest = xxhash.xxh3_128()
     with backend.open(path) as stream:
         while chunk := stream.read(_CHUNK):
@@ -101,7 +103,7 @@ def facts_as_json(facts: Facts) -> dict[str, Any]:
 
 
 def facts_from_json(kind: Kind, values: Mapping[str, Any]) -> Facts:
-    """ValueError where these are not the facts of such a file."""
+    """Build the properties of a file from JSON. Raises ValueError if the names or types do not match."""
     names = _fields(kind)
     if values.keys() != names.keys():
         raise ValueError(f"facts of {kind}: {', '.join(values)}, expected {', '.join(names)}")
@@ -118,5 +120,5 @@ def _fields(kind: Kind) -> dict[str, tuple[type, ...]]:
 
 @lru_cache(maxsize=1 << 12)
 def _made(kind: Kind, *values: Any) -> Facts:
-    """Files of one size share their facts: fewer objects, which the garbage collector would visit again and again."""
+    """Equal properties share one object, which leaves the garbage collector fewer objects to traverse."""
     return _FACTS[kind](*values)

@@ -1,4 +1,4 @@
-"""What a user should know about a dataset before training on it, in sentences. Pure."""
+"""Notes about a dataset that a user should read before training on it. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gracetune.data.staging.selection import reasons
 from gracetune.data.words import counted, some
 
 ENLARGED = 1.05
-"""Less than this is rounding, and nobody sees it."""
+"""Smaller enlargements come from rounding and are not visible."""
 
 _CAPTIONS = {
     "missing": "without a caption",
@@ -50,10 +50,10 @@ def _captions(index: DatasetIndex) -> Iterator[str]:
     for origin, sentence in _CAPTIONS.items():
         found = [item for item in index.items if item.caption_origin == origin]
         if found:
-            # A trigger word or an instance prompt is there even where nothing else is.
+            # Without a caption, the text may still consist of a trigger word or an instance prompt.
             text = found[0].captions[0]
-            alone = f', trained with "{text}" alone' if text and origin in ("missing", "empty") else ""
-            yield f"{counted(len(found), 'sample')} {sentence}{alone}: {some([item.path for item in found])}"
+            only = f', trained with "{text}" only' if text and origin in ("missing", "empty") else ""
+            yield f"{counted(len(found), 'sample')} {sentence}{only}: {some([item.path for item in found])}"
 
 
 def _folders(index: DatasetIndex, folders: Mapping[str, KohyaFolder]) -> Iterator[str]:
@@ -63,29 +63,30 @@ def _folders(index: DatasetIndex, folders: Mapping[str, KohyaFolder]) -> Iterato
         yield f"the numbers of {some(sorted(folders))} are not used, because repeats is {index.dataset.repeats}"
         return
     listed = [f"{name} ({folder.visits} visits an epoch)" for name, folder in sorted(folders.items())]
-    yield f"folders named as for kohya's scripts: {some(listed)}"
+    yield f"folders in the layout of kohya's scripts: {some(listed)}"
 
 
 def _doubles(index: DatasetIndex) -> Iterator[str]:
     doubles = same_stem(item.path for item in index.items)
     if doubles:
         first = " and ".join(next(iter(doubles.values())))
-        yield f"{counted(len(doubles), 'name')} of several files, which share their caption: {first}"
+        yield f"{counted(len(doubles), 'name')} used by several files, which share their caption: {first}"
 
 
 def _enlarged(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
-    pictures = [item for item in index.items if not isinstance(item.file.facts, AudioFacts)]
-    factors = {item.path: _scale(item, index, geometry) for item in pictures}
+    visual = [item for item in index.items if not isinstance(item.file.facts, AudioFacts)]
+    factors = {item.path: _scale(item, index, geometry) for item in visual}
     large = {path: factor for path, factor in factors.items() if factor > ENLARGED}
     if large:
         worst = max(large, key=lambda path: large[path])
         yield (
             f"{counted(len(large), 'sample')} smaller than the bucket and enlarged, {worst} by {large[worst]:.1f}x; "
-            "minimum_size leaves them out"
+            "set minimum_size to leave them out"
         )
 
 
 def _scale(item: Item, index: DatasetIndex, geometry: Geometry) -> float:
+    """The factor by which an item is scaled; above 1 it is enlarged."""
     wanted = Wanted.of(item.size, item.bucket.width / item.bucket.height, index.dataset, geometry)
     return resized(wanted, (item.bucket.width, item.bucket.height))[0] / item.size[0]
 
@@ -100,24 +101,25 @@ def _padded(index: DatasetIndex, geometry: Geometry) -> Iterator[str]:
                 short.append(item.path)
     if short:
         interval = index.dataset.audio.duration_interval
-        yield f"{counted(len(short), 'sound')} shorter than {interval:g} s and followed by silence: {some(short)}"
+        files = counted(len(short), "audio file")
+        yield f"{files} shorter than {interval:g} s and padded with silence: {some(short)}"
 
 
 def _fixed_crops(index: DatasetIndex) -> Iterator[str]:
     dataset = index.dataset
     random = [
         name
-        for name, asked in (
+        for name, is_random in (
             ("crops", dataset.crop.enabled and dataset.crop.style == "random" and dataset.dataset_type != "audio"),
             ("clips", dataset.dataset_type == "video" and dataset.video.clip == "random"),
-            ("pieces", dataset.dataset_type == "audio" and dataset.audio.truncation == "random"),
+            ("audio clips", dataset.dataset_type == "audio" and dataset.audio.truncation == "random"),
         )
-        if asked
+        if is_random
     ]
     if random and freshness(dataset) == "once":
         yield (
-            f"random {' and '.join(random)} are drawn once per file, because latents are cached once; "
-            "augmentation.cache_mode refresh_each_epoch draws them anew every epoch"
+            f"random {' and '.join(random)} are chosen once per file, because latents are cached once; "
+            "set augmentation.cache_mode to refresh_each_epoch to choose new ones every epoch"
         )
 
 
@@ -125,9 +127,9 @@ def _stills(index: DatasetIndex) -> Iterator[str]:
     others = index.others or {}
     count = sum(number for name, number in others.items() if name in EXTENSIONS["image"])
     if index.dataset.dataset_type == "video" and count:
-        yield f"{counted(count, 'image')} beside the videos not trained on; add a dataset of type image for them"
+        yield f"{counted(count, 'image')} next to the videos not trained on; add a dataset of type image for them"
 
 
 def _left_out(index: DatasetIndex) -> Iterator[str]:
     for reason, count in reasons(index.left_out):
-        yield f"{counted(count, 'file')} not looked at: {reason}"
+        yield f"{counted(count, 'file')} skipped: {reason}"

@@ -1,4 +1,4 @@
-"""What belongs to a sample: edit sources and references, found by file name, and masks."""
+"""Pairing: attaches edit sources, references and masks to items by file name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gracetune.data.words import counted, some
 from gracetune.errors import Problem
 
 SAME_SHAPE = 0.02
-"""How far the proportions of two pictures that belong together may differ, as a share: the rounding of their sizes."""
+"""Relative tolerance between the aspect ratios of two images that belong together, for rounded sizes."""
 
 
 class MismatchedPairsError(DataError):
@@ -28,13 +28,15 @@ class MismatchedPairsError(DataError):
 
 @dataclass(frozen=True)
 class Paired:
+    """Items with their partners attached, the items that lack one, and notes for the user."""
+
     items: list[Item]
     dropped: list[Dropped]
     notes: list[str]
 
 
 class ByStem:
-    """Files found by the name of another: the same folder and stem, or the same stem where only one file has it."""
+    """Looks up files by the path of their partner: the same folder and stem, or the same stem if it is unique."""
 
     def __init__(self, owner: str, files: Iterable[MediaFile]) -> None:
         self._files = list(files)
@@ -60,8 +62,8 @@ class ByStem:
     def find(self, path: str) -> MediaFile | None:
         return self._whole.get(stem_of(path)) or self._bare.get(_bare_name(path))
 
-    def unused(self, found: set[str]) -> list[str]:
-        return [file.path for file in self._files if file.path not in found]
+    def unused(self, used: set[str]) -> list[str]:
+        return [file.path for file in self._files if file.path not in used]
 
 
 def _bare_name(path: str) -> str:
@@ -75,15 +77,18 @@ def with_references(
     geometry: Geometry,
     seed: int,
 ) -> Paired:
-    """Each item with one reference from each source, in their order; items that lack one are dropped and named."""
-    shelves = [(source, ByStem(f"dataset {source.id}", files)) for source, files in sources]
+    """Attach one reference from each source to every item, in the order of the sources.
+
+    Items that lack a reference are dropped. Raises MismatchedPairsError if there are too many.
+    """
+    lookups = [(source, ByStem(f"dataset {source.id}", files)) for source, files in sources]
     paired: list[Item] = []
     dropped: list[Dropped] = []
     used: dict[str, set[str]] = {source.id: set() for source, _ in sources}
     for item in items:
-        found = [_reference(item, source, shelf, geometry, seed) for source, shelf in shelves]
-        references = [one for one in found if isinstance(one, Reference)]
-        missing = next((one for one in found if isinstance(one, Dropped)), None)
+        found = [_reference(item, source, lookup, geometry, seed) for source, lookup in lookups]
+        references = [result for result in found if isinstance(result, Reference)]
+        missing = next((result for result in found if isinstance(result, Dropped)), None)
         for reference in references:
             used[reference.dataset.id].add(reference.file.path)
         if missing is None:
@@ -92,21 +97,22 @@ def with_references(
             dropped.append(missing)
     _stop_if_too_many(dropped, len(items), dataset)
     notes = [
-        f"{counted(len(unused), 'picture')} of {source.id} without a target: {some(unused)}"
-        for source, shelf in shelves
-        if (unused := shelf.unused(used[source.id]))
+        f"{counted(len(unused), 'image')} of {source.id} without a target: {some(unused)}"
+        for source, lookup in lookups
+        if (unused := lookup.unused(used[source.id]))
     ]
     return Paired(paired, dropped, notes)
 
 
-def _reference(item: Item, source: Dataset, shelf: ByStem, geometry: Geometry, seed: int) -> Reference | Dropped:
-    file = shelf.find(item.path)
+def _reference(item: Item, source: Dataset, lookup: ByStem, geometry: Geometry, seed: int) -> Reference | Dropped:
+    """The item's reference in `source`, or the reason for dropping the item."""
+    file = lookup.find(item.path)
     if file is None:
         return Dropped(item.path, f"no reference in {source.id}", f"expected {stem_of(item.path)}.* in {source.path}")
     strict = source.conditioning_type == "reference_strict"
     if strict:
         if not same_shape(size_of(file), item.size):
-            return Dropped(item.path, f"its reference in {source.id} has another shape", _shapes(file, item))
+            return Dropped(item.path, f"its reference in {source.id} has a different shape", _shapes(file, item))
         return Reference(source, file, Bucket(item.bucket.width, item.bucket.height), strict=True)
     bucket = bucket_of(file, source, geometry, seed)
     if isinstance(bucket, Unfit):
@@ -129,6 +135,7 @@ def _shapes(file: MediaFile, item: Item) -> str:
 
 
 def same_shape(one: Size, other: Size) -> bool:
+    """Whether two sizes have the same aspect ratio, up to rounding."""
     return abs(one[0] * other[1] / (one[1] * other[0]) - 1) <= SAME_SHAPE
 
 
@@ -141,34 +148,34 @@ def _stop_if_too_many(dropped: Sequence[Dropped], total: int, dataset: Dataset) 
         f"dataset {dataset.id}: edit pairs that do not match",
         f"{len(dropped)} of {total} targets",
         f"at most {dataset.corrupt_threshold:.3g} of them (corrupt_threshold)",
-        f"give target and reference the same file name{leave_out(dataset.id, len(dropped), total)}",
+        f"give each target and its reference the same file name{leave_out(dataset.id, len(dropped), total)}",
     )
     raise MismatchedPairsError(f"{problem}{lines}{more}")
 
 
 def with_masks(items: Sequence[Item], mask: Mask, dataset_id: str, files: Sequence[MediaFile]) -> Paired:
-    """Each item with the mask of its name; an item without one is learnt all over, and counted."""
-    shelf = ByStem(f"masks of {dataset_id}", files)
+    """Attach masks to items by file name. An item without a mask is trained on its whole area, with a note."""
+    lookup = ByStem(f"masks of {dataset_id}", files)
     masked: list[Item] = []
     dropped: list[Dropped] = []
     without: list[str] = []
     for item in items:
-        file = shelf.find(item.path)
+        file = lookup.find(item.path)
         if file is None:
             without.append(item.path)
             masked.append(item)
         elif not same_shape(size_of(file), item.size):
             (width, height), (wide, high) = size_of(file), item.size
-            dropped.append(Dropped(item.path, "its mask has another shape", f"{width}x{height} for {wide}x{high}"))
+            dropped.append(Dropped(item.path, "its mask has a different shape", f"{width}x{height} for {wide}x{high}"))
         else:
             ref = MaskRef(dataset_id, file.path, file.digest, min_weight=mask.min_weight, invert=mask.invert)
             masked.append(replace(item, mask=ref, normalises_mask=mask.normalise))
-    notes = [f"{counted(len(without), 'sample')} without a mask, learnt all over: {some(without)}"] if without else []
-    return Paired(masked, dropped, notes)
+    note = f"{counted(len(without), 'sample')} without a mask, trained on the whole area: {some(without)}"
+    return Paired(masked, dropped, [note] if without else [])
 
 
 def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Paired:
-    """The picture's own transparency as its mask."""
+    """Use the alpha channel of images as their masks."""
     masked: list[Item] = []
     opaque: list[str] = []
     for item in items:
@@ -178,12 +185,12 @@ def with_alpha_masks(items: Sequence[Item], mask: Mask, dataset_id: str) -> Pair
         else:
             opaque.append(item.path)
             masked.append(item)
-    notes = [f"{counted(len(opaque), 'sample')} without an alpha channel, learnt all over: {some(opaque)}"]
-    return Paired(masked, [], notes if opaque else [])
+    note = f"{counted(len(opaque), 'sample')} without an alpha channel, trained on the whole area: {some(opaque)}"
+    return Paired(masked, [], [note] if opaque else [])
 
 
 def linked(dataset: Dataset, datasets: Mapping[str, Dataset]) -> list[Dataset]:
-    """The conditioning datasets of one: those it names, then those that name it."""
+    """The conditioning datasets of a dataset: those it names, then those that name it."""
     named = [datasets[name] for name in dataset.conditioning]
     naming = [other for other in datasets.values() if other.source_dataset_id == dataset.id and other not in named]
     return [*named, *naming]

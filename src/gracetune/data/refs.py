@@ -1,7 +1,7 @@
-"""What the loader hands on: frozen descriptions of samples, never pixels.
+"""Sample references: frozen descriptions of samples that the loader returns instead of pixels.
 
-A `SampleRef` says everything that decides what a sample looks like, so that decoding it twice gives the same tensor
-and a cache key is a pure function of it.
+A `SampleRef` holds everything that decides what a sample looks like. Decoding it twice gives the same tensor, and its
+cache key is a pure function of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The shape all samples of a batch share. `frames` is 1 for images; the last two are 0 for everything but audio."""
+    """The shape shared by all samples of a batch. `frames` is 1 for images; the last two fields are 0 unless audio."""
 
     width: int = 0
     height: int = 0
@@ -23,10 +23,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Fit:
-    """How a picture is brought to its bucket: scaled to `resized`, then cut at (`left`, `top`)."""
+    """How an image is brought to its bucket: scaled to `resized`, then cropped at (`left`, `top`)."""
 
     original: tuple[int, int]
-    """Width and height as shown: after EXIF orientation, a video's rotation and its pixel shape."""
+    """Width and height as displayed: after EXIF orientation, video rotation and pixel aspect ratio."""
     resized: tuple[int, int]
     left: int = 0
     top: int = 0
@@ -34,25 +34,25 @@ class Fit:
 
 @dataclass(frozen=True)
 class Clip:
-    """A piece of a video or of a sound, in seconds of the source."""
+    """A part of a video or audio file, in seconds of the source."""
 
     start: float
     duration: float
     fps: float | None = None
-    """Frames are taken at this rate, by their timestamps; None takes them one after the other as they are."""
+    """Sample frames at this rate by their timestamps. None takes consecutive frames as they are."""
     spread: bool = False
-    """`fps` is None and the bucket's frames are spread evenly over the whole duration (`video.whole_clip`)."""
+    """Spread the bucket's frames evenly over the whole duration (`video.whole_clip`). `fps` is then None."""
     sample_rate: int | None = None
-    """Sound is brought to this rate; None for pictures."""
+    """Resample audio to this rate; None for video."""
     pad: bool = False
-    """Sound that ends before the clip does is followed by silence; False makes that an error."""
+    """Pad audio that ends before the clip with silence. False makes that an error."""
     numbers: tuple[int, ...] | None = None
-    """The frames themselves, counted from 0 in the order they are shown (`video.frame_choice: numbers`)."""
+    """The frame numbers to take, counted from 0 in display order (`video.frame_choice: numbers`)."""
 
 
 @dataclass(frozen=True)
 class Transform:
-    """One entry of a dataset's `transforms`, checked and complete: made by `media.augment.read_transforms`."""
+    """A validated entry of a dataset's `transforms`, created by `media.augment.read_transforms`."""
 
     method: str
     p: float
@@ -65,18 +65,18 @@ class Augmentation:
     flip_x: bool = False
     flip_y: bool = False
     seed: int | None = None
-    """Of the dataset's `transforms`; None where there are none."""
+    """The seed of the dataset's `transforms`; None if it has none."""
     epoch: int = 0
-    """The variant: always 0 unless the cache mode is `refresh_each_epoch` or off."""
+    """The variant number: always 0 unless the cache mode is `refresh_each_epoch` or off."""
     transforms: tuple[Transform, ...] = ()
     of: str | None = None
-    """The digest the draws belong to; None means the sample's own. The references of an edit pair name their target's,
-    so that all of them are turned and tinted alike."""
+    """The digest that seeds the random values; None means the sample's own. The references of an edit pair have their
+    target's, so that all of them are transformed alike."""
 
 
 @dataclass(frozen=True)
 class CaptionRef:
-    """The caption after trigger words, shuffling and dropout. A dropped caption is empty and says so."""
+    """The caption after trigger words, shuffling and dropout. A dropped caption has the `dropped_caption` text."""
 
     text: str
     variant: int = 0
@@ -93,10 +93,13 @@ class Canny:
 
 @dataclass(frozen=True)
 class SampleRef:
+    """One sample at one visit."""
+
     dataset: str
+    """The dataset's id."""
     path: str
     digest: str
-    """Of the file's content (xxh3-128, hex): renaming a file changes nothing, editing it does."""
+    """xxh3-128 of the file's content, in hexadecimal. Renaming a file does not change it; editing it does."""
     bucket: Bucket
     fit: Fit | None
     """None for audio."""
@@ -107,7 +110,7 @@ class SampleRef:
     """Edit sources and references, in the order of the dataset's `conditioning`."""
     mask: MaskRef | None = None
     normalises_mask: bool = False
-    """The mask's weights are divided by their mean over the batch."""
+    """Divide the mask's weights by their mean over the batch."""
     loss_weight: float = 1.0
     canny: Canny | None = None
     """The image's edges take its place, found at the file's own size."""
@@ -115,7 +118,7 @@ class SampleRef:
 
 @dataclass(frozen=True)
 class MaskRef:
-    """Where the masked loss' weights come from; cut and flipped as the picture is."""
+    """The source of a masked loss's weights. The mask is cropped and flipped like the image."""
 
     dataset: str
     path: str
@@ -132,11 +135,11 @@ class BatchRef:
     samples: tuple[SampleRef, ...]
     bucket: Bucket
     indexes: tuple[int, ...]
-    """The global sample index of each sample: noise, timestep and dropout draws are functions of (seed, index)."""
+    """The global sample index of each sample. Noise, timestep and dropout are functions of (seed, index)."""
     epoch: int
     """Counted from 0."""
     global_samples: int
-    """Samples of this micro-batch over all ranks: a window's loss is divided by the sum of these."""
+    """Samples of this micro-batch over all ranks. The loss of an optimizer step is divided by the sum of these."""
     padding: bool = False
-    """The micro-batch had fewer samples than there are ranks and this rank got none: `samples` holds one that another
-    rank trains on, with loss weight 0, so that this rank takes part in the step without counting."""
+    """True if the micro-batch had fewer samples than there are ranks and this rank got none. `samples` then holds a
+    sample of another rank with loss weight 0, so that this rank takes part in the step without effect."""

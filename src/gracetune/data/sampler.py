@@ -1,13 +1,16 @@
-"""In which order a run visits its samples. Pure: the same (seed, epoch, position) gives the same batch on every rank.
+"""The order in which a run visits its samples. Pure functions: (seed, epoch, position) gives the same batch everywhere.
 
-An epoch visits every sample of every dataset that is active in it, 1 + `repeats` times. A batch is drawn in two steps:
-a dataset, in proportion to its `probability` and its visits, then one of its groups (samples of one shape), in
-proportion to what is left of it. Inside a group the order is shuffled anew for every epoch and round; a sample that is
-taken out changes nothing about the order of the others. Batches are drawn for all ranks together, so the order does not
-know how many there are; what is left of a group makes a smaller batch, or is filled up with samples of the group.
+An epoch visits every sample of every active dataset 1 + `repeats` times. A batch is chosen in two random steps:
 
-Datasets with `even_steps` give every second optimizer step and have epochs of their own: they begin anew whenever they
-are used up. Datasets with a `turn` are taken in turn, batch by batch.
+1. a dataset, weighted by its `probability` and its number of visits
+2. one of its groups (samples of one shape), weighted by the visits left in it
+
+Inside a group the order is shuffled for every epoch and round. Excluding a sample does not change the order of the
+others. A batch is chosen for all ranks together, so the order does not depend on their number. The last samples of a
+group form a smaller batch, or are filled up with other samples of the group.
+
+Datasets with `even_steps` provide every second optimizer step and have epochs of their own, which start over whenever
+the dataset is used up. Datasets with a `turn` alternate batch by batch.
 """
 
 from __future__ import annotations
@@ -27,24 +30,24 @@ from gracetune.seeded_random import below, ordered, uniform
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset as far as the order is concerned."""
+    """The settings of a dataset that affect the order."""
 
     id: str
     probability: float = 1.0
     batch_size: int | None = None
-    """Its own micro-batch; None takes the run's."""
+    """The dataset's own micro-batch size; None uses the run's."""
     start_epoch: int = 1
-    """Epochs are counted from 1 here, as in a config file."""
+    """Counted from 1, as in a config file, unlike all other epoch numbers here."""
     end_epoch: int | None = None
     start_step: int = 0
     end_step: int | None = None
     even_steps: bool = False
-    """Its batches make every second optimizer step."""
+    """Provide every second optimizer step."""
     turn: int | None = None
-    """Place in the row of datasets that are taken in turn; None is the last."""
+    """The position among the datasets that alternate; None comes last."""
 
     def active(self, epoch: int, step: int) -> bool:
-        """In the given epoch (counted from 0), before optimizer step `step` + 1."""
+        """Whether the dataset is active in this epoch (counted from 0) after `step` optimizer steps."""
         started = epoch + 1 >= self.start_epoch and step >= self.start_step
         ended = (self.end_epoch is not None and epoch + 1 > self.end_epoch) or (
             self.end_step is not None and step >= self.end_step
@@ -53,7 +56,7 @@ class Source:
 
     @property
     def period(self) -> str:
-        """In words, for the user."""
+        """The active period as text for messages."""
         epochs = f"epochs {self.start_epoch} to {self.end_epoch or 'the last'}"
         steps = f"steps {self.start_step} to {self.end_step or 'the last'}"
         return f"{self.id}: {epochs}, {steps}"
@@ -61,16 +64,17 @@ class Source:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How batches are made up, for a whole run."""
+    """How batches are composed in a run."""
 
     fill: bool = False
-    """Batches for which too little is left are filled up."""
+    """Fill up batches for which too few samples are left."""
     equal: bool = False
-    """A dataset's share follows its `probability` alone, not its size too."""
+    """Weight datasets by their `probability` only, not by their size."""
     other_steps: tuple[int, ...] = ()
-    """Steps that are multiples of one of these are no turn of the datasets with `even_steps`."""
+    """The datasets with `even_steps` skip steps that are multiples of any of these."""
 
     def is_even_turn(self, step: int) -> bool:
+        """Whether the datasets with `even_steps` provide the batch after `step` optimizer steps."""
         return step % 2 == 0 and all(step % every for every in self.other_steps)
 
 
@@ -82,15 +86,15 @@ class Group:
     """The samples of one dataset that can share a batch."""
 
     source: int
-    """Position of its dataset."""
+    """The position of the dataset."""
     shape: tuple[Bucket, ...]
-    """The bucket, and those of the references."""
+    """The bucket of the samples, and the buckets of their references."""
     samples: tuple[int, ...]
     """Positions in the dataset."""
     visits: tuple[int, ...]
-    """Of each sample in one epoch."""
+    """Visits per epoch of each sample."""
     names: tuple[int, ...]
-    """64 bits of each sample's own, the same whatever else there is: the order of the others does not depend on it."""
+    """A 64-bit identifier of each sample that depends on nothing else, so that the random order survives changes."""
 
     @property
     def total(self) -> int:
@@ -98,7 +102,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """The same in every run, whatever else the dataset holds: it names the group in saved states and in draws."""
+        """A name that depends only on the shape. It identifies the group in saved states and seeds its order."""
         return "+".join(
             "x".join(str(side) for side in (b.width, b.height, b.frames, b.audio_samples, b.audio_channels))
             for b in self.shape
@@ -107,45 +111,46 @@ class Group:
 
 @dataclass(frozen=True)
 class Cursor:
-    """How far a run is; everything else follows from the seed."""
+    """The position of a run. Everything else follows from the seed."""
 
     taken: tuple[int, ...]
-    """Visits handed out in this epoch, of each group; since the run began, of those with `even_steps`."""
+    """Visits taken from each group in this epoch; for groups with `even_steps`, since the start of the run."""
     epoch: int = 0
     consumed: int = 0
-    """Samples handed out since the run began: the next global sample index."""
+    """Samples returned since the start of the run, which is the next global sample index."""
     batches: int = 0
-    """Of this epoch."""
+    """Batches of this epoch."""
     short: int = 0
-    """Batches of this epoch that were smaller than asked for."""
+    """Batches of this epoch that were smaller than requested."""
     began: int = 0
-    """`consumed` when the epoch began."""
+    """`consumed` at the start of the epoch."""
 
 
 @dataclass(frozen=True)
 class Visit:
-    """One sample's turn."""
+    """One visit of a sample."""
 
     sample: int
-    """Position in its dataset."""
+    """The sample's position in its dataset."""
     round: int
-    """0 for the first visit in an epoch."""
+    """0 for the first visit in an epoch, 1 for the second, and so on."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A batch of all ranks together."""
+    """A batch for all ranks together."""
 
     source: int
     shape: tuple[Bucket, ...]
     visits: tuple[Visit, ...]
     first_index: int
+    """The global sample index of the first visit."""
     passed: int | None = None
-    """How often its dataset was used up before, where it has epochs of its own."""
+    """Completed passes over the dataset, if it has epochs of its own."""
 
 
 class Order:
-    """The order of one run's samples."""
+    """The order of a run's samples. It holds no position: methods take a `Cursor` and return a new one."""
 
     def __init__(
         self,
@@ -160,7 +165,7 @@ class Order:
         self.groups = tuple(groups)
         self.seed, self.batch_size, self.mixing = seed, batch_size, mixing
         self.alternates = any(source.even_steps for source in self.sources)
-        """Whether it depends on the step which datasets come."""
+        """Whether datasets alternate by optimizer step (`even_steps`)."""
         self._takes_turns = any(source.turn is not None for source in self.sources)
         self._members = tuple(
             tuple(number for number, group in enumerate(self.groups) if group.source == position)
@@ -172,22 +177,27 @@ class Order:
             for source, members in zip(self.sources, self._members, strict=True)
         )
         self._ends = tuple(_round_ends(group) for group in self.groups)
-        # One round of each group, and the next one while looking ahead.
+        # Room for two rounds of each group: the current one, and the next for looking ahead.
         self._round = lru_cache(maxsize=2 * max(1, len(self.groups)))(self._make_round)
 
     def start(self) -> Cursor:
         return Cursor(taken=(0,) * len(self.groups))
 
     def visits(self, position: int) -> int:
-        """Of one dataset in an epoch it is active in."""
+        """Visits per epoch of the dataset at this position."""
         return sum(self._totals[number] for number in self._members[position])
 
     def size(self, position: int, size: int) -> int:
-        """A dataset's own micro-batch when the run's is `size`: it grows with the run's in a batch ramp."""
+        """A dataset's micro-batch size when the run's is `size`. Its own size scales with the run's in a batch ramp."""
         own = self.sources[position].batch_size
+        # size * own / batch_size, rounded half up in integers.
         return size if own is None else max(1, (2 * size * own + self.batch_size) // (2 * self.batch_size))
 
     def active(self, epoch: int, step: int) -> tuple[bool, ...]:
+        """Which datasets may provide the next batch.
+
+        If only datasets with `even_steps` are active, they provide every step.
+        """
         within = tuple(source.active(epoch, step) for source in self.sources)
         others = [active for active, source in zip(within, self.sources, strict=True) if not source.even_steps]
         if not self.alternates or not any(others):
@@ -198,50 +208,55 @@ class Order:
         )  # fmt: skip
 
     def draw(self, cursor: Cursor, size: int, step: int, world_size: int) -> tuple[Drawn, Cursor] | None:
-        """The next batch and the cursor behind it; None where nothing of the epoch is left."""
-        begun, passed = self._begun(cursor)
-        left = [total - taken for total, taken in zip(self._totals, begun, strict=True)]
-        open_sources = [
+        """The next batch and the cursor after it; None if the epoch has no samples left."""
+        taken_in_epoch, passed = self._in_epoch(cursor)
+        left = [total - taken for total, taken in zip(self._totals, taken_in_epoch, strict=True)]
+        candidates = [
             position
             for position, active in enumerate(self.active(cursor.epoch, step))
             if active and any(left[number] for number in self._members[position])
         ]
-        if not open_sources:
+        if not candidates:
             return None
         place = sum(cursor.taken)
-        position = self._draw_source(self._in_turn(open_sources, cursor.batches), cursor.epoch, place)
-        number = self._draw_group(position, left, cursor.epoch, place)
+        position = self._choose_source(self._in_turn(candidates, cursor.batches), cursor.epoch, place)
+        number = self._choose_group(position, left, cursor.epoch, place)
         wanted = self.size(position, size) * world_size
-        count, begin, own = min(wanted, left[number]), begun[number], passed[position]
-        visits = self._visits(cursor.epoch if own is None else own, number, begin, begin + count)
+        count, begin, passes = min(wanted, left[number]), taken_in_epoch[number], passed[position]
+        epoch = cursor.epoch if passes is None else passes
+        visits = self._visits(epoch, number, begin, begin + count)
         if self.mixing.fill:
-            visits += self._fillers(cursor.epoch if own is None else own, number, wanted - count)
+            visits += self._fillers(epoch, number, wanted - count)
         taken = (*cursor.taken[:number], cursor.taken[number] + count, *cursor.taken[number + 1 :])
-        behind = replace(
+        after = replace(
             cursor, taken=taken, consumed=cursor.consumed + len(visits), batches=cursor.batches + 1,
             short=cursor.short + (len(visits) < wanted),
         )  # fmt: skip
-        return Drawn(position, self.groups[number].shape, visits, cursor.consumed, own), behind
+        return Drawn(position, self.groups[number].shape, visits, cursor.consumed, passes), after
 
-    def _begun(self, cursor: Cursor) -> tuple[Sequence[int], Sequence[int | None]]:
-        """Visits handed out of each group in the epoch it is in; how often each dataset with epochs of its own, and no
-        other, was used up."""
+    def _in_epoch(self, cursor: Cursor) -> tuple[Sequence[int], Sequence[int | None]]:
+        """The visits taken from each group in its current epoch, and the completed passes over each dataset.
+
+        The passes are None for datasets that follow the run's epochs.
+        """
         if not self.alternates:
             return cursor.taken, (None,) * len(self.sources)
         passed = [self._passed(cursor, position) for position in range(len(self.sources))]
-        begun = [
+        taken_in_epoch = [
             taken - (passed[group.source] or 0) * total
             for taken, total, group in zip(cursor.taken, self._totals, self.groups, strict=True)
         ]
-        return begun, passed
+        return taken_in_epoch, passed
 
     def _passed(self, cursor: Cursor, position: int) -> int | None:
+        """Completed passes over a dataset with epochs of its own: every group has been visited that often."""
         if not self.sources[position].even_steps:
             return None
         counts = [(cursor.taken[number], self._totals[number]) for number in self._members[position]]
         return min((taken // total for taken, total in counts if total), default=0)
 
     def _visits(self, epoch: int, number: int, begin: int, end: int) -> tuple[Visit, ...]:
+        """The visits from `begin` to `end` in a group's order for the epoch."""
         return tuple(
             Visit(int(sample), turn)
             for turn, samples in self._rounds(epoch, number, begin, end)
@@ -249,22 +264,22 @@ class Order:
         )  # fmt: skip
 
     def _fillers(self, epoch: int, number: int, count: int) -> tuple[Visit, ...]:
-        """The first samples of a group's epoch once more, and again where there are too few."""
+        """Visits that fill up a batch: the first ones of the group's epoch, repeated if there are too few."""
         if count < 1:
             return ()
         first = self._visits(epoch, number, 0, min(count, self._totals[number]))
         return tuple(islice(cycle(first), count))
 
     def _in_turn(self, candidates: list[int], batches: int) -> list[int]:
-        """Of the datasets with something left, those whose turn it is."""
+        """The candidates whose turn it is after this number of batches."""
         if not self._takes_turns:
             return candidates
         turns = {position: self.sources[position].turn for position in candidates}
-        row = sorted({*turns.values()}, key=lambda turn: (turn is None, turn or 0))
-        return [position for position, turn in turns.items() if turn == row[batches % len(row)]]
+        sequence = sorted({*turns.values()}, key=lambda turn: (turn is None, turn or 0))
+        return [position for position, turn in turns.items() if turn == sequence[batches % len(sequence)]]
 
     def next_epoch(self, cursor: Cursor) -> Cursor:
-        """Datasets with epochs of their own go on where they are."""
+        """The cursor at the start of the next epoch. Datasets with epochs of their own continue where they are."""
         taken = tuple(
             taken if self.sources[group.source].even_steps else 0
             for taken, group in zip(cursor.taken, self.groups, strict=True)
@@ -272,17 +287,17 @@ class Order:
         return Cursor(taken, epoch=cursor.epoch + 1, consumed=cursor.consumed, began=cursor.consumed)
 
     def handed_out(self, cursor: Cursor, number: int) -> npt.NDArray[np.int64]:
-        """The samples of a group that were visited in the epoch it is in, one for every visit."""
-        begun, passed = self._begun(cursor)
-        own = passed[self.groups[number].source]
-        rounds = self._rounds(cursor.epoch if own is None else own, number, 0, begun[number])
+        """The samples of a group visited so far in its current epoch, one entry per visit."""
+        taken_in_epoch, passed = self._in_epoch(cursor)
+        passes = passed[self.groups[number].source]
+        rounds = self._rounds(cursor.epoch if passes is None else passes, number, 0, taken_in_epoch[number])
         return np.concatenate([np.empty(0, np.int64), *(samples for _, samples in rounds)])
 
     def without(self, cursor: Cursor, gone: Mapping[int, Sequence[int]]) -> tuple[Order, tuple[int, ...]]:
-        """The order of what is left, and `Cursor.taken` of it.
+        """The order without excluded samples, and the `Cursor.taken` that belongs to it.
 
-        `gone` are samples that nobody visits any more: positions in their dataset, sorted, by the dataset's position.
-        Those behind them move up.
+        `gone` maps the position of a dataset to the sorted positions of its excluded samples. The positions of later
+        samples move up.
         """
         groups: list[Group] = []
         taken: list[int] = []
@@ -300,6 +315,7 @@ class Order:
             chosen = kept.tolist()
             remaining = replace(
                 group,
+                # Each position moves up by the number of excluded samples before it.
                 samples=tuple((left - np.searchsorted(lost, left)).tolist()),
                 visits=tuple(compress(group.visits, chosen)),
                 names=tuple(compress(group.names, chosen)),
@@ -312,31 +328,32 @@ class Order:
         return order, tuple(taken)
 
     def whole_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
-        """The cursor behind an epoch of equal batches: its `batches` and `short` are what a plan wants to know."""
+        """The cursor after an epoch of batches of this size. Plans use its `batches` and `short`."""
         if self.alternates:
-            return self._walked_epoch(epoch, size, step, world_size)
+            return self._walk_epoch(epoch, size, step, world_size)
         active = self.active(epoch, step)
-        # Whatever order they come in, a group gives full batches and what is left of it.
+        # Whatever the order, each group yields its full batches and at most one smaller batch.
         taken = tuple(group.total if active[group.source] else 0 for group in self.groups)
-        whole = [self.size(group.source, size) * world_size for group in self.groups]
+        full = [self.size(group.source, size) * world_size for group in self.groups]
         return Cursor(
             taken,
             epoch,
             consumed=sum(taken),
-            batches=sum(-(-visits // wanted) for visits, wanted in zip(taken, whole, strict=True)),
+            batches=sum(-(-visits // wanted) for visits, wanted in zip(taken, full, strict=True)),
             short=0
             if self.mixing.fill
-            else sum(visits % wanted > 0 for visits, wanted in zip(taken, whole, strict=True)),
+            else sum(visits % wanted > 0 for visits, wanted in zip(taken, full, strict=True)),
         )
 
-    def _walked_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
-        """The same where it depends on the step which datasets come: with one batch a step."""
+    def _walk_epoch(self, epoch: int, size: int, step: int, world_size: int) -> Cursor:
+        """The same by simulation, for datasets that alternate by step, assuming one batch per step."""
         cursor = replace(self.start(), epoch=epoch)
         while (drawn := self.draw(cursor, size, step + cursor.batches, world_size)) is not None:
             cursor = drawn[1]
         return cursor
 
-    def _draw_source(self, candidates: list[int], epoch: int, place: int) -> int:
+    def _choose_source(self, candidates: list[int], epoch: int, place: int) -> int:
+        """Choose a dataset at random by weight. `place` counts visits, so the choice differs for every batch."""
         if len(candidates) == 1:
             return candidates[0]
         ticket = uniform(self.seed, "dataset", epoch, place) * sum(self._weights[position] for position in candidates)
@@ -344,25 +361,30 @@ class Order:
             ticket -= self._weights[position]
             if ticket < 0:
                 return position
-        return candidates[-1]  # the sum of the weights was rounded up
+        return candidates[-1]  # reached only if the sum of the weights was rounded up
 
-    def _draw_group(self, position: int, left: list[int], epoch: int, place: int) -> int:
+    def _choose_group(self, position: int, left: list[int], epoch: int, place: int) -> int:
+        """Choose a group of the dataset at random, weighted by the visits left."""
         members = [number for number in self._members[position] if left[number]]
         ticket = below(sum(left[number] for number in members), self.seed, "group", epoch, place)
         for number in members:
             ticket -= left[number]
             if ticket < 0:
                 return number
-        raise AssertionError("a ticket below the sum of all belongs to one of them")
+        raise AssertionError("unreachable: the ticket is below the sum of all weights")
 
     def _rounds(self, epoch: int, number: int, begin: int, end: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """A piece of a group's queue, by round: every sample comes once before any is visited twice."""
+        """The visits from `begin` to `end` of a group's epoch, by round.
+
+        An epoch consists of rounds: every sample is visited once before any is visited a second time.
+        """
         ends = self._ends[number]
         for turn in range(bisect_right(ends, begin), bisect_left(ends, end) + 1 if begin < end else 0):
             start = ends[turn - 1] if turn else 0
             yield turn, self._round(epoch, number, turn)[max(0, begin - start) : end - start]
 
     def _make_round(self, epoch: int, number: int, turn: int) -> npt.NDArray[np.int64]:
+        """The samples of one round of a group, in random order: those with more than `turn` visits."""
         group = self.groups[number]
         among = np.array(group.visits, np.int64) > turn
         source = self.sources[group.source].id
@@ -372,7 +394,7 @@ class Order:
 
 
 def _round_ends(group: Group) -> Sequence[int]:
-    """Where the rounds of a group's queue end. A million equal ones (`repeats`) must not take memory."""
+    """The cumulative number of visits at the end of each round. Equal rounds (`repeats`) use a `range`, not a list."""
     count, most = len(group.visits), max(group.visits, default=0)
     if count and most == min(group.visits):
         return range(count, count * most + 1, count)

@@ -1,7 +1,7 @@
-"""A folder's media as they are: what each file contains, and which cannot be read. Remembered between runs.
+"""Scanning a folder: the properties of each media file, and which files are unreadable. Results are kept between runs.
 
-What was found is kept in one JSON file per dataset (`SCAN_VERSION` and docs/data.md say what is in it). A file whose
-size and time of change are those of the last scan is not opened again; storage that tells no time is always read.
+They are stored in one JSON file per dataset; docs/data.md describes its content. A file whose size and modification
+time have not changed since the last scan is not opened again. Storage without modification times is always read.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from gracetune.redaction import redact
 from gracetune.storage.atomic import write_file
 
 SCAN_VERSION: Final = 2
-"""Raised whenever a file would be judged differently than before: old results are then not used."""
+"""Increase this whenever files are examined differently than before. Results of other versions are not used."""
 _KEYS: Final = {"size", "modified_ns", "digest", "facts"}
 
 OnScanned = Callable[[int, int], None]
-"""Told how many files are done, of how many."""
+"""Called with the number of files scanned and the total."""
 
 
 @dataclass(frozen=True)
 class Scan:
-    """Everything of one kind below a root."""
+    """All files of one kind below a root."""
 
     files: tuple[MediaFile, ...]
     """Sorted by path."""
     unreadable: tuple[LeftOut, ...]
     left_out: tuple[LeftOut, ...]
-    """What the storage does not hand out: links that lead out of the folder, folders that cannot be listed."""
+    """What the storage gives no access to: links that lead out of the folder, folders that cannot be listed."""
     others: Mapping[str, int]
-    """How many files of each further extension there are."""
+    """The number of files with other extensions."""
     reused: int
-    """Files that had not changed since the last scan."""
+    """Files that have not changed since the last scan."""
     large: Mapping[str, int]
-    """Files of other kinds that are larger than any caption, by their size in bytes."""
+    """Files of other kinds that are too large to be captions, with their size in bytes."""
     forgotten: str | None = None
-    """Why this scan is not remembered, where it should have been. A run works without; its next start is slower."""
+    """Why the results could not be saved. This is not an error, but the next start scans again."""
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ def scan(
     workers: int = 8,
     on_scanned: OnScanned = lambda done, total: None,
 ) -> Scan:
-    """`extensions` narrows what is looked at, as `in_memory.file_extensions` does."""
+    """Scan all files of one kind. `extensions` limits them, as `in_memory.file_extensions` does."""
     listing = survey(backend)
     wanted = None if extensions is None else {extension.lower().lstrip(".") for extension in extensions}
     media: dict[str, FileStat] = {}
@@ -82,12 +82,12 @@ def scan(
     unselected = [one.path for one in listing.unselected]
     others.update("hidden" if is_hidden(path) else suffix_of(path) or "no extension" for path in unselected)
     known = memory.load() if memory is not None else {}
-    results, reused = _look_at(backend, kind, media, known, workers, on_scanned)
+    results, reused = _examine(backend, kind, media, known, workers, on_scanned)
     forgotten = None
     if memory is not None:
-        # Datasets of the same folder may each look at other files of it: what this one did not ask for is kept.
-        there = {*listing.files, *unselected} - media.keys()
-        found = {path: known[path] for path in known.keys() & there} | _remembered(media, known, results)
+        # Several datasets of a folder may scan different files of it: keep the results of files not scanned here.
+        other_files = {*listing.files, *unselected} - media.keys()
+        found = {path: known[path] for path in known.keys() & other_files} | _remembered(media, known, results)
         forgotten = memory.save(found) if found != known else None
     files = tuple(found for found in results.values() if isinstance(found, MediaFile))
     unreadable = tuple(LeftOut(path, found) for path, found in results.items() if isinstance(found, str))
@@ -97,17 +97,17 @@ def scan(
 def _remembered(
     media: Mapping[str, FileStat], known: Mapping[str, _Remembered], results: Mapping[str, Examined]
 ) -> dict[str, _Remembered]:
-    """Only what was read well: a file that failed may be mended by a chmod, which changes neither size nor time."""
+    """The results to save: readable files only, as a chmod fixes a file without changing its size or time."""
     found = {}
     for path, file in results.items():
         if isinstance(file, MediaFile):
             before = known.get(path)
-            # The same object where nothing changed, so that comparing the two costs nothing.
+            # Keep the same object if nothing changed, so that the comparison with `known` is fast.
             found[path] = before if before and before.file is file else _Remembered(media[path].modified_ns, file)
     return found
 
 
-def _look_at(
+def _examine(
     backend: Backend,
     kind: Kind,
     media: Mapping[str, FileStat],
@@ -115,8 +115,8 @@ def _look_at(
     workers: int,
     on_scanned: OnScanned,
 ) -> tuple[dict[str, Examined], int]:
-    """What each file is, or why it cannot be read; and how many of them were known from the last time."""
-    results: dict[str, Examined] = dict.fromkeys(media, "")
+    """The properties of each file or why it is unreadable, and how many results were reused."""
+    results: dict[str, Examined] = dict.fromkeys(media, "")  # fixes the order of the results
     fresh = []
     for path, stat in media.items():
         before = known.get(path)
@@ -133,17 +133,17 @@ def _look_at(
 
 
 class _Remembered(NamedTuple):
-    """One file in a scan memory."""
+    """One file of a saved scan."""
 
     modified_ns: int
     file: MediaFile
 
 
 class ScanMemory:
-    """What the last scan of a folder found, in a file of the run's cache folder."""
+    """The saved results of a folder's last scan: a JSON file in the run's cache folder."""
 
     def __init__(self, folder: Path, root: str, kind: Kind) -> None:
-        """`root` is the folder that was scanned: datasets of the same one share their scan."""
+        """`root` is the scanned folder. Datasets of the same folder share their results."""
         self._folder, self._kind = folder, kind
         readable = re.sub(r"[^\w.-]+", "_", redact(root).rstrip("/").rpartition("/")[2])[:60]
         self._name = f"{readable}-{kind}-{xxhash.xxh3_64_hexdigest(root.encode())}.json"
@@ -153,31 +153,34 @@ class ScanMemory:
         return self._folder / self._name
 
     def load(self) -> dict[str, _Remembered]:
-        """Nothing where there is no file, or one that this release would not have written: it is only a memory."""
+        """The saved results; empty if there is no file or its content is not what this release writes."""
         try:
             return self._files(json.loads(self.file.read_bytes()))
         except (OSError, ValueError, RecursionError):
             return {}
 
     def _files(self, content: Any) -> dict[str, _Remembered]:
-        """ValueError where it is not what `save` writes. Checked by hand: this is read at every start of a run."""
+        """Parse the content. Raises ValueError if `save` did not write it.
+
+        This runs at every start, possibly for a million files, so it checks by hand instead of using pydantic.
+        """
         if not isinstance(content, dict) or (content.get("version"), content.get("kind")) != (SCAN_VERSION, self._kind):
-            raise ValueError("of another release, or of other files")
+            raise ValueError("written by another release, or for other files")
         files = content.get("files")
         if not isinstance(files, dict):
-            raise ValueError("without files")
+            raise ValueError("there is no `files` object")
         return {path: self._file(path, values) for path, values in files.items()}
 
     def _file(self, path: str, values: Any) -> _Remembered:
         if not isinstance(values, dict) or values.keys() != _KEYS or not isinstance(values["facts"], dict):
-            raise ValueError(f"{path} is not described as a file is")
+            raise ValueError(f"{path}: wrong keys")
         size, modified_ns, digest = values["size"], values["modified_ns"], values["digest"]
         if type(size) is not int or type(modified_ns) is not int or type(digest) is not str:
-            raise ValueError(f"{path}: a size, a time or a digest that is none")
+            raise ValueError(f"{path}: the size, time or digest has a wrong type")
         return _Remembered(modified_ns, MediaFile(path, size, digest, facts_from_json(self._kind, values["facts"])))
 
     def save(self, files: Mapping[str, _Remembered]) -> str | None:
-        """Why it could not be saved, or None."""
+        """Save the results. Returns the reason if they could not be written, or None."""
         described = {
             path: {
                 "size": one.file.size,

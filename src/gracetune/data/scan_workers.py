@@ -1,12 +1,13 @@
-"""Many files at a time, by what takes the time: waiting for the storage, or working on what came from there.
+"""Examining many files in parallel. The number of threads and processes adapts to the bottleneck.
 
-One thread while the storage answers at once. Several would only pass the interpreter's lock around, which on two cores
-takes longer than on one. Several threads where files are waited for: a cold disk, a network mount, a server. Further
-processes where there is much to work on: each has an interpreter of its own. They are new processes, not forked ones,
-because a process that has opened CUDA must not fork.
+- One thread while the storage answers immediately: several would only compete for Python's global interpreter lock.
+- Several threads while the storage is slow: a cold disk, a network mount, a server.
+- Additional processes if much CPU work is left, because each has its own interpreter lock. They are started, not
+  forked, because a process that has initialized CUDA must not fork.
 
-A further process reads JSON lines and answers with one for each: first what it reads from, [handle, kind, threads]
-(backends/handle.py), then lists of [path, size]. An answer is a list with [digest, facts] or a reason for each file.
+A worker process reads JSON lines and answers each with one line. The first line is [handle, kind, threads], where
+`handle` describes the backend (backends/handle.py). Each further line is a list of [path, size]. The answer to it is a
+list that holds for each file either [digest, facts] or the reason why it is unreadable.
 """
 
 from __future__ import annotations
@@ -37,118 +38,124 @@ from gracetune.data.media_files import MediaFile, examine, facts_as_json, facts_
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 File = tuple[str, int]
-"""Its path and its size."""
+"""Path and size."""
 Examined = MediaFile | str
+"""The result for one file: its properties, or why it is unreadable."""
 
 ALONE: Final = 8
-"""Files that one thread works on before it looks whether it had to wait for them."""
+"""Files that one thread processes before it checks whether it had to wait for storage."""
 WAITING: Final = 1024
-"""Files that several threads work on before one of them tries alone again."""
+"""Files that several threads process before a single thread is tried again."""
 MOST_PROCESSES: Final = 8
 WORTH_SECONDS: Final = 2.0
-"""Work left that is worth starting processes: each is busy for about half a second before its first file."""
+"""Start worker processes if at least this much work is left. A process needs about half a second to start."""
 PATIENCE: Final = 60.0
-"""Seconds that a process may take for a lot; or ten times what one takes here. Then its lot is done here."""
+"""Seconds a worker process may take for a batch of files, or ten times what a batch takes here if that is longer. After
+that the batch is processed here."""
 _LAST_WAIT: Final = 5.0
-"""Seconds for a killed process to end. One that waits for a dead disk may not."""
-_LOT: Final = 128
-"""Files that are handed to a process at a time."""
+"""Seconds to wait for a killed process to end. A process blocked by a dead disk may not end at all."""
+_BATCH: Final = 128
+"""Files that are sent to a worker process at a time."""
 
 
 @dataclass
 class Threads(Generic[Given, Result]):
-    """Calls a function for each of many files, in their order."""
+    """Maps a function over files in order. It uses several threads only while the storage is slow."""
 
     work: Callable[[Given], Result]
     threads: int
     waits: bool = False
-    """Whether the last files that one thread worked on alone had to be waited for."""
+    """Whether the last files that a single thread processed had to be waited for."""
 
     def map(self, items: Sequence[Given]) -> Iterator[Result]:
-        place, pool = 0, None
+        position, pool = 0, None
         with ExitStack() as stack:
-            while place < len(items):
-                some = items[place : place + ALONE]
+            while position < len(items):
+                some = items[position : position + ALONE]
                 before = _times_blocked()
                 done = [*map(self.work, some)]
-                self.waits = 2 * (_times_blocked() - before) >= len(some)
+                self.waits = 2 * (_times_blocked() - before) >= len(some)  # blocked for at least half of the files
                 yield from done
-                place += ALONE
+                position += ALONE
                 if self.waits and self.threads > 1:
                     if pool is None:
                         pool = stack.enter_context(ThreadPoolExecutor(self.threads, thread_name_prefix="files"))
-                    yield from pool.map(self.work, items[place : place + WAITING])
-                    place += WAITING
+                    yield from pool.map(self.work, items[position : position + WAITING])
+                    position += WAITING
 
 
 def _times_blocked() -> int:
-    """How often this thread gave its core away to wait. That it was taken from it, by other work, does not count."""
+    """How often this thread blocked, for example on I/O: its voluntary context switches. Preemption does not count."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def examine_files(
     backend: Backend, kind: Kind, files: Sequence[File], *, threads: int, on_done: Callable[[int], None]
 ) -> dict[str, Examined]:
-    """What each file is, or why it cannot be read. `on_done` gets how many are done, in the calling thread."""
+    """The result for each file. `on_done` is called in this thread with the number of files done."""
     results: dict[str, Examined] = {}
-    lots = deque([*files[place : place + _LOT]] for place in range(0, len(files), _LOT))
+    batches = deque([*files[begin : begin + _BATCH]] for begin in range(0, len(files), _BATCH))
     own = Threads[File, Examined](lambda file: examine(backend, file[0], kind, file[1]), threads)
-    helpers: list[_Helper] = []
-    asked_for_help = False
+    workers: list[_Worker] = []
+    has_started_workers = False
     began = time.perf_counter()
     try:
-        while lots:
-            lot = _take(lots)
-            while own.waits and len(lot) < ALONE + WAITING and (more := _take(lots)):
-                lot += more
-            with BOMBS_UNSAID:  # not for each file: changing the filters for warnings takes time
-                results.update(zip((path for path, _ in lot), own.map(lot), strict=True))
+        while batches:
+            batch = _take(batches)
+            # While the storage is slow, join batches so that the threads stay busy.
+            while own.waits and len(batch) < ALONE + WAITING and (more := _take(batches)):
+                batch += more
+            with BOMBS_UNSAID:  # once per batch, because changing the warning filters takes time
+                results.update(zip((path for path, _ in batch), own.map(batch), strict=True))
             on_done(len(results))
-            if not asked_for_help and not own.waits:
-                each = (time.perf_counter() - began) / len(results)
-                if each * (len(files) - len(results)) > WORTH_SECONDS:
-                    asked_for_help = True
-                    # No descriptor, memory, process or thread left for another one: those that have started do it.
+            if not has_started_workers and not own.waits:
+                seconds_each = (time.perf_counter() - began) / len(results)
+                if seconds_each * (len(files) - len(results)) > WORTH_SECONDS:
+                    has_started_workers = True
+                    # If the system has no room for another process or thread, continue with those that started.
                     with suppress(OSError, RuntimeError):
-                        helpers.extend(_Helper(opening, lots, results) for opening in _openings(backend, kind, threads))
-            if not lots:
-                each = (time.perf_counter() - began) / len(results)
-                for helper in helpers:
-                    helper.join(max(PATIENCE, 10 * each * _LOT))  # the lot of one that has failed is there again
+                        workers.extend(
+                            _Worker(opening, batches, results) for opening in _openings(backend, kind, threads)
+                        )
+            if not batches:
+                seconds_each = (time.perf_counter() - began) / len(results)
+                for worker in workers:
+                    # A worker that fails puts its batch back, and the loop continues with it.
+                    worker.join(max(PATIENCE, 10 * seconds_each * _BATCH))
                 on_done(len(results))
     finally:
-        for helper in helpers:
-            helper.close()
+        for worker in workers:
+            worker.close()
     return results
 
 
-def _take(lots: deque[list[File]]) -> list[File]:
-    """The next lot; an empty one where another thread has just taken the last."""
+def _take(batches: deque[list[File]]) -> list[File]:
+    """The next batch; an empty one if another thread has just taken the last."""
     try:
-        return lots.popleft()
+        return batches.popleft()
     except IndexError:
         return []
 
 
 def _openings(backend: Backend, kind: Kind, threads: int) -> list[str]:
-    """The first line for each further process; none where there is one core, or no other process can read the files."""
+    """The first line for each worker process. None with a single core, or if other processes cannot read the files."""
     if type(backend) is not LocalBackend and type(backend) is not InMemoryBackend:
         return []
     count = min(len(os.sched_getaffinity(0)), MOST_PROCESSES) - 1
     return [json.dumps([to_json(backend.handle()), kind, threads])] * count
 
 
-class _Helper:
-    """A further process, and the thread that hands it lots and takes its answers.
+class _Worker:
+    """A worker process, and a thread that sends it batches and reads its answers.
 
-    One that fails (its memory is short, it was killed, it hangs) gives its lot back: this process is then only slower.
+    If it fails (out of memory, killed, hanging), its batch goes back to the queue, and the scan only becomes slower.
     """
 
-    def __init__(self, opening: str, lots: deque[list[File]], results: dict[str, Examined]) -> None:
-        self._lots, self._results = lots, results
+    def __init__(self, opening: str, batches: deque[list[File]], results: dict[str, Examined]) -> None:
+        self._batches, self._results = batches, results
         self._since = time.monotonic()
-        """Since when it works on its lot."""
-        self._lot: list[File] = []
+        """When it started its current batch."""
+        self._batch: list[File] = []
         self._is_given_up = False
         self._kind: Kind = json.loads(opening)[1]
         self._process = subprocess.Popen(
@@ -158,13 +165,13 @@ class _Helper:
         self._thread = threading.Thread(target=self._hand_out, args=(opening,), name="scan", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # there is no room for another thread
+        except RuntimeError:  # the system cannot start another thread
             self._process.kill()
             self._process.communicate()
             raise
 
     def join(self, patience: float) -> None:
-        """Wait until there are no lots left; end it where it takes that many seconds for one."""
+        """Wait until no batches are left. Kill the process if it takes more than `patience` seconds for one."""
         while self._thread.is_alive():
             left = self._since + patience - time.monotonic()
             if left <= 0:
@@ -175,50 +182,50 @@ class _Helper:
     def _give_up(self) -> None:
         self._process.kill()
         self._thread.join(_LAST_WAIT)
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # the process did not end, so the thread still waits for its answer
             self._is_given_up = True
-            self._lots.append(self._lot)
+            self._batches.append(self._batch)
 
     def close(self) -> None:
         self._process.kill()
         self._thread.join(_LAST_WAIT)
-        if not self._thread.is_alive():  # else it still reads from a pipe
+        if not self._thread.is_alive():  # otherwise the thread still reads from a pipe
             with suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=_LAST_WAIT)  # closes the pipes, and waits
+                self._process.communicate(timeout=_LAST_WAIT)  # closes the pipes and waits
 
     def _hand_out(self, opening: str) -> None:
-        with suppress(OSError, ValueError):  # it has failed
+        with suppress(OSError, ValueError):  # the process has failed: a broken pipe or an incomplete answer
             self._send(opening)
-            while not self._is_given_up and (lot := _take(self._lots)):
-                self._lot, self._since = lot, time.monotonic()
+            while not self._is_given_up and (batch := _take(self._batches)):
+                self._batch, self._since = batch, time.monotonic()
                 found = None
                 try:
-                    found = self._examine(lot)
-                    self._results.update(zip((path for path, _ in lot), found, strict=True))
+                    found = self._examine(batch)
+                    self._results.update(zip((path for path, _ in batch), found, strict=True))
                 finally:
                     if found is None and not self._is_given_up:
-                        self._lots.append(lot)
+                        self._batches.append(batch)
 
     def _send(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n".encode())
         self._process.stdin.flush()
 
-    def _examine(self, lot: list[File]) -> list[Examined]:
+    def _examine(self, batch: list[File]) -> list[Examined]:
         assert self._process.stdout is not None
-        self._send(json.dumps(lot))
+        self._send(json.dumps(batch))
         answers = json.loads(self._process.stdout.readline())
         return [
             found if isinstance(found, str) else MediaFile(path, size, found[0], facts_from_json(self._kind, found[1]))
-            for (path, size), found in zip(lot, answers, strict=True)
+            for (path, size), found in zip(batch, answers, strict=True)
         ]
 
 
 def answer_lines() -> None:
-    """What a further process does, until its input ends."""
+    """The main function of a worker process. It answers lines until its input ends."""
     lines = sys.stdin.buffer
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints is no answer
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keeps library output out of the answers
         handle, kind, threads = json.loads(lines.readline())
         with _open(from_json(handle)) as backend, BOMBS_UNSAID:
             workers = Threads[File, Examined](lambda file: examine(backend, file[0], kind, file[1]), threads)
@@ -229,7 +236,7 @@ def answer_lines() -> None:
 
 
 def _open(handle: BackendHandle) -> Storage:
-    """Only what `_openings` hands out. Not `attach_backend`: what that imports takes as long as hundreds of files."""
+    """Open the backends that `_openings` allows. `attach_backend` would import far more than a worker needs."""
     return attach(handle) if isinstance(handle, StagedHandle) else LocalBackend(handle.root)
 
 
@@ -240,5 +247,5 @@ def _answer(found: Examined) -> Any:
 _PROGRAM: Final = (
     f"import sys; sys.path[:] = sys.argv[1:]; from {__name__} import {answer_lines.__name__} as answer; answer()"
 )
-"""With the path of this process, before anything is imported: the current folder may hold files that are called like
-modules."""
+"""The worker's program. It sets `sys.path` to that of this process before importing anything else, because the current
+folder may hold files with the names of modules."""

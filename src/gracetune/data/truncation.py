@@ -1,7 +1,7 @@
-"""Pictures whose end is missing, mostly found without decoding them: an interrupted download is the usual damage.
+"""Detecting truncated images, mostly without decoding them. An interrupted download is the most common damage.
 
-Only formats that say where they end are judged. Everything else, and damage in the middle, is found when the picture is
-decoded; a picture that is called truncated here is one that its decoder refuses too.
+Only formats that mark their end are checked. Other damage is found when the image is decoded. An image reported as
+truncated here is one that its decoder rejects as well.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gracetune.data.media.image import damage_named
 
 _JPEG, _PNG, _RIFF = b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"RIFF"
 _CHECKSUM = 4
-"""Bytes behind a PNG's last pixels that decoders do without."""
+"""The checksum after a PNG's last pixels, which decoders do not need."""
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, b"\xff\xd9"
 
 
 def truncation(data: bytes | memoryview) -> str | None:
-    """What is missing from a picture file, in words; None where nothing is known to be."""
+    """What is missing from an image file, as text; None if it is complete as far as can be told."""
     view = memoryview(data)
     head = bytes(view[:12])
     if head.startswith(_JPEG):
@@ -30,51 +30,59 @@ def truncation(data: bytes | memoryview) -> str | None:
         return _png(view)
     if head.startswith(_RIFF) and head[8:] == b"WEBP":
         size = int.from_bytes(head[4:8], "little") + 8
-        return f"cut off: {len(view)} of {size} bytes" if len(view) < size else None
+        return f"truncated: {len(view)} of {size} bytes" if len(view) < size else None
     return None
 
 
 def _jpeg(data: bytes) -> str | None:
-    """An end marker follows the pixels. Before them a thumbnail may have one; behind it anything may come."""
-    place = 2
-    while place + 4 <= len(data) and data[place] == 0xFF:
-        marker = data[place + 1]
-        if marker == _START_OF_SCAN:
-            whole = data.find(_END_OF_IMAGE, place) >= 0 or _whole_without_end(data)
-            return None if whole else "cut off: the picture does not end"
-        if marker == 0xFF:  # a fill byte
-            place += 1
-            continue
-        place += 2 + int.from_bytes(data[place + 2 : place + 4], "big")
-    # Something stands between the segments that does not belong there: the decoder may still cope with it.
-    return "cut off before the pixels" if place + 4 > len(data) else None
+    """Look for an end marker after the pixels. A thumbnail in the header may have one too, so walk the segments first.
 
-
-def _whole_without_end(data: bytes) -> bool:
-    """Whether the decoder finds all pixels of a JPEG that has no end marker.
-
-    It fills in what is missing, from whatever follows: other bytes there must not make another picture. Zeros at the
-    end are no pixels: they are what a download leaves of a file it had made room for.
+    A segment is 0xFF, a marker byte, a 16-bit big-endian length that includes itself, and its content.
     """
-    other = data.rstrip(b"\0") + b"\x55" * 4096 + _END_OF_IMAGE
+    offset = 2
+    while offset + 4 <= len(data) and data[offset] == 0xFF:
+        marker = data[offset + 1]
+        if marker == _START_OF_SCAN:
+            is_complete = data.find(_END_OF_IMAGE, offset) >= 0 or _is_complete_without_end(data)
+            return None if is_complete else "truncated: the image has no end"
+        if marker == 0xFF:  # a fill byte
+            offset += 1
+            continue
+        offset += 2 + int.from_bytes(data[offset + 2 : offset + 4], "big")
+    # The loop also ends at unexpected bytes between segments, which a decoder may tolerate.
+    return "truncated before the pixels" if offset + 4 > len(data) else None
+
+
+def _is_complete_without_end(data: bytes) -> bool:
+    """Whether a JPEG without an end marker still holds all of its pixels.
+
+    A decoder fills missing pixels from whatever bytes follow. So decode the file twice, once with other bytes appended:
+    both images must be equal. Zeros at the end are removed first, because an interrupted download into a preallocated
+    file leaves them.
+    """
+    padded = data.rstrip(b"\0") + b"\x55" * 4096 + _END_OF_IMAGE
     try:
         with damage_named("a JPEG without its end"):
-            one, another = (Image.open(io.BytesIO(content)).convert("RGB") for content in (data, other))
+            original, changed = (Image.open(io.BytesIO(content)).convert("RGB") for content in (data, padded))
     except UnreadableMediaError:
         return False
-    return ImageChops.difference(one, another).getbbox() is None
+    return ImageChops.difference(original, changed).getbbox() is None
 
 
 def _png(view: memoryview) -> str | None:
-    """Cut inside a chunk of pixels, or before the first. What only lacks a checksum or its end is still decoded."""
-    place, pixels = len(_PNG), False
-    while place + 8 <= len(view):
-        length, kind = int.from_bytes(view[place : place + 4], "big"), bytes(view[place + 4 : place + 8])
+    """Check whether the file ends inside the pixel data (IDAT chunks) or before it.
+
+    A chunk is a 32-bit big-endian length, four letters, the content and a 32-bit checksum. Decoders accept a file that
+    lacks only the last checksum or the end chunk.
+    """
+    offset, has_pixels = len(_PNG), False
+    while offset + 8 <= len(view):
+        length, kind = int.from_bytes(view[offset : offset + 4], "big"), bytes(view[offset + 4 : offset + 8])
         if kind == b"IDAT":
-            pixels = True
-            if place + 8 + length - _CHECKSUM > len(view):
-                return f"cut off: {len(view)} bytes, and its pixels go on"
+            has_pixels = True
+            if offset + 8 + length - _CHECKSUM > len(view):
+                return f"truncated: the file ends after {len(view)} bytes, inside its pixels"
         if kind == b"IEND":
             return None
-        place += 12 + length
-    return None if pixels else "cut off before the pixels"
+        offset += 12 + length
+    return None if has_pixels else "truncated before the pixels"

@@ -1,1 +1,1 @@
-"""Host memory: segments shared between processes, NUMA nodes, slabs, placement hints and how much is free."""
+"""Host memory: shared segments, slabs, NUMA binding, placement hints and sensors of free memory."""

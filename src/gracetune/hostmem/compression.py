@@ -1,8 +1,9 @@
-"""The codecs a staged file can be stored with.
+"""Compression codecs for staged files.
 
-A compressed file is a row of chunks, each holding CHUNK bytes of the file (the last one what is left): a 32-bit
-little-endian length, and that many bytes. The length's highest bit marks a chunk that did not shrink and is stored as
-it is. Chunks bound the memory a staging thread needs, and files of any size fit codecs that stop at 2 GiB.
+A compressed file is a sequence of chunks. Each holds CHUNK bytes of the file, the last one the remainder. A chunk is
+stored as a 32-bit little-endian length followed by that many bytes. The highest bit of the length marks a chunk that
+did not shrink and is stored uncompressed. Chunks bound the memory a staging thread needs, and they let codecs with a
+2 GiB limit handle files of any size.
 """
 
 from __future__ import annotations
@@ -20,42 +21,45 @@ Compression: TypeAlias = Literal["none", "lz4", "zlib", "snappy", "zstd"]
 
 CHUNK: Final = 1 * MIB
 RAW: Final = 0
+"""Codec number of an uncompressed file."""
 LEAST_SAVING: Final = 1 / 32
-"""A file that saves less is stored as it is: reading it without a copy is worth more than 3 % of its memory."""
+"""Files that save less are stored uncompressed: reading them without a copy is worth more than 3 % of their memory."""
 
 _LENGTH: Final = struct.Struct("<I")
 CHUNK_OVERHEAD: Final = _LENGTH.size
-_AS_IT_IS: Final = 1 << 31
+_UNCOMPRESSED: Final = 1 << 31
+"""The flag bit in a chunk's length."""
 
 
 @dataclass(frozen=True)
 class Codec:
     name: Compression
     number: int
-    """As stored in the index; never reused for another codec."""
+    """The number stored in the index. Never reuse it for another codec."""
     compress: Callable[[memoryview], Any]
     decompress_into: Callable[[memoryview, memoryview], int]
+    """Decompresses the first buffer into the second and returns the number of bytes written."""
 
     def pack(self, chunk: memoryview) -> bytes:
-        """One chunk as it is stored, its length in front."""
+        """One chunk in stored form: its length, then its bytes."""
         packed = memoryview(self.compress(chunk))
         if len(packed) >= len(chunk):
-            return _LENGTH.pack(len(chunk) | _AS_IT_IS) + bytes(chunk)
+            return _LENGTH.pack(len(chunk) | _UNCOMPRESSED) + bytes(chunk)
         return _LENGTH.pack(len(packed)) + bytes(packed)
 
     def unpack(self, stored: memoryview, raw_size: int) -> memoryview:
-        """The whole file again."""
+        """Decompress a whole file of `raw_size` bytes."""
         raw = memoryview(bytearray(raw_size))
         done = 0
-        for piece, as_it_is in _chunks(stored):
+        for chunk, is_uncompressed in _chunks(stored):
             target = raw[done : done + CHUNK]
-            if as_it_is:
-                target[:] = piece
-            elif self.decompress_into(piece, target) != len(target):
-                raise ValueError(f"a {self.name} chunk is shorter than it was")
+            if is_uncompressed:
+                target[:] = chunk
+            elif self.decompress_into(chunk, target) != len(target):
+                raise ValueError(f"a {self.name} chunk decompressed to fewer bytes than expected")
             done += len(target)
         if done != raw_size:
-            raise ValueError(f"{done} bytes came out of {self.name} instead of {raw_size}")
+            raise ValueError(f"{self.name} data decompressed to {done} bytes, expected {raw_size}")
         return raw.toreadonly()
 
 
@@ -65,18 +69,19 @@ def shrinks(stored: int, raw: int) -> bool:
 
 
 def _chunks(stored: memoryview) -> Iterator[tuple[memoryview, bool]]:
-    at = 0
-    while at < len(stored):
-        length = int.from_bytes(stored[at : at + _LENGTH.size], "little")
-        size = length & ~_AS_IT_IS
-        at += _LENGTH.size
-        if at + size > len(stored):
-            raise ValueError("a compressed chunk reaches beyond its file")
-        yield stored[at : at + size], bool(length & _AS_IT_IS)
-        at += size
+    """Each chunk's stored bytes, and whether they are uncompressed."""
+    offset = 0
+    while offset < len(stored):
+        length = int.from_bytes(stored[offset : offset + _LENGTH.size], "little")
+        size = length & ~_UNCOMPRESSED
+        offset += _LENGTH.size
+        if offset + size > len(stored):
+            raise ValueError("a compressed chunk extends beyond the end of its file")
+        yield stored[offset : offset + size], bool(length & _UNCOMPRESSED)
+        offset += size
 
 
-# Levels are the quick ones: staging should run at the speed of the disk, and media hardly shrink at any level.
+# The fastest useful levels: staging should run at disk speed, and media files hardly shrink at any level.
 CODECS: Final[Mapping[Compression, Codec]] = {
     "lz4": Codec(
         "lz4",
@@ -92,4 +97,5 @@ BY_NUMBER: Final[Mapping[int, Codec]] = {codec.number: codec for codec in CODECS
 
 
 def codec_for(compression: Compression) -> Codec | None:
+    """The codec of a config value; None for `none`."""
     return None if compression == "none" else CODECS[compression]

@@ -6,11 +6,11 @@ from gracetune.errors import GracetuneError, Problem
 
 
 class StagingError(GracetuneError):
-    """Staged data cannot be made, or another process's cannot be reached."""
+    """Data cannot be staged, or the data another process staged cannot be used."""
 
 
 class HostMemoryError(GracetuneError):
-    """The kernel does not give as much memory, or another process's memory cannot be used."""
+    """The kernel refuses an allocation, or the memory of another process cannot be used."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(str(problem))

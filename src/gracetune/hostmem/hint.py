@@ -1,4 +1,4 @@
-"""What became of a request to place or move memory: done or not, how many bytes, and why."""
+"""The result of a memory hint: whether the driver applied it, to how many bytes, and why or why not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hint:
-    """Truthy when the driver took it. A hint that could not be given says why; it never just vanishes."""
+    """Truthy if the driver applied the hint. `reason` always says why or why not, so that no hint fails silently."""
 
     applied: bool
     bytes: int
@@ -23,14 +23,14 @@ def not_applied(reason: str) -> Hint:
 
 
 def together(hints: Iterable[Hint]) -> Hint:
-    """Several hints as one: applied if any was, with every distinct reason once."""
-    given = list(hints)
-    if not given:
+    """Combine hints about different bytes: applied if any was, with each distinct reason once."""
+    results = list(hints)
+    if not results:
         return not_applied("nothing to hint")
-    reasons = "; ".join(dict.fromkeys(hint.reason for hint in given))
-    return Hint(any(given), sum(hint.bytes for hint in given), reasons)
+    reasons = "; ".join(dict.fromkeys(hint.reason for hint in results))
+    return Hint(any(results), sum(hint.bytes for hint in results), reasons)
 
 
 def both(first: Hint, second: Hint) -> Hint:
-    """Two hints about the same bytes."""
+    """Combine two hints about the same bytes, which count once."""
     return Hint(first.applied or second.applied, max(first.bytes, second.bytes), f"{first.reason}; {second.reason}")

@@ -1,4 +1,4 @@
-"""Byte ranges and pages. Hints live on whole pages, so who shares a page with whom decides what may be hinted."""
+"""Byte ranges and pages. The driver applies hints to whole pages, so a range may only be hinted on pages of its own."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from gracetune.units import KIB
 
 HINT_PAGE: Final = max(mmap.PAGESIZE, 64 * KIB)
-"""What the GPU maps system memory in, or the kernel's page where that is larger."""
+"""The page size of hints: the 64 KiB in which the GPU maps system memory, or the kernel's page if that is larger."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class ByteRange:
 
 
 def round_up(count: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `count`."""
     return -(-count // unit) * unit
 
 
 def whole_pages(wanted: ByteRange, allocation: ByteRange, page: int = HINT_PAGE) -> ByteRange | None:
-    """The pages a hint for `wanted` may touch: never one that also holds a neighbour's bytes.
+    """The pages that a hint for `wanted` may touch, which never hold bytes of a neighbouring tensor.
 
-    The driver rounds a range outwards. We round it inwards first, except at the allocation's own ends, where there is
-    no neighbour. None if no whole page is left.
+    The driver rounds a range outwards to whole pages. We first round it inwards, except at the ends of the allocation,
+    where there is no neighbour. Returns None if no whole page is left.
     """
     start = allocation.start if wanted.start == allocation.start else round_up(wanted.start, page)
     end = allocation.end if wanted.end == allocation.end else wanted.end // page * page

@@ -1,4 +1,7 @@
-"""Reading a segment: checked once when it is opened, then memory like any other."""
+"""Reading segments of staged files. The index is verified once, when the segment is opened.
+
+`segment_writer` describes the format.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ from gracetune.hostmem.segment_writer import (
 
 
 class SegmentHandle(BaseModel):
-    """One sealed piece of staged memory, as a descriptor of the process that holds it."""
+    """A sealed segment as another process can find it: a file descriptor of the process that holds it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,9 +43,9 @@ class SegmentHandle(BaseModel):
 
 
 class Segment:
-    """One sealed arena, mapped read-only. Owns the file it is given, also when it refuses it.
+    """A sealed segment, mapped read-only. It owns `file` and closes it, also if the constructor raises.
 
-    Views handed out by `read` keep their pages alive after `close`; nothing is ever unmapped under a reader.
+    Views returned by `read` keep their pages alive after `close`, so nothing is ever unmapped under a reader.
     """
 
     def __init__(self, file: io.FileIO) -> None:
@@ -60,17 +63,19 @@ class Segment:
             raise
 
     def _checked_header(self) -> tuple[int, int, int, str]:
+        """Verify header and index. Returns the offsets of records and names, the record count and the identity."""
         if len(self._view) < DATA_AT or bytes(self._view[: len(MAGIC)]) != MAGIC:
             raise StagingError("this memory was not staged by gracetune")
         _, version, count, records, names, size, identity = HEADER.unpack_from(self._view)
         if version != VERSION:
             raise StagingError(
-                f"staged data of format {version}, expected {VERSION}\n  try  run the same gracetune in all processes"
+                f"staged data of format {version}, expected {VERSION}\n"
+                "  try  run the same version of gracetune in all processes"
             )
         sound = DATA_AT <= records <= names <= size == len(self._view) and names - records == count * RECORD.size
         found = self._view[CHECKSUM_AT : CHECKSUM_AT + 16]
         if not sound or checksum(self._view[: HEADER.size], self._view[records:]) != found:
-            raise StagingError("the index of the staged data is damaged\n  try  restart the run: it stages afresh")
+            raise StagingError("the index of the staged data is damaged\n  try  restart the run: it stages again")
         return records, names, count, identity.hex()
 
     @property
@@ -79,8 +84,8 @@ class Segment:
 
     @property
     def resident(self) -> int:
-        """Bytes of memory behind it: its size without the holes."""
-        return os.fstat(self._file.fileno()).st_blocks * 512
+        """Bytes of memory in use: the size without punched holes."""
+        return os.fstat(self._file.fileno()).st_blocks * 512  # st_blocks always counts 512-byte units
 
     def handle(self) -> SegmentHandle:
         descriptor = self._file.fileno()
@@ -98,7 +103,7 @@ class Segment:
         return self.entry(position)
 
     def __iter__(self) -> Iterator[Entry]:
-        """Sorted by path, as text and as UTF-8: the order is the same."""
+        """All entries, sorted by path. Sorting by UTF-8 bytes or by code points gives the same order."""
         return (self.entry(position) for position in range(self.count))
 
     def entry(self, position: int) -> Entry:
@@ -113,24 +118,22 @@ class Segment:
         return bytes(self._view[self._names + start : self._names + start + length])
 
     def read(self, entry: Entry) -> memoryview:
-        """The file's bytes: the arena's own where they are stored as they are, unpacked ones otherwise."""
+        """The file's bytes: a view of the segment if they are stored uncompressed, otherwise a decompressed copy."""
         stored = self._stored(entry)
         if entry.codec == RAW:
             return stored
         try:
             return BY_NUMBER[entry.codec].unpack(stored, entry.size)
         except (KeyError, ValueError, cramjam.DecompressionError) as error:
-            raise StagingError(
-                f"{entry.path} is damaged in memory\n  try  restart the run: it stages afresh"
-            ) from error
+            raise StagingError(f"{entry.path} is damaged in memory\n  try  restart the run: it stages again") from error
 
     def reason(self, entry: Entry) -> str:
-        """Why a file could not be read when it was staged; only where the entry is `unreadable`."""
+        """Why the file could not be read during staging. Only for entries that are `unreadable`."""
         return str(self._stored(entry), "utf-8")
 
     def _stored(self, entry: Entry) -> memoryview:
         if not DATA_AT <= entry.offset <= entry.offset + entry.stored <= self._records:
-            raise StagingError(f"{entry.path} lies outside of the staged data")
+            raise StagingError(f"{entry.path} lies outside the staged data")
         return self._view[entry.offset : entry.offset + entry.stored]
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class Segment:
         self._view.release()
         mapping, self._map = self._map, None
         if mapping is not None:
-            # BufferError: somebody still reads a file of ours. The last view takes the mapping with it.
+            # BufferError: views of the mapping are still in use. It is unmapped when the last one goes away.
             with suppress(BufferError):
                 mapping.close()
 
@@ -146,7 +149,7 @@ class Segment:
 def _mapped(file: io.FileIO) -> mmap.mmap:
     try:
         if fcntl.fcntl(file.fileno(), fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise StagingError("this memory is not sealed, so it could change while it is read")
+            raise StagingError("this memory is not sealed, so it could change while being read")
         return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    except (OSError, ValueError) as error:  # no memfd at all; ValueError: an empty one
-        raise StagingError(f"this is no staged data: {error}") from error
+    except (OSError, ValueError) as error:  # OSError: not a memfd; ValueError: an empty one
+        raise StagingError(f"this is not staged data: {error}") from error

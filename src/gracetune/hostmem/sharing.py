@@ -1,12 +1,12 @@
-"""One copy per machine: local rank 0 stages, the other ranks of the machine map the same pages.
+"""Sharing staged memory between local ranks: rank 0 stages once, and the other ranks of the machine map its pages.
 
-They meet at a Unix socket in the abstract namespace, whose name all ranks derive from the same key. Such a socket is
-no file: it needs no folder that can hold sockets, its name may be long, and it vanishes with its process, however that
-ends. Rank 0 opens it before it stages, so a rank that finds nobody there for a while, or whose connection breaks off,
-knows that rank 0 is gone. Both sides check that the other runs as the same user.
+The ranks connect through a Unix socket in the abstract namespace, whose name they derive from a common key. An abstract
+socket is not a file: it needs no folder, and the kernel removes it when its process ends, however it ends. Rank 0 opens
+it before it stages. A rank that cannot connect for a while, or whose connection breaks, therefore knows that rank 0 has
+ended. Both sides check that the other process runs as the same user.
 
-On the wire, from rank 0 only: one JSON object, {"handle": ...} with the segments' descriptors attached to it, or
-{"error": text}; then the end of the stream.
+Protocol: rank 0 sends one JSON object and closes the connection. The object is {"handle": ...} with the segments'
+descriptors attached (SCM_RIGHTS), or {"error": text}.
 """
 
 from __future__ import annotations
@@ -26,37 +26,38 @@ from typing import Any, Final
 
 from gracetune.hostmem.errors import StagingError
 
-MOST_SEGMENTS: Final = 200  # the kernel passes at most 253 descriptors at a time
+MOST_SEGMENTS: Final = 200  # the kernel passes at most 253 descriptors per message (SCM_MAX_FD)
 _LARGEST_MESSAGE: Final = 64 << 20
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _RETRY_SECONDS: Final = 0.05
 _LINGER_SECONDS: Final = 10.0
-"""How long a refusal waits for ranks that have not asked yet. They start together, so they come within seconds."""
+"""How long a failed rank 0 answers ranks that have not connected yet. All of them start within seconds."""
 
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """This process among those of the same launch on the same machine."""
+    """This process among the ranks of the same launch on the same machine."""
 
     rank: int
     count: int
     key: str
-    """The same text in all of them and in no other launch: the run's folder and the launcher's id, for example."""
+    """A text that is the same in all ranks and in no other launch, such as the run folder and the launcher's id."""
     patience_seconds: float = 300.0
-    """How long a rank waits for rank 0 to appear. Staging itself may take as long as it takes."""
+    """How long a rank waits for rank 0 to open its socket. Staging itself has no time limit."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:
             raise ValueError(f"rank {self.rank} of {self.count} local ranks")
 
     def address(self, dataset: str) -> bytes:
+        """The socket's name. The leading zero byte selects the abstract namespace."""
         return b"\0gracetune/" + hashlib.sha256(f"{self.key}\0{dataset}".encode()).hexdigest()[:40].encode()
 
 
 class Offer:
-    """Rank 0's side. Open it before anything that can fail, then `publish` or `refuse`.
+    """Rank 0's side: a server thread. Open it before anything that can fail, then call `publish` or `refuse`.
 
-    It ends by itself when every other rank has its answer, and with `close` at the latest.
+    The thread ends once every other rank has its answer, or at `close`.
     """
 
     def __init__(self, ranks: LocalRanks, dataset: str) -> None:
@@ -79,28 +80,30 @@ class Offer:
         self._thread.start()
 
     def publish(self, handle: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """The handle is plain JSON. The descriptors may be closed as soon as this returns."""
+        """Send the handle, plain JSON, and the descriptors to every rank. They may be closed after this returns."""
         if len(descriptors) > MOST_SEGMENTS:
-            raise StagingError(f"{len(descriptors)} segments are too many to hand over\n  try  restart the run")
+            raise StagingError(
+                f"{len(descriptors)} segments to share, expected at most {MOST_SEGMENTS}\n  try  restart the run"
+            )
         self._descriptors = [os.dup(descriptor) for descriptor in descriptors]
         self._answer({"handle": dict(handle)})
 
     def refuse(self, reason: str, *, linger: float = _LINGER_SECONDS) -> None:
-        """Tell every rank, those that come within a while too, and end: the name is free again."""
+        """Send the reason to every rank, also to those that connect within `linger` seconds, and release the name."""
         self._answer({"error": reason})
         self._thread.join(linger)
         self.close()
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
-        """What goes wrong inside is every other rank's answer too, and raised again."""
+        """Send an exception raised inside the `with` block to every other rank, and raise it again."""
         try:
             yield
         except Exception as error:
             self.refuse(str(error) or type(error).__name__)
             raise
         except BaseException:
-            self.close()  # interrupted: the others see the connection end
+            self.close()  # interrupted: the other ranks see the connection close
             raise
 
     def _answer(self, message: dict[str, object]) -> None:
@@ -114,34 +117,38 @@ class Offer:
                 try:
                     peer, _ = self._socket.accept()
                 except OSError:
-                    break  # closed by us
+                    break  # `close` has shut the socket down
                 with peer:
                     served += self._hand_over(peer)
         for descriptor in self._descriptors:
             os.close(descriptor)
 
     def _hand_over(self, peer: socket.socket) -> bool:
-        """Whether this was one of ours, and it was still there."""
+        """Send the answer. False if the peer belongs to another user or has gone."""
         if _user_of(peer) != self._user:
             return False
         self._answered.wait()
+        # `send_fds` may send only part of the message; the descriptors travel with its first byte.
         try:
             sent = socket.send_fds(peer, [self._message], self._descriptors) if self._message else 0
             peer.sendall(self._message[sent:])
         except OSError:
-            return False  # that rank has died; noticing is its launcher's business
+            return False  # that rank has ended; its launcher handles that
         return True
 
     def close(self) -> None:
-        """Stop waiting for ranks. Whoever still waits sees the connection end."""
+        """Stop serving. Ranks that still wait see the connection close."""
         self._answered.set()
-        with suppress(OSError):  # it may have ended by itself
+        with suppress(OSError):  # the thread may have ended and closed the socket already
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
 
 def fetch(ranks: LocalRanks, dataset: str) -> tuple[dict[str, Any], list[io.FileIO]]:
-    """The other ranks' side: wait for rank 0, then its handle and descriptors of our own. Raises what rank 0 said."""
+    """The other ranks' side: wait for rank 0 and return its handle and our own copies of its descriptors.
+
+    Raises StagingError with rank 0's reason if it could not stage.
+    """
     with _connect(ranks, dataset) as peer:
         if _user_of(peer) != os.geteuid():
             raise StagingError("the process that answers as rank 0 of this run belongs to another user")
@@ -155,7 +162,7 @@ def fetch(ranks: LocalRanks, dataset: str) -> tuple[dict[str, Any], list[io.File
 
 
 def _connect(ranks: LocalRanks, dataset: str) -> socket.socket:
-    patience = time.monotonic() + ranks.patience_seconds
+    deadline = time.monotonic() + ranks.patience_seconds
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -163,9 +170,9 @@ def _connect(ranks: LocalRanks, dataset: str) -> socket.socket:
             return peer
         except ConnectionRefusedError as error:
             peer.close()
-            if time.monotonic() > patience:
+            if time.monotonic() > deadline:
                 raise StagingError(
-                    f"local rank {ranks.rank} found no rank 0 that stages {dataset} within "
+                    f"local rank {ranks.rank} found no rank 0 staging {dataset} within "
                     f"{ranks.patience_seconds:g} s\n  try  look at the messages of rank 0"
                 ) from error
         time.sleep(_RETRY_SECONDS)
@@ -181,11 +188,11 @@ def _receive(peer: socket.socket) -> tuple[bytes, list[io.FileIO]]:
 
 def _understood(message: bytes, ranks: LocalRanks) -> dict[str, Any]:
     if not message:
-        raise StagingError(f"rank 0 ended before local rank {ranks.rank} had its data\n  try  look at its messages")
+        raise StagingError(f"rank 0 ended before it answered local rank {ranks.rank}\n  try  look at its messages")
     try:
         content = json.loads(message)
     except ValueError as error:
-        raise StagingError("rank 0 broke off in the middle of its answer") from error
+        raise StagingError("rank 0 ended in the middle of its answer\n  try  look at the messages of rank 0") from error
     if "error" in content:
         raise StagingError(f"rank 0 could not stage the dataset: {content['error']}")
     handle: dict[str, Any] = content["handle"]

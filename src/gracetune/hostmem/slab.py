@@ -1,8 +1,9 @@
-"""Slabs of main memory: one large block, mapped whole. A slab never moves.
+"""Slabs of main memory: one large block that is mapped as a whole and never moves.
 
-Main memory that several local ranks read is a memfd: a file that exists only in memory, mapped whole by each. One
-process alone takes anonymous memory, which comes in large pages. For a GPU either is registered with the driver in one
-piece (page-locked), so that copies from it run by themselves. `memory.managed_slab` has the same of managed memory.
+Memory shared by several local ranks is a memfd, a file that exists only in memory, mapped by each of them. A single
+process uses anonymous memory, which the kernel can back with huge pages. If there is a GPU, either kind is page-locked
+(registered with the CUDA driver) in one piece, so that copies from it are asynchronous. `memory.managed_slab`
+implements the same protocol with managed memory.
 """
 
 from __future__ import annotations
@@ -24,58 +25,59 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SIZE_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Nobody can cut the file off under a reader, which would kill it."""
+"""No process can truncate the file. A reader of a truncated mapping would be killed by SIGBUS."""
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: page-locked for every context of the process."""
 _MAPPED: Final = 2
-"""cudaHostRegisterMapped: the GPU can read it where it lies."""
+"""cudaHostRegisterMapped: the GPU can read the memory in place."""
 
 
 class Slab(Protocol):
     host: Tensor
-    """Its bytes for the CPU: what is loaded goes here."""
+    """The bytes as a CPU tensor. Data is loaded into this one."""
     view: Tensor
-    """Its bytes for whoever gathers batches: the same, or a CUDA view of them."""
+    """The bytes as batches are gathered from them: `host` itself, or a CUDA view of the same memory."""
     notes: tuple[str, ...]
-    """What should be so and is not: memory that was not page-locked, or not bound to its NUMA nodes."""
+    """What could not be done: memory that was not page-locked, or not bound to its NUMA nodes."""
 
     def settle(self) -> None:
-        """Everything is loaded, by whichever rank does it."""
+        """Call this once everything is loaded, by whichever rank loads it. Page-locks the memory."""
 
     def close(self) -> None:
-        """Views that are still held stay valid."""
+        """Release the slab. Tensors that still view its memory stay valid."""
 
 
 class MemorySlab:
-    """Main memory, mapped whole. `own` and `shared` make one, `join` maps one that another rank made.
+    """A slab of main memory. `own` and `shared` create one; `join` maps one that another rank created.
 
-    It is page-locked when it is full: the driver would have every page filled with zeros first, by one thread, where
-    loading has all of its threads do it.
+    It is page-locked after loading. Page-locking an empty slab would make the driver fault in every page with a single
+    thread, while loading does it with all of its threads.
     """
 
     def __init__(self, mapping: mmap.mmap, file: io.FileIO | None, device: int | None, *, in_place: bool) -> None:
-        """`in_place`: the GPU reads it where it lies, so `view` becomes a CUDA tensor over the same bytes."""
+        """With `in_place`, the GPU reads the memory directly: `view` becomes a CUDA tensor over the same bytes."""
         import torch
 
         self.file = file
-        """What other ranks can map; None for memory of this process alone."""
+        """The memory file that other ranks can map; None for memory of this process only."""
         self.host = self.view = torch.frombuffer(mapping, dtype=torch.uint8)
         self.notes: tuple[str, ...] = ()
         self._device, self._is_locked, self._in_place = device, False, in_place
 
     @classmethod
     def own(cls, size: int, device: int | None, *, in_place: bool = False) -> MemorySlab:
-        """In large pages where the kernel has them. A memory file has small ones, and filling each costs a fault."""
-        with _refused(size):
+        """Anonymous memory of this process, in huge pages if the kernel has them: they take far fewer page faults to
+        fill than the small pages of a memory file."""
+        with _explained(size):
             mapping = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a kernel without large pages
+            with suppress(OSError):  # a kernel without transparent huge pages
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             return cls(mapping, None, device, in_place=in_place)
 
     @classmethod
     def shared(cls, size: int, choice: NodeChoice, device: int | None, *, in_place: bool = False) -> MemorySlab:
-        """A memory file: other ranks can map it, and its pages can be bound to NUMA nodes."""
-        with _refused(size):
+        """A memory file, which other ranks can map and whose pages can be bound to NUMA nodes."""
+        with _explained(size):
             file = io.FileIO(os.memfd_create("gracetune-cache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+")
             file.truncate(max(size, 1))
             fcntl.fcntl(file.fileno(), fcntl.F_ADD_SEALS, SIZE_SEALS)
@@ -87,8 +89,10 @@ class MemorySlab:
 
     @classmethod
     def join(cls, file: io.FileIO, device: int | None, *, in_place: bool = False) -> MemorySlab:
+        """Map the memory file of another rank."""
         if fcntl.fcntl(file.fileno(), fcntl.F_GET_SEALS) & SIZE_SEALS != SIZE_SEALS:
-            found, hint = "memory that could be cut off while it is read", "run the same gracetune in all processes"
+            found = "memory that could be truncated while it is read"
+            hint = "run the same version of gracetune in all processes"
             raise HostMemoryError(Problem("host memory", found, "sealed memory of rank 0", hint))
         return cls(mmap.mmap(file.fileno(), 0), file, device, in_place=in_place)
 
@@ -97,11 +101,11 @@ class MemorySlab:
             return
         self._register(self._device)
         if self._in_place and self._is_locked:
-            seen = view_for_gpu(self.host, self._device)
-            if seen is None:
-                self.notes += ("the GPU cannot read page-locked memory at its own address here: batches are copied",)
+            view = view_for_gpu(self.host, self._device)
+            if view is None:
+                self.notes += ("the GPU cannot read page-locked memory in place here: batches are copied",)
             else:
-                self.view = seen
+                self.view = view
 
     def _register(self, device: int) -> None:
         import torch
@@ -110,21 +114,22 @@ class MemorySlab:
         with torch.cuda.device(device):
             code = int(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), len(self.host), flags))
             if code != 0:
-                with suppress(RuntimeError):  # the runtime remembers the error and would blame the next kernel for it
+                # The CUDA runtime keeps the error and reports it at the next kernel launch. Launch one to clear it.
+                with suppress(RuntimeError):
                     torch.zeros(1, device=f"cuda:{device}").add_(1)
         if code == 0:
             self._is_locked = True
         else:
             self.notes += (
                 f"the driver did not page-lock {format_bytes(len(self.host))} (CUDA error {code}): copies are slower; "
-                "look at `ulimit -l`",
+                "check the limit with `ulimit -l`",
             )
 
     def _unregister(self) -> None:
         import torch
 
         with torch.cuda.device(self._device):
-            torch.cuda.synchronize(self._device)  # copies may still be reading
+            torch.cuda.synchronize(self._device)  # asynchronous copies may still read the memory
             torch.cuda.cudart().cudaHostUnregister(self.host.data_ptr())
 
     def close(self) -> None:
@@ -133,14 +138,15 @@ class MemorySlab:
         if self._is_locked:
             self._is_locked = False
             self._unregister()
-        # Never `mmap.close`: torch holds the mapping object but does not lock it, and the last view unmaps by itself.
+        # Never call `mmap.close`: torch keeps a reference to the mapping but exports no buffer that would stop it from
+        # being unmapped under live tensors. It is unmapped when the last tensor goes away.
         self.host = self.view = torch.empty(0, dtype=torch.uint8)
         if self.file is not None:
             self.file.close()
 
 
 class _MappedBytes:
-    """Page-locked memory as CUDA's array protocol describes it; the tensor over it keeps the memory alive."""
+    """Page-locked memory in the CUDA array interface. The tensor created from it keeps the memory alive."""
 
     def __init__(self, host: Tensor) -> None:
         self._host = host
@@ -155,18 +161,19 @@ class _MappedBytes:
 
 
 def view_for_gpu(host: Tensor, device: int) -> Tensor | None:
-    """A CUDA tensor over registered main memory, without a copy; None where the GPU knows it by another address."""
+    """A CUDA tensor over page-locked main memory, without a copy. None if the GPU maps it at a different address."""
     import torch
 
-    seen = torch.as_tensor(_MappedBytes(host), device=f"cuda:{device}")
-    return seen if seen.data_ptr() == host.data_ptr() else None
+    view = torch.as_tensor(_MappedBytes(host), device=f"cuda:{device}")
+    return view if view.data_ptr() == host.data_ptr() else None
 
 
 @contextmanager
-def _refused(size: int) -> Iterator[None]:
+def _explained(size: int) -> Iterator[None]:
+    """Turn an OSError from allocating `size` bytes into a HostMemoryError."""
     try:
         yield
     except OSError as error:
-        hint = "end what else uses main memory, or ask for less"
-        found = f"no {format_bytes(size)} of memory: {error.strerror}"
-        raise HostMemoryError(Problem("host memory", found, "as much main memory", hint)) from error
+        hint = "end other processes that use main memory, or lower the configured sizes"
+        found = f"cannot allocate {format_bytes(size)}: {error.strerror}"
+        raise HostMemoryError(Problem("host memory", found, "that much free main memory", hint)) from error

@@ -1,1 +1,1 @@
-"""The Hugging Face hub: whether it may be asked, what its refusals mean, and uploads to it."""
+"""The Hugging Face hub: access settings, error messages and uploads."""

@@ -1,4 +1,4 @@
-"""Uploads to the hub, beside the work that makes the files. A failure is reported and never raised."""
+"""Background uploads to the hub while a run continues. Failures are reported and never raised."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from gracetune.storage.os_errors import explain
 Report = Callable[[str], None]
 _ATTEMPTS: Final = 3
 _PINNED: Final = ".uploads"
+"""The subfolder of the run folder with links to files that still have to be uploaded."""
 
 
 @dataclass(frozen=True)
 class Upload:
-    """Files that belong into one commit."""
+    """The files of one commit."""
 
     files: Mapping[str, Path]
-    """Path in the repository -> file or folder on this disk, as it was when it was handed over."""
+    """Path in the repository -> pinned file or folder on this disk."""
     message: str
     originals: tuple[Path, ...]
-    """Where they were: for the command that uploads them by hand."""
+    """The original paths, for the command that uploads them by hand."""
 
 
 class HubUploads:
-    """One repository that a run uploads to, in a thread of its own. Files are pinned by links until they are there, so
-    that a run may remove its own names for them meanwhile."""
+    """Uploads to one repository in a background thread.
+
+    Files are pinned by hard links until they are uploaded, so that the run may delete them meanwhile.
+    """
 
     def __init__(
         self, repo: str, folder: Path, access: HubAccess, *, private: bool, card: str, say: Report, warn: Report
     ) -> None:
-        """`folder` is the run's own, where files are pinned; `card` the README of a repository that has none."""
+        """`folder` is the run folder, where files are pinned. `card` becomes the README of a repository without one."""
         self._repo, self._folder, self._access, self._private, self._card = repo, folder, access, private, card
         self._say, self._warn = say, warn
         self._waiting: queue.Queue[Upload | None] = queue.Queue()
@@ -45,22 +48,22 @@ class HubUploads:
         self._count = 0
 
     def begin(self) -> None:
-        """Make the repository: what is wrong with the token is known before the first step."""
-        shutil.rmtree(self._folder / _PINNED, ignore_errors=True)  # of a process that was killed
+        """Create the repository now, so that a problem with the token is reported before the first step."""
+        shutil.rmtree(self._folder / _PINNED, ignore_errors=True)  # left by a process that was killed
         if self._access.offline is not None:
-            self._warn(f"push_to_hub: {self._access.offline} forbids asking the hub, so nothing is uploaded; "
-                       f"afterwards, with network: hf upload {self._repo} {self._folder}")  # fmt: skip
+            self._warn(f"push_to_hub: {self._access.offline} forbids access to the hub, so nothing is uploaded; "
+                       f"upload later with: hf upload {self._repo} {self._folder}")  # fmt: skip
             return
         try:
             self._make_repo()
         except _failures() as error:
-            self._warn(f"push_to_hub: {self._repo} cannot be made on the hub ({why(error)}); it is tried again with "
-                       "the first upload. To log in again: hf auth login")  # fmt: skip
+            self._warn(f"push_to_hub: {self._repo} cannot be created on the hub ({why(error)}); the first upload "
+                       "tries again. To log in again: hf auth login")  # fmt: skip
         else:
             self._say(f"push_to_hub: results are uploaded to {self._repo}")
 
     def add(self, files: Sequence[Path], *, below: str = "", message: str) -> None:
-        """Upload files or folders, by and by. `below` is a folder of the repository."""
+        """Queue files or folders for upload. `below` is the target folder in the repository."""
         if self._access.offline is not None:
             return
         prefix = f"{below.strip('/')}/" if below else ""
@@ -76,7 +79,7 @@ class HubUploads:
             self._thread.start()
 
     def drain(self) -> None:
-        """Wait until everything is there, or has failed."""
+        """Wait until every queued upload has succeeded or failed."""
         if self._thread is not None:
             if not self._waiting.empty():
                 self._say(f"waiting for uploads to {self._repo}")
@@ -96,7 +99,7 @@ class HubUploads:
                 self._warn(f"push_to_hub: {names} could not be uploaded to {self._repo} ({failed}); by hand: {command}")
 
     def _attempt(self, upload: Upload) -> str | None:
-        """Why it failed, or None."""
+        """Upload with a few retries. Returns the reason of the last failure, or None on success."""
         failed = None
         for _ in range(_ATTEMPTS):
             try:
@@ -110,7 +113,7 @@ class HubUploads:
 
     def _make_repo(self) -> None:
         url = self._api().create_repo(self._repo, private=self._private, exist_ok=True)
-        self._repo = str(url.repo_id)  # with the owner, where the config names none
+        self._repo = str(url.repo_id)  # the hub adds the owner if the config names none
 
     def _commit(self, upload: Upload) -> None:
         from huggingface_hub import CommitOperationAdd
@@ -118,8 +121,8 @@ class HubUploads:
         api = self._api()
         added = [
             CommitOperationAdd(path_in_repo=inside, path_or_fileobj=str(file))
-            for name, place in upload.files.items()
-            for inside, file in _each_file(name, place)
+            for name, source in upload.files.items()
+            for inside, file in _each_file(name, source)
         ]
         if self._card and not api.file_exists(self._repo, "README.md"):
             added.append(CommitOperationAdd(path_in_repo="README.md", path_or_fileobj=self._card.encode()))
@@ -131,6 +134,7 @@ class HubUploads:
         return HfApi(endpoint=self._access.endpoint)
 
     def _pin(self, path: Path) -> Path:
+        """Hard-link a file or folder below `.uploads`, in a folder of its own because names may repeat."""
         self._count += 1
         target = self._folder / _PINNED / f"{self._count}" / path.name
         target.parent.mkdir(parents=True)
@@ -145,12 +149,16 @@ class HubUploads:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """RuntimeError is what huggingface_hub makes of a failed transfer of a large file, ValueError of a wrong name."""
+    """The exceptions that count as a failed upload.
+
+    huggingface_hub raises RuntimeError when a large file fails to transfer, and ValueError for an invalid name.
+    """
     return (*unreachable_errors(), ValueError, RuntimeError)
 
 
-def _each_file(name: str, place: Path) -> list[tuple[str, Path]]:
-    if not place.is_dir():
-        return [(name, place)]
-    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
-    return [(f"{name}/{path.relative_to(place).as_posix()}", path) for path in files]
+def _each_file(name: str, source: Path) -> list[tuple[str, Path]]:
+    """The path in the repository and the local path of a file, or of each file in a folder."""
+    if not source.is_dir():
+        return [(name, source)]
+    files = [path for path in sorted(source.rglob("*")) if path.is_file()]
+    return [(f"{name}/{path.relative_to(source).as_posix()}", path) for path in files]

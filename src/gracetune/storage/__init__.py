@@ -1,1 +1,4 @@
-"""Files on disk: atomic writes, locks, and safetensors headers and writes. Only this folder does any of these."""
+"""Files on disk: atomic writes, locks, checksums, resumable transfers and safetensors files.
+
+All durable writes of the package go through this folder.
+"""

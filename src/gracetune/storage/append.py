@@ -1,4 +1,4 @@
-"""A file that grows line by line: each line is handed to the kernel whole, so that even kill -9 loses none."""
+"""Append-only line files. Each line goes to the kernel in one write, so even `kill -9` loses no completed line."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from pathlib import Path
 
 
 class LineFile:
-    """The file may be there from an earlier process. It is flushed to disk when it is closed."""
+    """A file opened for appending, which may exist from an earlier process. `close` flushes it to disk."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
-            os.write(self._descriptor, b"\n")  # a killed process left its last line torn
+            # A process that ran out of disk space can leave half a line. End it, so that the next line stays readable.
+            os.write(self._descriptor, b"\n")
 
     def write(self, line: bytes) -> None:
-        """With its newline."""
-        while line:  # one call, except on a disk that is nearly full
+        """Append one line, which must end with a newline."""
+        while line:  # usually one call; the kernel writes less on a disk that is nearly full
             line = line[os.write(self._descriptor, line) :]
 
     def close(self) -> None:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a pipe or a device
+            if error.errno != errno.EINVAL:  # pipes and devices have no fsync
                 raise
         finally:
             os.close(self._descriptor)

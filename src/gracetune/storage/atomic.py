@@ -1,8 +1,9 @@
-"""Atomic writes: a file or folder appears under its name complete and on disk, or not at all.
+"""Atomic writes: a file or folder appears under its final name complete and on disk, or not at all.
 
-Everything is written under a temporary name in the folder it will be in, flushed with fsync and renamed; then the
-folder is flushed too. A temporary file is locked by the process that writes it, so `sweep` can remove what a killed
-process left. The lock ends with its process, however that ends: process ids and clocks take no part.
+Data is written to a temporary name in the target folder, flushed with fsync and renamed. Then the folder itself is
+flushed, because a rename is durable only once its folder is. The writing process holds a file lock on its temporary
+file, so `sweep` can tell files in use from those a killed process left. The kernel releases the lock when the process
+ends, however it ends. Process ids and clocks are not used: they can be reused, wrong, or those of another machine.
 """
 
 from __future__ import annotations
@@ -20,18 +21,19 @@ from gracetune.storage.locks import is_at, lock
 from gracetune.units import MIB
 
 _TEMPORARY = re.compile(r"\.?gracetune-[0-9a-f]{32}\.tmp")  # without the dot: caches of earlier releases
-_MOST_PIECES = 512
-"""Of one system call; the kernel's limit is 1024."""
-_MOST_BYTES = 8 * MIB
+_MAX_BUFFERS = 512
+"""Buffers per `writev` call. The kernel accepts at most 1024 (IOV_MAX)."""
+_MAX_BYTES = 8 * MIB
+"""Bytes per `writev` call."""
 
 
 def sync_folder(folder: str | Path) -> None:
-    """A rename is on disk only when the folder is."""
+    """Flush a folder's entries to disk. A rename is durable only after this."""
     _sync(folder, os.O_DIRECTORY)
 
 
 def sync_file(path: str | Path) -> None:
-    """For a file that something else wrote."""
+    """Flush a file that other code wrote."""
     _sync(path, 0)
 
 
@@ -52,10 +54,10 @@ def _sync(path: str | Path, flags: int) -> None:
 def write_file(
     path: Path, data: bytes | Iterable[bytes | memoryview], *, mode: int = 0o666, replace: bool = True
 ) -> None:
-    """Complete or absent. What was there before stays until the new file is complete.
+    """Write a file atomically. An existing file stays in place until the new one is complete.
 
-    `data` may come in pieces, so that gigabytes need not be held twice. `mode` obeys the umask. With `replace=False` a
-    file that is there already stays as it is, and FileExistsError is raised.
+    `data` may be an iterable of buffers, so that gigabytes need not be held twice. The umask applies to `mode`. With
+    `replace=False` an existing file is left alone and FileExistsError is raised.
     """
     with unfinished(path.parent, mode) as (descriptor, temporary):
         _write_all(descriptor, (data,) if isinstance(data, bytes) else data)
@@ -69,18 +71,18 @@ def write_file(
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """The same for a library that writes to a name itself: it gets a temporary one."""
+    """Replace a file atomically through a library that opens the path itself. Yields a temporary path to write to."""
     with unfinished(path.parent) as (_, temporary):
         yield temporary
-        sync_file(temporary)  # by its name: the library may have put another file there
+        sync_file(temporary)  # by path, not by our descriptor: the library may have created a new file there
         temporary.replace(path)
     sync_folder(path.parent)
 
 
 def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """A file that was not there before, flushed; for files inside a folder that is itself not published yet.
+    """Create a file and flush it. Fails if the path exists. For files in a folder that is not published yet.
 
-    An OSError names the file.
+    Every OSError raised carries the path.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -90,13 +92,13 @@ def write_new(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        error.filename = str(path)  # `write` knows only a number
+        error.filename = str(path)  # `writev` fails on a descriptor, so its error has no path
         raise
 
 
 @contextmanager
 def unfinished(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
-    """A new file, locked against `sweep`; gone again at the end unless it was renamed."""
+    """Create a temporary file, locked against `sweep`. It is removed at the end unless it was renamed."""
     descriptor, path = _new(folder, mode)
     try:
         yield descriptor, path
@@ -106,7 +108,7 @@ def unfinished(folder: Path, mode: int = 0o666) -> Iterator[tuple[int, Path]]:
 
 
 def check_writable(folder: Path) -> None:
-    """OSError where no file can be made in the folder."""
+    """Raise OSError if no file can be created in the folder."""
     with unfinished(folder):
         pass
 
@@ -114,7 +116,7 @@ def check_writable(folder: Path) -> None:
 def _new(folder: Path, mode: int) -> tuple[int, Path]:
     while True:
         path = folder / temporary_name()
-        # Not tempfile: its files are for their owner alone, and these obey the user's umask.
+        # Not `tempfile`: it always creates files with mode 0600, and these must follow the user's umask.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         try:
             if lock(descriptor, exclusive=True) != "busy" and is_at(descriptor, path):
@@ -123,26 +125,28 @@ def _new(folder: Path, mode: int) -> tuple[int, Path]:
             path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
-        os.close(descriptor)  # a sweep of another process came between creating and locking
+        os.close(descriptor)  # another process swept the file between its creation and our lock: try another name
 
 
 def _write_all(descriptor: int, pieces: Iterable[bytes | memoryview]) -> None:
+    """Write all buffers in groups, so that many small ones do not cost a system call each."""
     group: list[memoryview] = []
-    waiting = 0
+    size = 0
     for piece in pieces:
         if len(piece):
             group.append(memoryview(piece).cast("B"))
-            waiting += len(group[-1])
-        del piece  # the next one may be as large
-        if len(group) == _MOST_PIECES or waiting >= _MOST_BYTES:
+            size += len(group[-1])
+        del piece  # free it before the iterator produces the next one, which may be as large
+        if len(group) == _MAX_BUFFERS or size >= _MAX_BYTES:
             _write_group(descriptor, group)
-            group, waiting = [], 0
+            group, size = [], 0
     _write_group(descriptor, group)
 
 
 def _write_group(descriptor: int, group: list[memoryview]) -> None:
     while group:
         written = os.writev(descriptor, group)
+        # `writev` may write less than asked. Drop the complete buffers and cut the one it stopped in.
         while group and written >= len(group[0]):
             written -= len(group.pop(0))
         if written:
@@ -150,7 +154,7 @@ def _write_group(descriptor: int, group: list[memoryview]) -> None:
 
 
 def link_or_copy(source: str, target: str) -> str:
-    """A second name for a file; a copy where the file system has no links. Returns `target`, as `shutil.copy2` does."""
+    """Hard-link a file, or copy it where the file system has no links. Returns `target`, like `shutil.copy2`."""
     try:
         os.link(source, target)
     except OSError:
@@ -159,7 +163,11 @@ def link_or_copy(source: str, target: str) -> str:
 
 
 def _publish(temporary: Path, path: Path) -> None:
-    """A link fails where the name is taken, a rename would replace; only file systems without links get a rename."""
+    """Give the file its name, or raise FileExistsError if the name is taken.
+
+    A hard link fails on an existing name, where a rename would replace the file. File systems without hard links get a
+    check and a rename, which leaves a short race.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -175,9 +183,10 @@ def _publish(temporary: Path, path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path, *, files_synced: bool = False) -> Iterator[Path]:
-    """A folder that appears whole: everything written to the one that is yielded. An empty folder may be there.
+    """Create a folder atomically. Yields a temporary folder to fill; it is renamed to `path` at the end.
 
-    `files_synced` where every file in it was written by `write_new`: they need not be flushed again.
+    `path` may exist if it is an empty folder. Pass `files_synced=True` if `write_new` wrote every file, so that none is
+    flushed twice.
     """
     temporary = path.with_name(temporary_name())
     temporary.mkdir()
@@ -190,7 +199,7 @@ def new_folder(path: Path, *, files_synced: bool = False) -> Iterator[Path]:
 
 
 def publish_folder(temporary: Path, path: Path, *, files_synced: bool = False) -> None:
-    """Flush every file and folder in it, then give it its name."""
+    """Flush every file and folder inside, then rename the temporary folder to `path`."""
     for folder, _, files in os.walk(temporary):
         for name in () if files_synced else files:
             sync_file(f"{folder}/{name}")
@@ -199,7 +208,7 @@ def publish_folder(temporary: Path, path: Path, *, files_synced: bool = False) -
     sync_folder(path.parent)
 
 
-# -- what killed processes leave --------------------------------------------------------------------------------------
+# -- leftovers of killed processes ------------------------------------------------------------------------------------
 
 
 def temporary_name() -> str:
@@ -211,45 +220,45 @@ def is_temporary(name: str) -> bool:
 
 
 def sweep(folder: Path) -> int:
-    """Remove what processes that are no more left unfinished; returns how many files."""
+    """Remove unfinished files of processes that have ended. Returns the number of files removed."""
     swept = 0
-    for name in os.listdir(folder):  # noqa: PTH208 - a million names need no Path objects
+    for name in os.listdir(folder):  # noqa: PTH208 - a folder may hold a million names: no Path object for each
         if is_temporary(name):
-            swept += _removed_if_left(folder / name)
+            swept += _remove_if_abandoned(folder / name)
     return swept
 
 
 def sweep_folders(folder: Path) -> int:
-    """The same for folders, which have no lock of their own: only while the caller keeps other writers out."""
-    left = _left_folders(folder)
-    for path in left:
+    """Remove unfinished folders. Folders carry no lock, so the caller must keep other writers out meanwhile."""
+    unfinished_folders = _unfinished_folders(folder)
+    for path in unfinished_folders:
         shutil.rmtree(path, ignore_errors=True)
-    return len(left)
+    return len(unfinished_folders)
 
 
 def left_bytes(folder: Path) -> int:
-    """What `sweep_folders` would free."""
-    files = [path for left in _left_folders(folder) for path in left.rglob("*") if not path.is_symlink()]
+    """The bytes that `sweep_folders` would free."""
+    files = [path for inner in _unfinished_folders(folder) for path in inner.rglob("*") if not path.is_symlink()]
     return sum(path.stat().st_size for path in files if path.is_file()) if files else 0
 
 
-def _left_folders(folder: Path) -> list[Path]:
+def _unfinished_folders(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if is_temporary(path.name) and path.is_dir() and not path.is_symlink()]
 
 
-def _removed_if_left(path: Path) -> bool:
+def _remove_if_abandoned(path: Path) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:  # gone already, or not ours to remove
+    except OSError:  # already removed, or owned by another user
         return False
     try:
         if lock(descriptor, exclusive=True) != "held" or not is_at(descriptor, path):
             return False
         path.unlink()
         return True
-    except OSError:  # a left-over costs a little room; it is no reason to stop
+    except OSError:  # a leftover file only costs disk space, so failing to remove it is not an error
         return False
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Files with checksums: written through to the disk, and checked when they are read."""
+"""Files with checksums: flushed to disk when written, compared with their size and checksum when read."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _CHUNK = 16 * MIB
 
 @dataclass(frozen=True)
 class Fact:
-    """What a file has to be."""
+    """The recorded size and checksum of a file."""
 
     size: int
     checksum: str
-    """xxh3-128 of all its bytes, in hexadecimal."""
+    """xxh3-128 of the whole content, in hexadecimal."""
 
 
 def write_checksummed(path: Path, parts: Iterable[memoryview]) -> Fact:
-    """A file that was not there before; on the disk when this returns. An OSError names the file."""
+    """Create a file, flush it and return its size and checksum. Every OSError raised carries the path."""
     digest, size = xxhash.xxh3_128(), 0
 
-    def counted() -> Iterator[memoryview]:
+    def hashed_chunks() -> Iterator[memoryview]:
         nonlocal size
         for part in parts:
             for begin in range(0, len(part), _CHUNK):
@@ -38,12 +38,12 @@ def write_checksummed(path: Path, parts: Iterable[memoryview]) -> Fact:
                 size += len(chunk)
                 yield chunk
 
-    write_new(path, counted())
+    write_new(path, hashed_chunks())
     return Fact(size, digest.hexdigest())
 
 
 def difference(path: Path, expected: Fact) -> str | None:
-    """How the file differs from what it has to be; None where it does not. OSError where it cannot be read."""
+    """Describe how the file differs from `expected`, or return None. Raises OSError if the file cannot be read."""
     try:
         size = path.stat().st_size
     except FileNotFoundError:

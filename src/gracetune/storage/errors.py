@@ -8,10 +8,10 @@ from gracetune.errors import GracetuneError, Problem
 
 
 class WeightFileError(GracetuneError):
-    """Weights cannot be read into the place prepared for them; carries all of the problems, not only the first."""
+    """A weight file cannot be read, or does not fit the model. Carries all problems, not only the first."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         if not self.problems:
-            raise ValueError("a WeightFileError without problems would tell the user nothing")
+            raise ValueError("a WeightFileError needs at least one problem to report")
         super().__init__("\n".join(str(problem) for problem in self.problems))

@@ -1,8 +1,8 @@
-"""Folders that are not for everybody: who may look into a folder that we make.
+"""Permissions of the folders we create.
 
-A new run folder is for its owner. Its group gets in where files are shared with it on purpose: the umask lets a group
-write (002, 007), or the folder above passes its group on (setgid, as the folders of a project have it). Other users
-never get in. A folder that is there already keeps its mode: whoever wants another one makes the folder, or changes it.
+A new run folder is readable by its owner only. Its group gets access where the machine is set up for sharing: the umask
+lets the group write (002, 007), or the parent folder is setgid, as project folders are. Other users never get access.
+An existing folder keeps its mode, so users who want another mode create the folder themselves or change it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUP_WRITES = 0o020
 
 
 def make_private_folder(folder: Path) -> None:
-    """The folder and those above it; or the access to one that was made a moment ago, restricted."""
+    """Create the folder and its parents. If the folder exists, remove the permissions a private one must not have."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     mode = private_mode(folder.parent)
     try:
@@ -31,7 +31,7 @@ def make_private_folder(folder: Path) -> None:
 
 @contextmanager
 def private_if_new(folder: Path) -> Iterator[None]:
-    """A folder that something inside makes is restricted afterwards."""
+    """Make the folder private afterwards if code inside the `with` block created it."""
     was_there = folder.exists()
     try:
         yield
@@ -41,13 +41,13 @@ def private_if_new(folder: Path) -> Iterator[None]:
 
 
 def private_mode(parent: Path) -> int:
-    """For a new folder in this one; the umask still takes its part."""
+    """The mode for a new private folder inside `parent`. The umask is applied on top by the kernel."""
     shares = not _umask() & _GROUP_WRITES or bool(parent.stat().st_mode & stat.S_ISGID)
     return _OWNER | _GROUP if shares else _OWNER
 
 
 def _umask() -> int:
-    """Asked of the kernel: `os.umask` can only set it, for all threads of the process."""
+    """The process's umask, read from /proc: `os.umask` can only read it by setting it, which affects all threads."""
     try:
         found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:

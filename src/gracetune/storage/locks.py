@@ -1,7 +1,7 @@
-"""Locks that end with their process.
+"""File locks that end with their process.
 
-Everything here rests on the kernel's file locks: the kernel releases them when their process ends, however it ends.
-Process ids, start times and clocks, which can be reused, be of another machine or be wrong, take no part.
+The kernel releases a file lock when its process ends, however it ends. Nothing here relies on process ids, start times
+or clocks: they can be reused, wrong, or those of another machine.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Literal
 Grip = Literal["held", "busy", "unsupported"]
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
-"""Some network file systems are mounted without locks."""
+"""Errors of file systems without locks: some network file systems are mounted that way."""
 _TAKEN = (errno.EACCES, errno.EAGAIN)
+"""POSIX allows either for a byte that another process has locked."""
 
 
 def open_lock_file(path: Path) -> int:
-    """A descriptor of the file, which is made where there is none. Closing it releases its locks."""
+    """Open the lock file, creating it if needed. Closing the descriptor releases its locks."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
 
 def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> Grip:
-    """Lock the whole file, for this open descriptor."""
+    """Lock the whole file with `flock`. The lock belongs to this open descriptor, so it also excludes other threads."""
     mode = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
     try:
         fcntl.flock(descriptor, mode if wait else mode | fcntl.LOCK_NB)
@@ -39,7 +40,7 @@ def lock(descriptor: int, *, exclusive: bool, wait: bool = False) -> Grip:
 
 
 def lock_byte(descriptor: int, place: int) -> Grip:
-    """Lock one byte of the file, for this process: its threads exclude each other not at all."""
+    """Lock one byte of the file with `lockf`. It belongs to the process: threads do not exclude each other."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
     except OSError as error:
@@ -56,7 +57,7 @@ def unlock_byte(descriptor: int, place: int) -> None:
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one of that name."""
+    """Whether the open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:

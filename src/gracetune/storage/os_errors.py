@@ -1,9 +1,9 @@
-"""Errors of the operating system, in words: what was found, what was expected, what to do. One table for all of them.
+"""Operating system errors as messages: what was found, what was expected and what to do. One table covers them all.
 
     with explained("checkpoint", folder, elsewhere="set output_dir to another disk"):
         write_file(folder / "state.json", data)
 
-raises a `FileError` for every `OSError`. Who has an error class of its own takes `problem_of` or `explain`.
+turns every `OSError` into a `FileError`. Callers with an error class of their own use `problem_of` or `explain`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class _Words:
-    """`{place}` is the file or folder that the caller names, `{file}` the one that the error names, quoted for a shell.
-    `{access}` is "read" or "write"."""
+    """A row of the message table. `{place}` is replaced by the caller's file or folder and `{file}` by the one in the
+    error, both quoted for a shell; `{access}` by "read" or "write"."""
 
     kind: Kind
     expected: str
@@ -56,14 +56,14 @@ _SERVER: Final = _Words(
     "look at the server, the network and the mount (`findmnt -T {place}`, `dmesg`)",
 )
 _DEVICE: Final = _Words("broken", "a disk that is connected", "look at `lsblk`, `dmesg` and `findmnt -T {place}`")
-_TAKEN: Final = _Words("in_the_way", "a name that is free", "look at `ls -ld {file}` and move what is there away")
-_IN_USE: Final = _Words("in_the_way", "a file that nobody uses", "`fuser -v {file}` names the process; wait for it")
+_TAKEN: Final = _Words("in_the_way", "an unused name", "look at `ls -ld {file}` and move the existing file or folder")
+_IN_USE: Final = _Words("in_the_way", "a file that is not in use", "`fuser -v {file}` names the process; wait for it")
 
 _WORDS: Final[dict[int, _Words]] = {
     errno.ENOSPC: _Words(
         "full", "free space on the disk", "free space on it (`df -h {place}`; `df -i {place}` counts files)"
     ),
-    errno.EDQUOT: _Words("full", "room in your disk quota", "remove files of yours or get a larger quota (`quota -s`)"),
+    errno.EDQUOT: _Words("full", "room in your disk quota", "remove some of your files or ask for more (`quota -s`)"),
     errno.EFBIG: _Words(
         "full", "a limit that allows files of this size", "raise the limit (`ulimit -f`), or use another file system"
     ),
@@ -82,13 +82,13 @@ _WORDS: Final[dict[int, _Words]] = {
     errno.EISDIR: _Words("in_the_way", "a file, not a folder", "look at `ls -ld {file}` and move the folder away"),
     errno.EEXIST: _TAKEN,
     errno.ENOTEMPTY: _TAKEN,
-    errno.ELOOP: _Words("in_the_way", "links that lead somewhere", "`namei -l {file}` shows the links; remove the one"),
+    errno.ELOOP: _Words("in_the_way", "links without a cycle", "`namei -l {file}` shows the links; remove the cycle"),
     errno.EBUSY: _IN_USE,
     errno.ETXTBSY: _IN_USE,
     errno.ENOENT: _Words(
         "absent",
         "a file or folder that exists",
-        "look at `namei -l {file}`: it was removed, or a link leads nowhere",
+        "look at `namei -l {file}`: it was removed, or a link is broken",
     ),
     errno.EIO: _Words("broken", "a disk without errors", "look at the disk (`dmesg`, `smartctl -a`)"),
     errno.EUCLEAN: _Words("broken", "a file system without damage", "look at `dmesg`, unmount it and run `fsck`"),
@@ -121,37 +121,38 @@ _UNKNOWN: Final = _Words(
 
 
 def explain(error: OSError, place: Path, *, access: Access = "write") -> Cause:
-    """`place` is the file or folder that matters to the caller; an error may name another one, or none."""
+    """Explain an error. `place` is the caller's file or folder; the error may name another one, or none."""
     words = _WORDS.get(error.errno or 0, _UNKNOWN)
     named = Path(error.filename) if isinstance(error.filename, str) else place
-    file = _lasting(named)
+    file = _without_temporary(named)
     values = {"place": shlex.quote(str(place)), "file": shlex.quote(str(file)), "access": access}
     found = _found(error, named, place)
     return Cause(words.kind, found, words.expected.format(**values), words.remedy.format(**values))
 
 
-def _lasting(path: Path) -> Path:
-    """Without a temporary name, which is gone when the message is read."""
-    gone = [folder for folder in (path, *path.parents) if is_temporary(folder.name)]
-    return gone[-1].parent if gone else path
+def _without_temporary(path: Path) -> Path:
+    """The nearest parent that outlives a temporary name, which is gone by the time the message is read."""
+    temporary = [folder for folder in (path, *path.parents) if is_temporary(folder.name)]
+    return temporary[-1].parent if temporary else path
 
 
 def _found(error: OSError, file: Path, place: Path) -> str:
-    why = error.strerror or str(error) or type(error).__name__
+    reason = error.strerror or str(error) or type(error).__name__
     name = errno.errorcode.get(error.errno or 0)
     if error.strerror and name is not None:
-        why += f" ({name})"
+        reason += f" ({name})"
     parts = [part for part in file.parts if not is_temporary(part)]
     file = Path(*parts)
     if file == place:
-        return why
-    return f"{why}, at {file.relative_to(place) if file.is_relative_to(place) else file}"
+        return reason
+    return f"{reason}, at {file.relative_to(place) if file.is_relative_to(place) else file}"
 
 
 def problem_of(
     error: OSError, key: str, place: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
 ) -> Problem:
-    """`elsewhere` is the way out that does without this place: "set output_dir to another disk"."""
+    """The error as a Problem of `key`. `elsewhere` offers a remedy that avoids this place: "set output_dir to another
+    disk". `then` says what to do after the remedy."""
     cause = explain(error, place, access=access)
     hint = f"{cause.remedy}, or {elsewhere}" if elsewhere else cause.remedy
     return Problem(key, cause.found, cause.expected, f"{hint}; {then}" if then else hint, str(place))
@@ -161,7 +162,7 @@ def problem_of(
 def explained(
     key: str, place: Path, *, access: Access = "write", elsewhere: str = "", then: str = AGAIN
 ) -> Iterator[None]:
-    """Every OSError inside becomes a FileError."""
+    """Turn every OSError inside the `with` block into a FileError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""Reading of regular files alone: whatever else has the name is an OSError, before anything waits for it.
+"""Opening regular files only. A pipe, device, socket or folder raises OSError instead of blocking the process.
 
-Opening a named pipe waits for a writer, a device may never end, and `Path.is_file` and reading are two moments. Files
-that a user downloads or names are opened here.
+Opening a named pipe waits for a writer, reading a device may never end, and `Path.is_file` followed by a read is a
+race. Files that a user downloads or names are opened here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from gracetune.units import MIB, format_bytes
 
 MAX_SMALL = 64 * MIB
-"""Of a file that is read whole: a configuration or an index. The largest known, a vocabulary, has a fourth of it."""
+"""The size limit of a file that is read whole: a configuration or an index. The largest known is a vocabulary of a
+quarter of this size."""
 _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -26,11 +27,11 @@ _KINDS: tuple[tuple[Callable[[int], bool], str], ...] = (
 
 
 def open_regular(path: str | Path) -> int:
-    """A descriptor to read from. OSError where there is no such file, or one of another kind."""
-    check_regular(path)  # before it is opened: opening a device can have an effect
+    """Open a regular file for reading and return its descriptor. Raises OSError for anything else."""
+    check_regular(path)  # before opening: opening a device can have side effects
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _check(path, os.fstat(descriptor).st_mode)  # it may have been replaced since
+        _check(path, os.fstat(descriptor).st_mode)  # again after opening: the path may have been replaced in between
     except OSError:
         os.close(descriptor)
         raise
@@ -38,12 +39,12 @@ def open_regular(path: str | Path) -> int:
 
 
 def check_regular(path: str | Path) -> None:
-    """The same question, for a library that opens a name itself."""
-    _check(path, os.stat(path).st_mode)  # noqa: PTH116 - takes both kinds of path
+    """Raise OSError unless the path is a regular file. For libraries that open the path themselves."""
+    _check(path, os.stat(path).st_mode)  # noqa: PTH116 - accepts str and Path
 
 
 def read_small_file(path: str | Path, most: int = MAX_SMALL) -> bytes:
-    """All bytes of a file. OSError where it has more than `most`."""
+    """Read a whole file. Raises OSError if it has more than `most` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"a file of more than {format_bytes(most)}", str(path))

@@ -1,8 +1,8 @@
-"""Tensors written to and read from safetensors files.
+"""Reading and writing tensors in safetensors files.
 
-Written by us and not by the safetensors library, whose metadata comes out in another order each time: the same tensors
-must give the same bytes. The format is described in `storage.safetensors_headers`; ours has its tensors sorted, the
-widest numbers first so that every tensor is aligned, and its header filled with spaces to a multiple of 8 bytes.
+The same tensors must give the same bytes. The safetensors library writes metadata in a different order each time, so we
+write the files ourselves. `storage.safetensors_headers` describes the format. Our files sort the tensors with the
+widest dtype first, so that every tensor is aligned, and pad the header with spaces to a multiple of 8 bytes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, replace: bool = True
 ) -> None:
-    """Complete or absent, as `write_file`."""
+    """Write a safetensors file atomically, as `write_file` does."""
     write_file(path, file_pieces(tensors, metadata), replace=replace)
 
 
 def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Iterator[memoryview]:
-    """The bytes of the file: the header, then one tensor at a time, so that gigabytes are not held twice."""
+    """Yield the bytes of the file: the header, then one tensor at a time, so that gigabytes are not held twice."""
     lines: dict[str, Any] = {}
     end = 0
     for name, tensor in in_file_order(tensors):
@@ -52,23 +52,25 @@ def file_pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | Non
 
 
 def in_file_order(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Tensors by falling element size, then by name. Each then starts at a multiple of its element size."""
     return sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's values as bytes. A contiguous CPU tensor is not copied."""
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors on the CPU. They may be the file itself, mapped: clone what has to outlive it."""
+    """Load all tensors to the CPU. They may be memory-mapped from the file: clone tensors that must outlive it."""
     check_regular(path)
     with _mapping_explained():
         return load_file(path)
 
 
 def open_tensors(path: Path) -> Any:
-    """A context manager whose `get_tensor(name)` reads one of them. SafetensorError where it is no such file."""
+    """A context manager whose `get_tensor(name)` reads one tensor. Raises SafetensorError if the file is invalid."""
     check_regular(path)
     with _mapping_explained():
         return safe_open(path, framework="pt")
@@ -76,7 +78,7 @@ def open_tensors(path: Path) -> Any:
 
 @contextmanager
 def _mapping_explained() -> Iterator[None]:
-    """torch reports a file that the operating system does not map as a RuntimeError."""
+    """Turn torch's RuntimeError for a file that the operating system cannot map into an OSError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,9 +1,14 @@
-"""Where each tensor's bytes lie in safetensors files: headers read and checked, the data left where it is.
+"""Safetensors headers: parse and check them without reading the tensor data.
 
-The format: 8 bytes, the header's length as a little-endian number; the header, JSON, `name -> {dtype, shape,
-data_offsets: [begin, end]}` with offsets counted from the header's end, and `__metadata__: {text: text}`; the data.
-Every byte of the data belongs to exactly one tensor. The safetensors library checks that too, but does not say where
-in the file a tensor is, which is all we want to know. A sharded model adds a JSON index: `weight_map: {name -> file}`.
+A safetensors file has three parts:
+
+    8 bytes   the header's length in bytes, little-endian
+    header    JSON: `name -> {dtype, shape, data_offsets: [begin, end]}`, offsets counted from the end of the header,
+              and optionally `__metadata__: {text: text}`
+    data      the tensors' bytes; every byte belongs to exactly one tensor
+
+The safetensors library checks the same, but does not expose where in the file a tensor lies, which we need to read it
+directly. A sharded model adds a JSON index: `weight_map: {tensor name -> file name}`.
 """
 
 from __future__ import annotations
@@ -27,10 +32,12 @@ _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _DOWNLOAD = "download it again, and compare its size with the one at the source"
 _SHOWN = 8
+"""Problems or names listed in one message."""
 _TOO_LARGE = 1 << 63
-_MOST_PARTS = {b"{": 1_000_000, b"[": 1_000_000, b",": 10_000_000}
-"""Of a header, counted before it is parsed: the largest known models have ten thousand tensors, each with three."""
-_MOST_DIMENSIONS = 64
+_MAX_TOKENS = {b"{": 1_000_000, b"[": 1_000_000, b",": 10_000_000}
+"""Limits on a header, counted before it is parsed, because parsing a hostile one would exhaust memory. The largest
+known models have ten thousand tensors with about three of these characters each."""
+_MAX_DIMENSIONS = 64
 
 BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
@@ -42,7 +49,7 @@ BITS = {
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Enough to notice that a file is no longer the one whose header was read."""
+    """Identifies the file whose header was read, so that a later reader notices if it was replaced or changed."""
 
     device: int
     inode: int
@@ -59,22 +66,23 @@ class FileIdentity:
 class TensorEntry:
     name: str
     dtype: str
-    """As the file spells it: "BF16"."""
+    """The name used in the file, such as "BF16"."""
     shape: tuple[int, ...]
     path: Path
     start: int
-    """From the beginning of the file."""
+    """Offset in bytes from the beginning of the file."""
     size: int
+    """In bytes."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one file, or of all files of one sharded model."""
+    """The tensors of one file, or of all files of a sharded model."""
 
     entries: Mapping[str, TensorEntry]
     files: Mapping[Path, FileIdentity]
     metadata: Mapping[str, str]
-    """Of a single file; a sharded model's is empty."""
+    """The `__metadata__` of a single file; empty for a sharded model."""
 
     @property
     def size(self) -> int:
@@ -82,16 +90,16 @@ class Weights:
 
 
 def describe(dtype: str, shape: Sequence[int], begin: int, end: int) -> dict[str, Any]:
-    """A tensor's line in a header; `begin` and `end` count from the header's end."""
+    """A tensor's entry in a header; `begin` and `end` count from the end of the header."""
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
 
 
 def pack_header(
     tensors: Mapping[str, Any], metadata: Mapping[str, str], *, alignment: int = 8, ascii_only: bool = False
 ) -> bytes:
-    """The first bytes of a file: the header's length and the header, up to a multiple of `alignment`.
+    """The start of a file: the header's length and the header, padded to a multiple of `alignment` bytes.
 
-    The order of `tensors` is the order of the data.
+    `tensors` must be in the order of the data.
     """
     content = {_METADATA: dict(metadata), **tensors} if metadata else dict(tensors)
     text = json.dumps(content, ensure_ascii=ascii_only, separators=(",", ":"), allow_nan=False).encode()
@@ -103,7 +111,7 @@ def open_weights(path: Path) -> Weights:
     """Read the header of a `.safetensors` file, or the headers of all files a `.safetensors.index.json` names."""
     if path.is_dir():
         files = sorted(entry.name for entry in path.iterdir() if ".safetensors" in entry.name)
-        here = f"it holds {_listed(files)}" if files else "there is no safetensors file in it"
+        here = f"it holds {_listed(files)}" if files else "it holds no safetensors file"
         raise WeightFileError(
             [_problem(path, "path", f"a folder; {here}", "a file", "give the path of the file itself")]
         )
@@ -129,32 +137,36 @@ def _open_file(path: Path) -> Weights:
 
 
 def unreadable(path: Path, error: OSError) -> Problem:
+    """The problem to report for a weight file that the operating system cannot read."""
     return problem_of(error, "path", path, access="read", then="")
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:
     first = bytearray(_LENGTH_BYTES)
     got = read_fully(descriptor, memoryview(first), 0)
-    if first == b"version ":  # how a Git LFS pointer begins
+    if first == b"version ":  # the start of a Git LFS pointer file
         raise WeightFileError([_problem(path, "header", "a Git LFS pointer", "the file it points to", "git lfs pull")])
     length = int.from_bytes(first, "little")
     if got < _LENGTH_BYTES or not 2 <= length <= MAX_HEADER:
-        found = f"{format_bytes(size)} that do not begin with the length of a header"
+        found = f"{format_bytes(size)} that do not begin with a header length"
         raise WeightFileError([_problem(path, "header", found, "a safetensors file", _DOWNLOAD)])
     data_start = _LENGTH_BYTES + length
     raw = bytearray(min(length, size))
     if read_fully(descriptor, memoryview(raw), _LENGTH_BYTES) < length:
         expected = f"at least {data_start:,} bytes, where the header ends"
         raise WeightFileError([_problem(path, "header", f"the file ends after {size:,} bytes", expected, _DOWNLOAD)])
-    for part, most in _MOST_PARTS.items():
+    for part, most in _MAX_TOKENS.items():
         if raw.count(part) > most:
-            found = f"{raw.count(part):,} times {part.decode()} in {format_bytes(length)}"
+            found = f"{raw.count(part):,} '{part.decode()}' characters in {format_bytes(length)}"
             raise WeightFileError([_problem(path, "header", found, f"at most {most:,}", _DOWNLOAD)])
     return _parse_json(path, "header", bytes(raw)), data_start
 
 
 def read_fully(descriptor: int, into: memoryview, offset: int) -> int:
-    """Fill `into` from the file; less than its length only where the file ends. One read may bring less than asked."""
+    """Fill `into` from the file at `offset`. Returns the bytes read: fewer than its length only at the end of the file.
+
+    A single `preadv` may return less than requested, for example more than 2 GiB at once, hence the loop.
+    """
     done = 0
     while done < len(into):
         got = os.preadv(descriptor, [into[done:]], offset + done)
@@ -166,27 +178,28 @@ def read_fully(descriptor: int, into: memoryview, offset: int) -> int:
 
 def _parse_json(path: Path, key: str, raw: bytes) -> dict[str, Any]:
     try:
-        # RecursionError: brackets nested deeper than any header has them.
-        parsed = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        # RecursionError: brackets nested deeper than in any real header.
+        parsed = json.loads(raw.decode(), object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise WeightFileError([_problem(path, key, f"no valid JSON: {error}", "JSON", _DOWNLOAD)]) from None
+        raise WeightFileError([_problem(path, key, f"invalid JSON: {error}", "JSON", _DOWNLOAD)]) from None
     if not isinstance(parsed, dict):
         raise WeightFileError([_problem(path, key, f"a {type(parsed).__name__}", "a JSON object", _DOWNLOAD)])
     return parsed
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the name {short(twice)} appears twice")
     for name in found:
-        name.encode()  # a lone surrogate is no text; UnicodeEncodeError is a ValueError
+        name.encode()  # rejects lone surrogates: UnicodeEncodeError is a ValueError
     return found
 
 
-def _refuse_constant(text: str) -> None:
+def _reject_constant(text: str) -> None:
+    """`json` accepts NaN and Infinity, which the JSON standard does not have."""
     raise ValueError(f"{text} is not JSON")
 
 
@@ -194,7 +207,7 @@ def _metadata(path: Path, value: object) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-        found = "something else"
+        found = _short(value)
         raise WeightFileError([_problem(path, _METADATA, found, "an object whose values are text", _DOWNLOAD)])
     return value
 
@@ -213,29 +226,32 @@ def _entries(path: Path, header: Mapping[str, Any], data_start: int) -> list[Ten
 
 
 def _entry(path: Path, name: str, value: object, data_start: int) -> TensorEntry | Problem:
-    def refuse(found: str, expected: str) -> Problem:
+    def problem(found: str, expected: str) -> Problem:
         return _problem(path, name, found, expected, _DOWNLOAD)
 
     if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
-        return refuse(_short(value), "dtype, shape and data_offsets")
+        return problem(_short(value), "dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in BITS:
-        return refuse(f"dtype {_short(dtype)}", f"one of {', '.join(BITS)}")
-    if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
-        return refuse(f"shape {_short(shape)}", f"a list of at most {_MOST_DIMENSIONS} whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return refuse(f"data_offsets {_short(offsets)}", "[begin, end]")
+        return problem(f"dtype {_short(dtype)}", f"one of {', '.join(BITS)}")
+    if not _is_list_of_whole_numbers(shape) or len(shape) > _MAX_DIMENSIONS:
+        return problem(f"shape {_short(shape)}", f"a list of at most {_MAX_DIMENSIONS} whole numbers")
+    if not _is_list_of_whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return problem(f"data_offsets {_short(offsets)}", "[begin, end]")
     bits = _bits(dtype, shape)
     if bits is None or offsets[1] >= _TOO_LARGE:
-        return refuse(f"shape {_short(shape)} at {_short(offsets)}", "a tensor that fits a 64-bit machine")
+        return problem(f"shape {_short(shape)} at {_short(offsets)}", "a tensor that fits a 64-bit machine")
     size = offsets[1] - offsets[0]
     if bits != size * 8:
-        return refuse(f"{size:,} bytes", f"{bits / 8:,.10g} bytes for {dtype} {_short(shape)}")
+        return problem(f"{size:,} bytes", f"{bits / 8:,.10g} bytes for {dtype} {_short(shape)}")
     return TensorEntry(name, dtype, tuple(shape), path, data_start + offsets[0], size)
 
 
 def _bits(dtype: str, shape: list[int]) -> int | None:
-    """None: more than any machine can hold. A dimension of 0 does not hide the others."""
+    """The tensor's size in bits, or None if no machine could hold it.
+
+    A dimension of 0 counts as 1 for the limit, so that it does not hide absurd values in the others.
+    """
     bits = BITS[dtype]
     for length in shape:
         bits *= length or 1
@@ -244,22 +260,22 @@ def _bits(dtype: str, shape: list[int]) -> int | None:
     return 0 if 0 in shape else bits
 
 
-def _whole_numbers(value: object) -> bool:
+def _is_list_of_whole_numbers(value: object) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
 
 
 def _check_coverage(path: Path, entries: list[TensorEntry], data_start: int, file_size: int) -> None:
-    """Each tensor begins where the one before it ends, and the last ends where the file does."""
+    """Check that each tensor begins where the previous one ends, and that the last one ends with the file."""
     end, problems = data_start, []
     for entry in entries:
         if entry.start != end:
             distance = abs(entry.start - end)
             what = "shares {:,} bytes with" if entry.start < end else "begins {:,} bytes after the end of"
             found = f"it {what.format(distance)} the tensor before it"
-            problems.append(_problem(path, entry.name, found, "tensors without gap or overlap", _DOWNLOAD))
+            problems.append(_problem(path, entry.name, found, "tensors without gaps or overlaps", _DOWNLOAD))
         end = max(end, entry.start + entry.size)
     if end != file_size:
-        found = f"a file of {file_size:,} bytes" + ("" if file_size > end else ": it is cut off")
+        found = f"a file of {file_size:,} bytes" + ("" if file_size > end else ": it is truncated")
         problems.append(_problem(path, "data", found, f"{end:,} bytes, as its header says", _DOWNLOAD))
     if problems:
         raise WeightFileError(shortened(problems))
@@ -292,7 +308,7 @@ def _open_index(path: Path) -> Weights:
 
 
 def _is_file_name(value: object) -> bool:
-    """No way out of the index's own folder."""
+    """Whether the value is a plain file name. A path could lead out of the index's folder."""
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & {"/", "\\", "\0"}
 
 
@@ -313,7 +329,7 @@ def _index_mismatches(path: Path, weight_map: Mapping[str, str], shards: Mapping
 
 
 def shortened(problems: list[Problem]) -> list[Problem]:
-    """The first few of a kind of trouble that usually comes by the thousand."""
+    """The first problems and a count of the rest: a damaged file usually has thousands of the same kind."""
     if len(problems) <= _SHOWN:
         return problems
     last = problems[_SHOWN]

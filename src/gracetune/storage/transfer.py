@@ -1,8 +1,9 @@
-"""Brings a file to this disk: resumed where it broke off, checked, and under its name only when it is complete.
+"""Resumable transfers of a remote file to local disk. The file is checked, then renamed into place when complete.
 
-The bytes so far are in a part file beside a note of what they are a part of. A transfer goes on from them if the file
-elsewhere is still the same one, whether it was a connection or this process that ended. Ranges are asked for ahead of
-time by several threads and written in order, so the part file is always a beginning of the file.
+The bytes received so far are in a part file; a JSON note beside it identifies the remote file they belong to. A
+transfer resumes from the part file if the remote file is unchanged, whether the connection or this process ended.
+Several threads request ranges ahead of time and the results are written in order, so the part file is always a prefix
+of the remote file.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from gracetune.storage.atomic import sync_folder, write_file
 from gracetune.units import MIB
 
 RANGE: Final = 8 * MIB
-"""Of one request: what a broken connection loses, and what a slow one has to bring in its time limit."""
+"""Bytes per request: the most a broken connection loses, and what a slow one must deliver within its time limit."""
 AHEAD: Final = 4
-"""Requests of one file that are under way at once."""
+"""Requests of one file that are in flight at once."""
 _CHUNK: Final = 4 * MIB
 OnBytes = Callable[[int], None]
-"""Told of bytes that were added; less than nothing where some had to be given up."""
+"""Called with the number of bytes added; negative when received bytes were discarded."""
 OnFetched = Callable[[int, int], None]
-"""Told how many bytes are here, of how many."""
+"""Called with the bytes present so far and the total."""
 
 
 class TransferError(Exception):
-    """A file did not arrive as it should have: `found` and `expected` say what differs."""
+    """A transferred file differs from its remote description. `found` and `expected` say how."""
 
     def __init__(self, found: str, expected: str) -> None:
         self.found, self.expected = found, expected
@@ -44,44 +45,44 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file elsewhere, as its storage describes it."""
+    """A remote file as its storage describes it."""
 
     size: int | None
-    """None where the storage does not say."""
+    """None if the storage does not report it."""
     digest: str | None = None
-    """`sha256:…`, `git:…` or `md5:…` of its content, where the storage tells one."""
+    """`sha256:…`, `git:…` or `md5:…` of the content, if the storage reports one."""
     tag: str | None = None
-    """Differs from version to version: an ETag or a time."""
+    """Changes with every version of the file: an ETag or a time."""
     sure: bool = True
-    """Whether `digest` is what it seems to be: the ETag of some encrypted objects only looks like an MD5."""
+    """Whether `digest` can be trusted. The ETag of some encrypted objects only looks like an MD5."""
 
 
 class RangeReader(Protocol):
-    """Reads one file elsewhere. Used by several threads."""
+    """Reads one remote file. Called from several threads."""
 
     @property
     def can_seek(self) -> bool:
-        """Whether `read` can begin in the middle."""
+        """Whether `read` can start in the middle of the file."""
         ...
 
     def read(self, start: int, end: int) -> bytes: ...
 
     def stream(self) -> Iterator[bytes]:
-        """All of it, from the beginning: for storage that cannot begin in the middle."""
+        """Yield the whole file from the beginning. For storage that cannot start in the middle."""
         ...
 
     def is_final(self, error: Exception) -> bool:
-        """Whether another attempt would fail the same way: no permission, no such file."""
+        """Whether a retry would fail the same way: no permission, no such file."""
         ...
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a failed request is repeated."""
+    """The retry policy: how often a failed request is repeated, and after which pauses."""
 
     attempts: int = 6
     first_pause: float = 0.5
-    """Seconds; each pause is twice the one before."""
+    """In seconds. Each pause is twice as long as the one before."""
 
     def pauses(self) -> Iterator[float]:
         return (self.first_pause * 2**number for number in range(self.attempts - 1))
@@ -97,21 +98,23 @@ def transfer(
     on_bytes: OnBytes = lambda count: None,
     patience: Patience = Patience(),  # noqa: B008 - frozen
 ) -> None:
-    """Bring a file to `target`, by way of `part` in the same file system. Raises TransferError, and what reading does.
+    """Fetch a file to `target` through `part`, which must be on the same file system.
 
-    A file whose content is not what its storage says is fetched once more from its beginning.
+    If the content does not match the size or digest that the storage reports, the file is fetched once more from the
+    beginning. Raises TransferError if it still differs, and any error of the reader.
     """
     seen = ""
     while True:
         _fill(part, remote, reader, requests, on_bytes, patience)
         wrong, found = _difference(part, remote)
-        if wrong is None or (not remote.sure and found == seen):  # twice the same: then the digest is of another kind
+        # Two equal downloads that both differ from an unsure digest: the digest is not one of the content.
+        if wrong is None or (not remote.sure and found == seen):
             break
         on_bytes(-part.stat().st_size)
         _discard(part)
         if seen:
             raise wrong
-        seen = found or "size"
+        seen = found or "size"  # no digest if the size differs already
     target.parent.mkdir(parents=True, exist_ok=True)
     part.replace(target)
     sync_folder(target.parent)
@@ -119,7 +122,7 @@ def transfer(
 
 
 def begun(part: Path, remote: RemoteFile) -> int:
-    """How many bytes of the file an earlier transfer left behind."""
+    """The number of bytes that an earlier transfer of the same file left in `part`."""
     try:
         same = json.loads(_note(part).read_bytes()) == asdict(remote)
         size = part.stat().st_size
@@ -152,17 +155,18 @@ def _fill(
 
 
 def _in_order(start: int, size: int, reader: RangeReader, requests: Executor, patience: Patience) -> Iterator[bytes]:
-    waiting: deque[Future[bytes]] = deque()
+    """Yield the ranges from `start` in order, with up to AHEAD requests in flight."""
+    pending: deque[Future[bytes]] = deque()
     try:
-        while start < size or waiting:
-            while start < size and len(waiting) < AHEAD:
+        while start < size or pending:
+            while start < size and len(pending) < AHEAD:
                 end = min(size, start + RANGE)
-                waiting.append(requests.submit(_read, reader, start, end, patience))
+                pending.append(requests.submit(_read, reader, start, end, patience))
                 start = end
-            yield waiting.popleft().result()
+            yield pending.popleft().result()
     finally:
-        for one in waiting:
-            one.cancel()
+        for request in pending:
+            request.cancel()
 
 
 def _read(reader: RangeReader, start: int, end: int, patience: Patience) -> bytes:
@@ -173,7 +177,7 @@ def _read(reader: RangeReader, start: int, end: int, patience: Patience) -> byte
             if len(data) == end - start:
                 return data
             failed: Exception = TransferError(f"{len(data):,} bytes from byte {start:,} on", f"{end - start:,}")
-        except Exception as error:  # noqa: BLE001 - libraries of storage raise what they like; raised again below
+        except Exception as error:  # noqa: BLE001 - storage libraries raise errors of any type; raised again below
             failed = error
         pause = None if reader.is_final(failed) else next(pauses, None)
         if pause is None:
@@ -188,7 +192,7 @@ def _streamed(
     on_bytes: OnBytes,
     patience: Patience,
 ) -> Iterator[bytes]:
-    """From the beginning again where it breaks off: such storage cannot go on in the middle."""
+    """Yield the whole file. After an interruption, start over: this kind of storage cannot resume in the middle."""
     pauses = patience.pauses()
     while True:
         count = 0
@@ -208,7 +212,7 @@ def _streamed(
 
 
 def _difference(part: Path, remote: RemoteFile) -> tuple[TransferError | None, str]:
-    """How the content differs from what its storage says, and the digest it has."""
+    """The mismatch between the part file and the remote description, if any, and the digest found."""
     size = part.stat().st_size
     if remote.size is not None and size != remote.size:
         return TransferError(f"{size:,} bytes", f"{remote.size:,} bytes, as the storage says"), ""
@@ -222,7 +226,7 @@ def _difference(part: Path, remote: RemoteFile) -> tuple[TransferError | None, s
 
 
 def is_of_this_disk(error: BaseException) -> bool:
-    """Whether a file of this machine could not be written, as opposed to one elsewhere that could not be read."""
+    """Whether the error is about writing a local file, as opposed to reading a remote one."""
     if not isinstance(error, OSError) or error.errno is None:
         return False
     return error.errno in _DISK_ERRORS or str(error.filename or "").startswith("/")
@@ -232,7 +236,7 @@ _DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, err
 
 
 def digest_of(path: Path, kind: str) -> str:
-    """`git` is the id git gives to a file with this content."""
+    """The content's digest in hexadecimal. `kind` is `sha256`, `md5` or `git`, the blob id that git computes."""
     digest = hashlib.md5(usedforsecurity=False) if kind == "md5" else hashlib.sha256()
     if kind == "git":
         digest = hashlib.sha1(f"blob {path.stat().st_size}\0".encode(), usedforsecurity=False)

@@ -155,7 +155,7 @@ def test_the_hashes_are_of_the_files_own_bytes(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match="move what is there away"):
+    with pytest.raises(FileError, match="move the existing file or folder"):
         files.write(tmp_path / "file" / "a.safetensors", {"a": torch.ones(1)}, {})
 
 

@@ -142,7 +142,7 @@ def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) 
 def test_memory_that_could_be_cut_off_under_a_reader_is_refused() -> None:
     with io.FileIO(os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+") as file:
         file.truncate(4096)
-        with pytest.raises(HostMemoryError, match="could be cut off while it is read"):
+        with pytest.raises(HostMemoryError, match="could be truncated while it is read"):
             MemorySlab.join(file, None)
 
 

@@ -53,7 +53,7 @@ def place(size: Size, of: Dataset, multiple: int, variant: int = 0, digest: str 
 class TestSizes:
     @settings(deadline=None)
     @given(sizes, resolutions, multiples)
-    def test_sides_are_what_the_model_can_take(self, size: Size, asked: tuple[str, float], multiple: int) -> None:
+    def test_sides_are_multiples_the_model_supports(self, size: Size, asked: tuple[str, float], multiple: int) -> None:
         of = dataset(resolution_type=asked[0], resolution=asked[1])
         width, height = bucket_rules.nearest_size(buckets.rounded_aspect(size, 2), of, multiple)
         assert width % multiple == height % multiple == 0
@@ -61,7 +61,7 @@ class TestSizes:
 
     @settings(deadline=None)
     @given(st.floats(0.01, 100.0), resolutions, multiples)
-    def test_each_side_is_within_half_a_step_of_the_asked_shape(
+    def test_each_side_is_within_half_a_multiple_of_the_exact_shape(
         self, aspect: float, asked: tuple[str, float], multiple: int
     ) -> None:
         kind, resolution = asked
@@ -78,7 +78,7 @@ class TestSizes:
     @settings(deadline=None)
     @given(st.floats(0.25, 4.0), st.integers(512, 2048), multiples)
     def test_area_is_within_tolerance_of_the_target(self, aspect: float, resolution: int, multiple: int) -> None:
-        """Half a step on each side of the shorter and longer edge: what rounding can do, and nothing more."""
+        """Half a multiple on either side of both edges: exactly what rounding can change."""
         width, height = bucket_rules.nearest_size(aspect, dataset(resolution=float(resolution)), multiple)
         step = multiple / 2 / resolution
         limit = step * (math.sqrt(aspect) + 1 / math.sqrt(aspect)) + step * step
@@ -168,7 +168,7 @@ class TestFit:
     def test_without_crop_little_more_than_the_rounding_is_cut(
         self, aspect: float, asked: tuple[str, float], multiple: int
     ) -> None:
-        """What is lost is what rounding the aspect ratio to two decimals and the sides to a multiple takes."""
+        """The loss comes from rounding the aspect ratio to two decimals and the sides to a multiple."""
         size = (round(1000 * aspect), 1000)
         bucket, fit = place(size, dataset(resolution_type=asked[0], resolution=asked[1]), multiple)
         kept = bucket.width * bucket.height / (fit.resized[0] * fit.resized[1])
@@ -282,19 +282,19 @@ class TestFilters:
         assert wide is not None
         assert "wider" in wide.reason
 
-    def test_strips_are_left_out_unless_they_are_cropped(self) -> None:
+    def test_extreme_aspect_ratios_are_left_out_unless_cropped(self) -> None:
         assert buckets.unfit_picture((1600, 100), dataset()) is None
         for size in ((1601, 100), (100, 1601)):
             found = buckets.unfit_picture(size, dataset())
             assert found is not None
-            assert "strip" in found.reason
+            assert "16:1" in found.reason
             assert buckets.unfit_picture(size, dataset(crop={"enabled": True})) is None
 
 
 class TestFrames:
     @settings(deadline=None)
     @given(st.integers(1, 2000), st.sampled_from([1, 4, 8]))
-    def test_fitting_frames_are_the_most_the_model_can_take(self, frames: int, step: int) -> None:
+    def test_fitting_frames_is_the_longest_supported_length(self, frames: int, step: int) -> None:
         fitting = buckets.fitting_frames(frames, step)
         assert fitting % step == 1 % step
         assert fitting <= frames < fitting + step

@@ -1,4 +1,4 @@
-"""From a folder to an index: buckets, captions, what is dropped, and every kind of bad input."""
+"""Building an index from folders: buckets, captions, dropped files, and every kind of bad input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TestPictures:
         assert {item.visits for item in index.items} == {1}
         assert not index.dropped
 
-    def test_several_resolutions_of_one_folder_are_looked_at_once(self, tmp_path: Path) -> None:
+    def test_a_folder_with_several_resolutions_is_scanned_once(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(4))
         told: list[str] = []
         index = index_of(
@@ -85,38 +85,40 @@ class TestPictures:
         assert {one.reason for one in first.dropped} == {"beyond max_samples 10"}
         assert len(first.dropped) == 20
 
-    def test_small_pictures_are_said_to_be_enlarged(self, tmp_path: Path) -> None:
+    def test_enlarged_images_are_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(16, 16), "b.png": image(64, 64)})
         told = note(only(index_of(tmp_path, {"path": str(folder)})), "enlarged")
         assert told.startswith("1 sample ")
         assert "a.png by 4.0x" in told
 
-    def test_random_crops_of_cached_latents_are_said_to_stay(self, tmp_path: Path) -> None:
+    def test_fixed_random_crops_are_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(2))
         crop = {"enabled": True, "style": "random"}
-        assert "refresh_each_epoch" in note(only(index_of(tmp_path, {"path": str(folder), "crop": crop})), "drawn once")
+        assert "refresh_each_epoch" in note(
+            only(index_of(tmp_path, {"path": str(folder), "crop": crop})), "chosen once"
+        )
         for values in ({"cache_latents": "none"}, {"augmentation": {"cache_mode": "refresh_each_epoch"}}):
             index = only(index_of(tmp_path, {"path": str(folder), "crop": crop, **values}))
-            assert not [one for one in index.notes if "drawn once" in one]
+            assert not [one for one in index.notes if "chosen once" in one]
 
     def test_names_shared_by_several_files(self, tmp_path: Path) -> None:
         folder = write(
             tmp_path / "data", {"a.png": image(), "a.jpg": image(kind="JPEG"), "a.txt": "both", "b.png": image()}
         )
         index = only(index_of(tmp_path, {"path": str(folder)}))
-        assert note(index, "several files") == "1 name of several files, which share their caption: a.jpg and a.png"
+        assert (
+            note(index, "several files") == "1 name used by several files, which share their caption: a.jpg and a.png"
+        )
         assert [item.captions for item in index.items[:2]] == [("both",), ("both",)]
 
     def test_links_out_of_the_folder_are_counted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image()})
         (folder / "b.png").symlink_to(write(tmp_path / "elsewhere", {"b.png": image()}) / "b.png")
-        assert "leads out of the folder" in note(
-            only(index_of(tmp_path, {"path": str(folder)})), "1 file not looked at"
-        )
+        assert "leads out of the folder" in note(only(index_of(tmp_path, {"path": str(folder)})), "1 file skipped")
 
 
 class TestCaptions:
-    def test_missing_ones_are_counted_and_named(self, tmp_path: Path) -> None:
+    def test_missing_captions_are_counted_and_named(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {**pictures(2), "x.png": image(), "y.png": image(), "y.txt": "\n"})
         index = only(index_of(tmp_path, {"path": str(folder)}))
         assert note(index, "without a caption") == "1 sample without a caption: x.png"
@@ -125,7 +127,7 @@ class TestCaptions:
     def test_a_trigger_word_is_still_there(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"x.png": image()})
         index = only(index_of(tmp_path, {"path": str(folder), "captions": {"trigger_word": "sks"}}))
-        assert note(index, "without a caption") == '1 sample without a caption, trained with "sks" alone: x.png'
+        assert note(index, "without a caption") == '1 sample without a caption, trained with "sks" only: x.png'
 
     def test_a_placeholder_without_a_trigger_word_is_removed_and_counted(self, tmp_path: Path) -> None:
         files = {"x.png": image(), "x.txt": "a [trigger] in the rain", "y.png": image(), "y.txt": "a cat"}
@@ -137,7 +139,7 @@ class TestCaptions:
         named = only(index_of(tmp_path, {"path": str(folder), "captions": {"trigger_word": "sks"}}))
         assert not [one for one in named.notes if "[trigger]" in one]
 
-    def test_one_that_is_no_utf8_is_an_unreadable_file(self, tmp_path: Path) -> None:
+    def test_a_caption_that_is_not_utf8_is_an_unreadable_file(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {**pictures(3), "001.txt": b"caf\xe9"})
         with pytest.raises(UnreadableFilesError, match=r"001\.txt: .*not UTF-8"):
             index_of(tmp_path, {"path": str(folder)})
@@ -145,8 +147,8 @@ class TestCaptions:
         assert paths(index) == ["000.png", "002.png"]
         assert [one.path for one in index.unreadable] == ["001.txt"]
 
-    def test_every_file_is_asked_for_once_and_one_far_too_large_never(self, tmp_path: Path) -> None:
-        """On a server each question is a round trip; a sparse file of 5 TiB would not fit into memory."""
+    def test_every_caption_is_read_once_and_a_huge_one_never(self, tmp_path: Path) -> None:
+        """On a server each request is a round trip; a sparse file of 5 TiB would not fit into memory."""
         folder = write(tmp_path / "data", pictures(6))
         with (folder / "004.txt").open("wb") as file:
             file.truncate(5 << 40)
@@ -166,7 +168,7 @@ class TestCaptions:
         assert index.unreadable == (LeftOut("004.txt", "a caption file of 5.00 TiB; expected text of at most 512 KiB"),)
         assert sorted(asked) == sorted({*pictures(6)} - {"004.txt"})
 
-    def test_every_text_a_run_can_ask_for(self, tmp_path: Path) -> None:
+    def test_captions_lists_every_text_of_a_run(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "a.txt": "one\ntwo", "b.png": image(), "b.txt": "two"})
         assert list(index_of(tmp_path, {"path": str(folder)}).captions()) == ["one", "two"]
         dropping = index_of(tmp_path, {"path": str(folder), "captions": {"dropout": 0.1}})
@@ -184,12 +186,12 @@ class TestKohyaFolders:
         assert [one.reason for one in index.dropped] == ["in a folder whose number is 0"]
         assert "3_sks dog (3 visits an epoch)" in note(index, "kohya")
 
-    def test_they_are_plain_folders_where_the_config_says_so(self, tmp_path: Path) -> None:
+    def test_kohya_folders_are_plain_folders_if_configured(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"3_sks dog/a.png": image(), "0_off/c.png": image(seed=2)})
         index = only(index_of(tmp_path, {"path": str(folder), "kohya_folders": False}))
         assert [(item.visits, item.captions) for item in index.items] == [(1, ("",)), (1, ("",))]
 
-    def test_the_config_s_own_number_wins_and_is_said_to(self, tmp_path: Path) -> None:
+    def test_repeats_override_the_numbers_with_a_note(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"3_sks dog/a.png": image()})
         index = only(index_of(tmp_path, {"path": str(folder), "repeats": 1}))
         assert index.items[0].visits == 2
@@ -198,7 +200,7 @@ class TestKohyaFolders:
     @pytest.mark.parametrize(
         "names", [("2023_holiday/a.png",), ("3_dog/a.png", "b.png"), ("3_dog/a.png", "cats/b.png")]
     )
-    def test_anything_less_is_an_ordinary_folder(self, tmp_path: Path, names: tuple[str, ...]) -> None:
+    def test_other_layouts_are_ordinary_folders(self, tmp_path: Path, names: tuple[str, ...]) -> None:
         folder = write(tmp_path / "data", {name: image(seed=number) for number, name in enumerate(names)})
         index = only(index_of(tmp_path, {"path": str(folder)}))
         assert {item.visits for item in index.items} == {1}
@@ -229,7 +231,7 @@ class TestVideoAndSound:
             frames = only(index_of(tmp_path, values, geometry=self.WAN)).items[0].bucket.frames
             assert frames == fits - (fits - 1) % 4
 
-    def test_sounds_have_duration_buckets(self, tmp_path: Path) -> None:
+    def test_audio_has_duration_buckets(self, tmp_path: Path) -> None:
         audio = geometry("stable_audio", "open-1.0")
         sounds = {f"{seconds}.wav": audio_bytes(tone(440, seconds, 8_000), 8_000) for seconds in (1.0, 3.5, 6.5, 6.9)}
         folder = write(tmp_path / "data", sounds)
@@ -237,7 +239,7 @@ class TestVideoAndSound:
         seconds = [round(item.bucket.audio_samples / 44_100) for item in index.items]
         assert seconds == [3, 3, 6, 6]
         assert {item.bucket.audio_channels for item in index.items} == {2}
-        assert "1.0.wav" in note(index, "followed by silence")
+        assert "1.0.wav" in note(index, "padded with silence")
 
 
 class TestBadInput:
@@ -253,7 +255,7 @@ class TestBadInput:
         assert "dataset_type" in str(error.value)
 
     def test_a_folder_that_is_not_there(self, tmp_path: Path) -> None:
-        with pytest.raises(StorageError, match="nothing there"):
+        with pytest.raises(StorageError, match="no such folder"):
             index_of(tmp_path, {"path": str(tmp_path / "nowhere")})
 
     def test_one_bad_file_in_a_hundred_is_left_out_and_two_stop_the_run(self, tmp_path: Path) -> None:
@@ -267,7 +269,7 @@ class TestBadInput:
         for words in ("bad1.png", "bad2.png", "2 of 101", "corrupt_threshold"):
             assert words in str(error.value)
 
-    def test_nothing_left_says_what_took_it_away(self, tmp_path: Path) -> None:
+    def test_no_file_left_lists_the_reasons(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(4))
         with pytest.raises(DataError, match=r"4 x smaller than minimum_size 512") as error:
             index_of(tmp_path, {"path": str(folder), "minimum_size": 512.0})
@@ -285,15 +287,13 @@ class TestBadInput:
             ({"captions": {"strategy": "instanceprompt"}}, "datasets[0].captions.instance_prompt"),
         ],
     )
-    def test_settings_the_data_cannot_follow_name_their_key(
-        self, tmp_path: Path, values: dict[str, Any], key: str
-    ) -> None:
+    def test_unsupported_settings_name_their_key(self, tmp_path: Path, values: dict[str, Any], key: str) -> None:
         folder = write(tmp_path / "data", pictures(2))
         with pytest.raises(ConfigError) as error:
             index_of(tmp_path, {"path": str(folder), **values})
         assert [problem.key for problem in error.value.problems] == [key]
 
-    def test_damage_found_while_decoding_takes_the_sample_out_of_the_index(self, tmp_path: Path) -> None:
+    def test_files_damaged_at_decoding_leave_the_index(self, tmp_path: Path) -> None:
         index = index_of(tmp_path, {"path": str(write(tmp_path / "data", pictures(4))), "corrupt_threshold": 0.3})
         smaller = index.without({"d0": {"001.png": "damaged in the middle"}})
         assert paths(smaller.datasets[0]) == ["000.png", "002.png", "003.png"]
@@ -303,8 +303,8 @@ class TestBadInput:
         with pytest.raises(UnreadableFilesError, match=r"003\.png"):
             smaller.without({"d0": {"003.png": "this one too"}})
 
-    def test_a_damaged_reference_takes_its_target_out_and_is_named(self, tmp_path: Path) -> None:
-        """Both have the same name, as in every edit dataset."""
+    def test_a_damaged_reference_excludes_its_target(self, tmp_path: Path) -> None:
+        """Both files have the same name, as in every edit dataset."""
         folders = [str(write(tmp_path / name, pictures(4))) for name in ("target", "source")]
         index = index_of(
             tmp_path,
@@ -317,7 +317,7 @@ class TestBadInput:
 
 
 class BadDisk(LocalBackend):
-    """Some of its files are there and cannot be read."""
+    """A backend with some unreadable files."""
 
     def __init__(self, folder: Path, bad: set[str]) -> None:
         super().__init__(folder)
@@ -377,7 +377,7 @@ class TestEveryBackendCountsTheSame:
         with pytest.raises(UnreadableFilesError, match=r"(?s)4 of 7.*001\.png.*bad\.png.*002\.txt.*003\.txt"):
             self.build(tmp_path, backend, corrupt_threshold=0.57)
 
-    def test_what_nobody_needs_counts_nowhere(
+    def test_unneeded_files_are_not_counted(
         self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
     ) -> None:
         folder = write(tmp_path / "data", {**pictures(3), "notes.json": "{}", "clip.mp4": b"x"})
@@ -386,10 +386,10 @@ class TestEveryBackendCountsTheSame:
         assert len(index.items) == 3
         assert index.unreadable == ()
 
-    def test_a_caption_behind_a_link_that_leads_out(
+    def test_a_caption_behind_a_link_out_of_the_folder(
         self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]
     ) -> None:
-        """It has a caption: it is not trained without."""
+        """The file has a caption, so it must not be trained on without it."""
         folder = write(tmp_path / "data", {**pictures(3), "x.png": image(seed=9), "y.png": image(seed=10)})
         (folder / "x.txt").symlink_to(write(tmp_path / "elsewhere", {"x.txt": "a caption"}) / "x.txt")
         (folder / "y.txt").symlink_to("nothing there")
@@ -397,7 +397,7 @@ class TestEveryBackendCountsTheSame:
         assert paths(index) == ["000.png", "001.png", "002.png"]
         assert [(one.path, one.reason) for one in index.unreadable] == [
             ("x.txt", "a caption that cannot be read: a link that leads out of the folder"),
-            ("y.txt", "a caption that cannot be read: a link to nothing that can be read"),
+            ("y.txt", "a caption that cannot be read: a link to something that is not a readable file"),
         ]
 
     def test_a_folder_of_other_things(self, tmp_path: Path, backend_on: Callable[[Path, set[str]], Backend]) -> None:
@@ -421,7 +421,7 @@ class TestOtherDatasets:
         )
         assert [found.id for found in index.datasets] == ["d0"]
         assert [found.id for found in index.held_out] == ["d2"]
-        assert list(index.notes) == ["dataset d3 is conditioning data of no dataset and was not read"]
+        assert list(index.notes) == ["dataset d3 was not read, because no dataset uses it as conditioning data"]
         assert [found.position for found in index.held_out] == [2]
 
     @pytest.mark.parametrize("name", ["a.png", "a.mp4"])
@@ -469,11 +469,11 @@ class TestOtherDatasets:
             assert isinstance(backend, InMemoryBackend)
             backend.close()
 
-    def test_a_scan_that_cannot_be_remembered_is_said(self, tmp_path: Path) -> None:
+    def test_a_scan_that_cannot_be_saved_is_noted(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(2))
         (tmp_path / "file").write_text("")
         index = index_of(tmp_path, {"path": str(folder)}, memory=tmp_path / "file" / "scan")
-        assert "looks at all files again" in index.notes[0]
+        assert "scans all files again" in index.notes[0]
 
 
 def test_the_side_multiple_is_the_family_s(tmp_path: Path) -> None:
@@ -491,17 +491,17 @@ def test_a_table_that_says_other_sizes_is_named_and_the_files_count(tmp_path: Pa
     table = {"path": "t.csv", "width_column": "w", "height_column": "h"}
     found = only(index_of(tmp_path, {"path": str(folder), "captions": {"strategy": "csv", "table": table}}))
     assert [note for note in found.notes if "width_column" in note] == [
-        "1 file of another size than width_column and height_column say, for example 001.png: 96x64, not 64x64; "
-        "the files' own sizes count"
+        "1 file whose size differs from width_column and height_column, for example 001.png: 96x64, not 64x64; "
+        "the files' own sizes are used"
     ]
 
 
 class TestExclusions:
-    """Damaged files that are found one after the other."""
+    """Damaged files that are found one by one."""
 
     @pytest.fixture
     def applied(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-        """How many files each look at the whole index took out."""
+        """How many files each rebuild of the index removed."""
         counts: list[int] = []
         original = DataIndex.without
 
@@ -512,7 +512,7 @@ class TestExclusions:
         monkeypatch.setattr(DataIndex, "without", without)
         return counts
 
-    def test_the_index_is_looked_at_once_for_all_of_them(self, applied: list[int]) -> None:
+    def test_the_index_is_rebuilt_once_for_all_of_them(self, applied: list[int]) -> None:
         index = made_up({"counts": (300, 200), "corrupt_threshold": 0.1}, {"counts": (100,), "corrupt_threshold": 0.1})
         bad = [(one.id, item.path) for one in index.datasets for item in one.items[::20]]
         excluded = Exclusions(index)
@@ -525,7 +525,7 @@ class TestExclusions:
         assert smaller == index.without(gone)
         assert [len(one.items) for one in smaller.datasets] == [475, 95]
 
-    def test_the_first_that_is_one_too_many_stops_it(self, applied: list[int]) -> None:
+    def test_the_first_file_beyond_the_threshold_raises(self, applied: list[int]) -> None:
         index = made_up({"counts": (100,), "corrupt_threshold": 0.03})
         excluded = Exclusions(index)
         for item in index.datasets[0].items[:3]:

@@ -1,4 +1,4 @@
-"""Tables of captions, in the forms people have them."""
+"""Caption tables in common formats."""
 
 from __future__ import annotations
 
@@ -99,27 +99,27 @@ def test_sizes() -> None:
         (
             CSV.replace("caption", "captions"),
             "csv",
-            r"no column `caption`; it has filename, captions, w\. write `captions`",
+            r"no column `caption`; the columns are filename, captions, w\. write `captions`",
         ),
         ("filename,caption\na.jpg,a cat, asleep\n", "csv", "line 2: more cells than columns; put captions with commas"),
         ('filename,caption\na.jpg,"a cat', "csv", "after line 1: unexpected end of data"),
-        ("filename,caption\n,a cat\n", "csv", "line 2: `filename` is '', expected the name of a file"),
-        ("", "csv", "a table without rows"),
-        ("filename,caption\n", "csv", "a table without rows"),
+        ("filename,caption\n,a cat\n", "csv", "line 2: `filename` is '', expected a file name"),
+        ("", "csv", "the table has no rows"),
+        ("filename,caption\n", "csv", "the table has no rows"),
         (b"filename,caption\na.jpg,caf\xe9\n", "csv", r"captions\.csv, line 2: not UTF-8"),
-        ("{broken", "json", r"captions\.json: not JSON: "),
+        ("{broken", "json", r"captions\.json: invalid JSON: "),
         ('"text"', "json", "str, expected an object"),
-        ('{"filename": "a.jpg", "caption": "x"}\n[1]\n', "jsonl", "line 2: list, expected an object"),
+        ('{"filename": "a.jpg", "caption": "x"}\n[1]\n', "jsonl", "line 2: a list, expected an object"),
         ('{"filename": "a.jpg", "caption": 5}', "jsonl", "line 1: the caption is 5, expected text"),
         ('{"filename": "a.jpg", "caption": "\\ud83d"}', "jsonl", "half a character"),
         ('{"filename": 5, "caption": "x"}', "jsonl", "line 1: `filename` is 5"),
-        ("[" * 100_000, "json", "nesting too deep"),
+        ("[" * 100_000, "json", "nested too deeply"),
         ('{"a.jpg": ' + "[" * 900 + "]" * 900 + "}", "json", "list of lists"),
-        ('{"a.jpg": ' + "9" * 5_000 + "}", "json", "not JSON"),
+        ('{"a.jpg": ' + "9" * 5_000 + "}", "json", "invalid JSON"),
         ('{"a.jpg": ' + "{" + ", ".join(f'"k{one}": 1' for one in range(50_000)) + "}}", "json", "no column `caption`"),
         (json.dumps({"a.jpg": "x" * 40_000}), "json", "a caption of 40,000 characters; expected at most 32,768"),
-        (json.dumps({"a.jpg": ["x"] * 1_001}), "json", "1,001 captions of one picture; expected at most 1,000"),
-        ('{"filename": "a.jpg", "caption": "x"}\n' * 1_001, "jsonl", "line 1001: 1,001 captions of one picture"),
+        (json.dumps({"a.jpg": ["x"] * 1_001}), "json", "1,001 captions for one file; expected at most 1,000"),
+        ('{"filename": "a.jpg", "caption": "x"}\n' * 1_001, "jsonl", "line 1001: 1,001 captions for one file"),
         ("filename,caption" + ",x" * 1_000 + "\n" + "a\n" * 10_000, "csv", "1,002 columns; expected at most 1,000"),
         ("filename,caption\na.jpg," + "x" * 140_000 + "\n", "csv", "field larger than field limit"),
     ],
@@ -131,7 +131,7 @@ def test_bad_tables_are_named_with_their_line(data: str | bytes, kind: TableKind
 
 
 @pytest.mark.parametrize("side", ["Infinity", "NaN", "1e400", '"x"', "null", "[1]"])
-def test_a_size_that_is_none(side: str) -> None:
+def test_an_invalid_size(side: str) -> None:
     row = f'{{"filename": "a.jpg", "caption": "x", "w": {side}, "h": 5}}'
     with pytest.raises(DataError, match="expected whole numbers"):
         found(row, "jsonl", "a.jpg", width_column="w", height_column="h")
@@ -147,7 +147,7 @@ def test_a_table_in_the_datasets_folder_or_anywhere(tmp_path: Path) -> None:
     outside.write_text(CSV.replace("cat", "lion"))
     for path in (str(outside), str(root / ".." / "elsewhere.csv")):
         assert load_table("csv", CaptionTable(path=path), backend).find("a.jpg") == Entry(("a lion, asleep",))
-    with pytest.raises(DataError, match=r"lost\.csv: no such table, neither in .*cats nor on this machine"):
+    with pytest.raises(DataError, match=r"lost\.csv: no such table in .*cats or on this machine"):
         load_table("csv", CaptionTable(path="lost.csv"), backend)
 
 
@@ -191,7 +191,7 @@ def test_parquet() -> None:
     assert found(data, "parquet", "a.jpg", **options) == Entry(("a cat",), (640, 480))
     assert found(data, "parquet", "b.jpg", **options) == Entry(("dog", "hound"), (320, 200))
     assert found(data, "parquet", "c.jpg", **options) == Entry((), (1, 1))
-    with pytest.raises(DataError, match="damaged Parquet file"):
+    with pytest.raises(DataError, match="Parquet file is damaged"):
         found(data[: len(data) // 2], "parquet", "a.jpg")
     with pytest.raises(DataError, match="row 0: no column `text`"):
         found(data, "parquet", "a.jpg", caption_column="text")

@@ -1,4 +1,4 @@
-"""Captions: where they are found, and what becomes of them."""
+"""Captions: sources and processing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_caption_that_is_not_utf8_is_named(data: bytes, reason: str) -> None:
     assert caught.value.path == "cats/one.txt"
 
 
-def test_a_missing_caption_says_so() -> None:
+def test_a_missing_caption_has_the_origin_missing() -> None:
     assert book().find("a.png") == Found(("",), "missing")
     assert book().find("a.png", folder_name="sks dog") == Found(("sks dog",), "folder")
     assert book(default="a picture").find("a.png", folder_name="sks dog") == Found(("a picture",), "default")
@@ -108,7 +108,7 @@ def test_the_instance_prompt_in_front() -> None:
         ({"shuffle_tags": True, "tag_separator": ""}, "tag_separator"),
     ],
 )
-def test_options_that_miss_something(options: dict[str, Any], key: str) -> None:
+def test_incomplete_options(options: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError) as caught:
         book(**options)
     assert [problem.key for problem in caught.value.problems] == [f"datasets[0].captions.{key}"]
@@ -142,7 +142,7 @@ def test_the_trigger_word(text: str, expected: str) -> None:
         ("a  dog , ", "a  dog , "),
     ],
 )
-def test_without_a_trigger_word_the_placeholder_goes(text: str, expected: str) -> None:
+def test_without_a_trigger_word_the_placeholder_is_removed(text: str, expected: str) -> None:
     assert with_trigger(text, None) == expected
     assert with_trigger(text, "") == expected
 
@@ -261,7 +261,7 @@ def test_every_order_is_equally_likely() -> None:
     assert all(count == pytest.approx(600, rel=0.15) for count in counts.values())
 
 
-def test_all_that_is_done_to_a_caption_in_its_order() -> None:
+def test_the_order_of_caption_processing() -> None:
     captions = book(
         {"a.txt": b"one, two, three\nfour"},
         shuffle_tags=True,
@@ -327,17 +327,17 @@ def test_kohya_folders(name: str, expected: KohyaFolder | None) -> None:
 
 
 class TestLimits:
-    """What is far beyond a caption is an error at once, not minutes of work."""
+    """Input far beyond a caption is an immediate error, not minutes of work."""
 
     @pytest.mark.parametrize(
         ("text", "found"),
         [
             ("x" * 10_000_000, "a caption file of 9.54 MiB; expected text of at most 512 KiB"),
             ("tag, " * 50_000, "a caption of 249,999 characters; expected at most 32,768"),
-            ("line\n" * 1_001, "1,001 captions of one picture; expected at most 1,000"),
+            ("line\n" * 1_001, "1,001 captions for one file; expected at most 1,000"),
         ],
     )
-    def test_a_file_that_is_no_caption(self, text: str, found: str) -> None:
+    def test_a_file_too_large_for_a_caption(self, text: str, found: str) -> None:
         with pytest.raises(UnreadableMediaError, match=re.escape(found)):
             book({"a.txt": text.encode()}).find("a.jpg")
 
@@ -352,6 +352,6 @@ class TestLimits:
             assert "," not in with_trigger(text, None) or text.endswith("x")
             assert time.perf_counter() - began < 2
 
-    def test_a_trigger_word_is_no_novel(self) -> None:
+    def test_a_trigger_word_has_a_maximum_length(self) -> None:
         with pytest.raises(ConfigError, match=r"captions\.trigger_word"):
             book(trigger_word="x" * 1_001)

@@ -28,7 +28,7 @@ def colours(picture: Image.Image) -> np.ndarray[tuple[int, ...], np.dtype[np.flo
 
 class TestThumbnails:
     def test_show_what_the_model_sees_and_no_more(self, tmp_path: Path) -> None:
-        """Red left, blue right, and a crop of the left half: nothing blue is left, and flipped it is the other way."""
+        """Red left, blue right, and a crop of the left half: no blue is left, and the flipped one is the opposite."""
         halves = Image.new("RGB", (200, 100), "red")
         halves.paste("blue", (100, 0, 200, 100))
         folder = write(tmp_path / "data", {"a.png": image_bytes(halves)})

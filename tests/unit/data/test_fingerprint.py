@@ -54,7 +54,7 @@ def test_moving_or_staging_the_data_changes_nothing(tmp_path: Path, folder: Path
         ({}, {"augmentation": {"flip_x": True}}, "dataset d0: other settings"),
     ],
 )
-def test_what_changed_is_said(
+def test_differences_are_listed(
     tmp_path: Path, folder: Path, files: dict[str, bytes | str], values: dict[str, Any], told: str
 ) -> None:
     before = of(tmp_path, folder)
@@ -84,7 +84,7 @@ class NextAugmentation(Augmentation):
 
 
 class NextDataset(Dataset):
-    """What a later release may have: more settings, in a section and beside them."""
+    """A possible later release: more settings, inside a section and at the top level."""
 
     augmentation: NextAugmentation = NextAugmentation()
     curriculum: str | None = None
@@ -110,4 +110,4 @@ def test_datasets_that_come_and_go(tmp_path: Path, folder: Path) -> None:
     one = of(tmp_path, folder)
     two = index_of(tmp_path, {"path": str(folder)}, {"path": str(folder)}).fingerprint
     assert differences(one, two) == ("dataset d1 is new",)
-    assert differences(two, one) == ("dataset d1 is gone",)
+    assert differences(two, one) == ("dataset d1 was removed",)

@@ -1,4 +1,4 @@
-"""How a sample is described when its turn comes: what varies, and for how long it stays the same."""
+"""The description of a sample at each visit: what varies, and for how long it stays the same."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JITTER = {"method": "RandomBrightnessContrast", "p": 1.0}
 
 
 def visits(index: DataIndex, epochs: int) -> list[list[SampleRef]]:
-    """The samples of each epoch, by path and then in the order they came."""
+    """The samples of each epoch, by path and in order."""
     loader, found = Loader(index, batch_size=3), []
     for _ in range(epochs):
         samples: list[SampleRef] = []
@@ -49,7 +49,9 @@ class TestHowLongARandomChoiceLasts:
             ({"cache_latents": "disk"}, "once"),
         ],
     )
-    def test_as_long_as_the_latent_is_cached(self, tmp_path: Path, values: dict[str, Any], lasts: str) -> None:
+    def test_random_choices_last_as_long_as_the_cached_latent(
+        self, tmp_path: Path, values: dict[str, Any], lasts: str
+    ) -> None:
         folder = write(tmp_path / "data", {f"{n}.png": image(400, 64, seed=n) for n in range(4)})
         index = index_of(tmp_path, {"path": str(folder), "repeats": 1, "crop": RANDOM, **values})
         assert freshness(index.datasets[0].dataset) == lasts
@@ -80,7 +82,7 @@ class TestHowLongARandomChoiceLasts:
 
 class TestReferencesThatComeAgain:
     @pytest.mark.parametrize("mode", ["static", "refresh_each_epoch", "disable_cache"])
-    def test_are_the_same_objects_and_what_a_new_index_would_make(self, tmp_path: Path, mode: str) -> None:
+    def test_recurring_references_are_the_same_objects(self, tmp_path: Path, mode: str) -> None:
         files: dict[str, bytes | str] = {f"{n}.png": image(400, 64, seed=n) for n in range(3)}
         files |= {f"{n}.txt": f"one of {n}\ntwo of {n}" for n in range(3)}
         values = {"captions": {"dropout": 0.3}, "crop": RANDOM, "repeats": 1, "path": str(write(tmp_path / "d", files))}
@@ -96,17 +98,17 @@ class TestReferencesThatComeAgain:
                           key=lambda sample: sample.path) == found  # fmt: skip
         every_one = [one for epoch in together for one in epoch]
         assert len({id(one) for one in every_one}) == (36 if mode == "disable_cache" else len({*every_one}))
-        assert bool(index._made) == (mode != "disable_cache"), "what never comes again is not kept"
+        assert bool(index._refs) == (mode != "disable_cache"), "what never comes again is not kept"
 
-    def test_only_so_many_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_number_of_kept_references_is_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gracetune.data.index.MOST_MADE", 4)
         index, other = made_up({"counts": [10]}), made_up({"counts": [10]})
         assert visits(index, 2) == visits(other, 2)
-        assert 0 < len(index._made) <= 4
+        assert 0 < len(index._refs) <= 4
 
 
 class TestFlips:
-    def test_are_taken_in_turn_and_files_begin_with_different_ones(self, tmp_path: Path) -> None:
+    def test_flips_rotate_and_files_start_with_different_ones(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(16))
         index = index_of(tmp_path, {"path": str(folder), "augmentation": {"flip_x": True, "flip_y": True}})
         assert len(flips(index.datasets[0].dataset)) == 4
@@ -162,8 +164,8 @@ class TestClips:
 
     @pytest.mark.parametrize("rate", [23.976, 25.0, 30.0])
     @pytest.mark.parametrize("clip", ["head", "uniform", "random"])
-    def test_every_clip_that_is_promised_can_be_decoded(self, tmp_path: Path, rate: float, clip: str) -> None:
-        """Whatever the file's rate, the rate asked for and the length: the last frame is there."""
+    def test_every_indexed_clip_can_be_decoded(self, tmp_path: Path, rate: float, clip: str) -> None:
+        """The last frame exists for any rate of the file, any requested rate and any length."""
         folder = write(tmp_path / "data", {"a.mp4": video_bytes(every(1 / rate, 31))})
         for video in (
             {"num_frames": 29},
@@ -192,7 +194,7 @@ class TestSounds:
         assert sound is not None
         assert tuple(sound.shape) == (1, 3 * 16_384)
 
-    def test_a_short_one_is_followed_by_silence(self, tmp_path: Path) -> None:
+    def test_short_audio_is_padded_with_silence(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.wav": audio_bytes(tone(440, 1.0, 44_100), 44_100)})
         values = {"path": str(folder), "dataset_type": "audio"}
         index = index_of(tmp_path, values, geometry=geometry("stable_audio", "open-1.0"))
@@ -203,7 +205,7 @@ class TestSounds:
 
 
 class TestWhatACacheHasToHold:
-    def test_covers_every_sample_a_run_asks_for_and_nothing_twice(self, tmp_path: Path) -> None:
+    def test_cacheable_covers_every_sample_of_a_run_once(self, tmp_path: Path) -> None:
         clips = write(tmp_path / "clips", {"a.mp4": video_bytes(every(0.04, 70))})
         stills = write(tmp_path / "stills", {f"{n}.png": image(200, 64, seed=n) for n in range(3)})
         index = index_of(

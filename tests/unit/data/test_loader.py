@@ -19,7 +19,7 @@ from gracetune.data.sampler import Mixing
 from unit.data.folders import made_up
 
 Schedule = list[int]
-"""Micro-batch sizes, taken in turn."""
+"""Micro-batch sizes, used cyclically."""
 
 schedules = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 worlds = st.integers(1, 6)
@@ -43,7 +43,7 @@ def indexes(draw: st.DrawFn) -> DataIndex:
 
 
 def run(loaders: list[Loader], schedule: Schedule, batches: int, start: int = 0) -> list[list[Outcome]]:
-    """What all ranks get, call by call."""
+    """The results of all ranks, call by call."""
     return [
         [loader.next_batch(schedule[(start + call) % len(schedule)]) for loader in loaders] for call in range(batches)
     ]
@@ -54,7 +54,7 @@ def ranks(index: DataIndex, world_size: int, **options: Any) -> list[Loader]:
 
 
 def together(outcomes: list[Outcome]) -> tuple[tuple[SampleRef, ...], tuple[int, ...]] | Outcome:
-    """One call's samples of all ranks without padding, in their order; or what is no batch."""
+    """The samples of all ranks for one call without padding, in order, or the result that is not a batch."""
     first = outcomes[0]
     if not isinstance(first, BatchRef):
         assert all(outcome == first for outcome in outcomes)
@@ -71,14 +71,14 @@ def together(outcomes: list[Outcome]) -> tuple[tuple[SampleRef, ...], tuple[int,
 class TestRanks:
     @given(indexes(), worlds, schedules)
     @settings(deadline=None)
-    def test_together_are_the_sequence_of_one(self, index: DataIndex, world_size: int, schedule: Schedule) -> None:
+    def test_ranks_together_equal_one_rank(self, index: DataIndex, world_size: int, schedule: Schedule) -> None:
         alone = run(ranks(index, 1), [size * world_size for size in schedule], 30)
         many = run(ranks(index, world_size), schedule, 30)
         assert [together(outcomes) for outcomes in many] == [together(outcomes) for outcomes in alone]
 
     @given(indexes(), worlds, schedules)
     @settings(deadline=None)
-    def test_an_epoch_has_every_visit_once_whatever_the_world_and_the_batches(
+    def test_an_epoch_has_every_visit_once_for_any_world_and_batch_size(
         self, index: DataIndex, world_size: int, schedule: Schedule
     ) -> None:
         loaders, seen, calls = ranks(index, world_size), [], 0
@@ -108,10 +108,10 @@ class TestRanks:
 
     @given(indexes(), st.lists(st.tuples(worlds, st.integers(1, 4), st.integers(1, 5)), min_size=2, max_size=5))
     @settings(deadline=None)
-    def test_a_changing_world_loses_and_repeats_nothing(
+    def test_changing_the_number_of_ranks_loses_and_repeats_nothing(
         self, index: DataIndex, legs: list[tuple[int, int, int]]
     ) -> None:
-        """Each leg of the run has its own number of ranks and batch size, and ends wherever it ends."""
+        """Each part of the run has its own number of ranks and batch size, and may stop anywhere."""
         state: dict[str, Any] | None = None
         seen: list[int] = []
         epochs: dict[int, Counter[tuple[str, str]]] = {}
@@ -141,7 +141,7 @@ class TestRanks:
 class TestResuming:
     @given(indexes(), worlds, schedules, st.integers(0, 25))
     @settings(deadline=None)
-    def test_goes_on_exactly_where_it_was(
+    def test_continues_exactly_where_it_stopped(
         self, index: DataIndex, world_size: int, schedule: Schedule, done: int
     ) -> None:
         loaders = ranks(index, world_size)
@@ -196,7 +196,7 @@ class TestResuming:
 
 @st.composite
 def damages(draw: st.DrawFn) -> tuple[DataIndex, list[tuple[int, str, str]]]:
-    """An index, and files of it that turn out to be damaged: after how many batches, of which dataset."""
+    """An index and its damaged files: after how many batches each is found, and in which dataset."""
     index = draw(indexes())
     files = [(found.id, item.path) for found in index.datasets for item in found.items[1:]]  # one of each stays
     chosen = draw(st.lists(st.sampled_from(files), unique=True, max_size=4)) if files else []
@@ -289,8 +289,8 @@ class TestExcluding:
         with pytest.raises(UnreadableFilesError, match="1 of 1"):
             loader.exclude({"d0": {loader.index.datasets[0].items[0].path: "damaged"}})
 
-    def test_other_data_is_looked_at_afresh(self) -> None:
-        """The damaged file may have been mended: that is what changed."""
+    def test_changed_data_resets_the_exclusions(self) -> None:
+        """The damaged file may have been repaired, which is the change."""
         loader = Loader(made_up({"counts": [5], "corrupt_threshold": 0.5}), batch_size=1)
         loader.exclude({"d0": {loader.index.datasets[0].items[0].path: "damaged"}})
         resumed = Loader(made_up({"counts": [6]}), batch_size=1)
@@ -302,7 +302,7 @@ class TestExcluding:
 class TestLookingAhead:
     @given(indexes(), worlds, schedules, st.integers(1, 6))
     @settings(deadline=None)
-    def test_sees_what_comes_and_changes_nothing(
+    def test_peek_matches_the_next_calls_and_changes_nothing(
         self, index: DataIndex, world_size: int, schedule: Schedule, depth: int
     ) -> None:
         plain, curious = (Loader(index, batch_size=2, world_size=world_size) for _ in range(2))
@@ -314,28 +314,28 @@ class TestLookingAhead:
             assert outcome is foreseen[0]
             assert outcome == plain.next_batch(size)
 
-    def test_what_was_foreseen_is_not_made_again(self) -> None:
+    def test_peeked_batches_are_not_computed_again(self) -> None:
         loader = Loader(made_up({"counts": [9]}), batch_size=2)
         first, second, third = loader.peek(3)
         assert loader.next_batch() is first
         assert loader.peek(2) == (second, third)
         assert loader.peek(2)[0] is second
 
-    def test_what_was_foreseen_for_another_size_is_forgotten(self) -> None:
+    def test_peeked_batches_of_another_size_are_discarded(self) -> None:
         index = made_up({"counts": [20, 9]})
         plain, curious = Loader(index, batch_size=2), Loader(index, batch_size=2)
         for size in (2, 3, 2, 2, 1, 2):
             assert curious.next_batch(size) == plain.next_batch(size)
             curious.peek(4, 2)
 
-    def test_beyond_the_end_of_all_datasets_there_is_nothing_to_see(self) -> None:
+    def test_peek_is_empty_when_no_dataset_is_active(self) -> None:
         loader = Loader(made_up({"counts": [2], "end_epoch": 1}), batch_size=2)
         foreseen = loader.peek(5)
         assert [type(outcome) for outcome in foreseen] == [BatchRef, EpochEnd]
 
 
 class TestTheEnd:
-    def test_of_an_epoch_is_a_value_and_the_next_call_begins_another(self) -> None:
+    def test_end_of_epoch_is_a_value_and_the_next_call_starts_another(self) -> None:
         loader = Loader(made_up({"counts": [3, 2]}), batch_size=2)
         outcomes = [loader.next_batch() for _ in range(5)]
         assert [type(outcome) for outcome in outcomes] == [BatchRef] * 3 + [EpochEnd, BatchRef]
@@ -345,13 +345,13 @@ class TestTheEnd:
         assert last.epoch == 1
         assert last.indexes == (5, 6)
 
-    def test_of_the_run_is_said_as_often_as_asked(self) -> None:
+    def test_end_of_run_is_returned_by_every_further_call(self) -> None:
         loader = Loader(made_up({"counts": [2]}), batch_size=2, epochs=2)
         outcomes = [loader.next_batch() for _ in range(6)]
         assert [type(outcome) for outcome in outcomes] == [BatchRef, EpochEnd, BatchRef, EpochEnd, Exhausted, Exhausted]
         assert outcomes[-1] == Exhausted(epochs=2, samples=4)
 
-    def test_without_any_active_dataset_it_is_an_error_that_lists_their_times(self) -> None:
+    def test_no_active_dataset_is_an_error_with_their_periods(self) -> None:
         index = made_up({"counts": [2], "end_step": 3}, {"counts": [2], "start_step": 100})
         loader = Loader(index, batch_size=2)
         assert isinstance(loader.next_batch(step=0), BatchRef)
@@ -363,7 +363,7 @@ class TestTheEnd:
 
 
 class TestSteps:
-    def test_decide_which_datasets_are_drawn_from(self) -> None:
+    def test_steps_decide_which_datasets_are_active(self) -> None:
         index = made_up({"counts": [6], "end_step": 2}, {"counts": [6], "start_step": 2})
         loader = Loader(index, batch_size=1)
         seen = []
@@ -374,7 +374,7 @@ class TestSteps:
             seen.append(batch.samples[0].dataset)
         assert seen == ["d0", "d0", "d1", "d1", "d1"]
 
-    def test_epochs_too(self) -> None:
+    def test_epochs_decide_which_datasets_are_active(self) -> None:
         index = made_up({"counts": [2], "end_epoch": 1}, {"counts": [3], "start_epoch": 2})
         loader = Loader(index, batch_size=1, epochs=2)
         ends: list[EpochEnd] = []
@@ -384,7 +384,7 @@ class TestSteps:
 
 
 class TestSizes:
-    def test_the_run_s_own_is_taken_where_none_is_asked_for(self) -> None:
+    def test_the_default_size_is_the_run_s(self) -> None:
         index = made_up({"counts": [9]}, {"counts": [9], "batch_size": 5})
         loader = Loader(index, batch_size=2)
         sizes = {
@@ -403,7 +403,7 @@ class TestSizes:
             lambda index: Loader(index, batch_size=1).peek(1, -3),
         ],
     )
-    def test_nonsense_is_refused(self, wrong: Callable[[DataIndex], object]) -> None:
+    def test_invalid_arguments_are_rejected(self, wrong: Callable[[DataIndex], object]) -> None:
         with pytest.raises(ValueError, match=r"rank|micro-batch"):
             wrong(made_up({"counts": [3]}))
 
@@ -421,7 +421,7 @@ def test_two_seeds_give_two_orders_and_one_seed_gives_one() -> None:
 
 @st.composite
 def mixed(draw: st.DrawFn) -> DataIndex:
-    """Datasets of which some come every second step, some in turn; batches are filled or not."""
+    """Datasets with `even_steps` or `turn`, with and without filled batches."""
     datasets = [
         {
             "counts": draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)),
@@ -437,7 +437,7 @@ def mixed(draw: st.DrawFn) -> DataIndex:
 
 
 def walk(loaders: list[Loader], steps: int, per_step: int, begin: int = 0) -> list[list[Outcome]]:
-    """What all ranks get in some steps of several batches, call by call."""
+    """The results of all ranks in several steps of several batches, call by call."""
     found: list[list[Outcome]] = []
     for step in range(begin, begin + steps):
         batches = 0
@@ -451,7 +451,9 @@ def walk(loaders: list[Loader], steps: int, per_step: int, begin: int = 0) -> li
 class TestMixing:
     @settings(max_examples=25, deadline=None)
     @given(mixed(), st.integers(0, 12), st.integers(1, 3), worlds)
-    def test_a_resumed_run_goes_on_exactly(self, index: DataIndex, before: int, per_step: int, world_size: int) -> None:
+    def test_a_resumed_run_continues_exactly(
+        self, index: DataIndex, before: int, per_step: int, world_size: int
+    ) -> None:
         whole = ranks(index, world_size)
         walk(whole, before, per_step)
         state = json.loads(json.dumps(whole[0].state_dict()))
@@ -462,7 +464,7 @@ class TestMixing:
 
     @settings(max_examples=25, deadline=None)
     @given(mixed(), st.integers(1, 3), st.integers(1, 12))
-    def test_what_is_foreseen_over_several_steps_comes(self, index: DataIndex, per_step: int, depth: int) -> None:
+    def test_peek_over_several_steps_matches_the_next_calls(self, index: DataIndex, per_step: int, depth: int) -> None:
         plain, foreseeing = Loader(index, batch_size=2), Loader(index, batch_size=2)
         for step in range(12):
             done = 0
@@ -484,7 +486,7 @@ class TestMixing:
 
     @settings(max_examples=25, deadline=None)
     @given(mixed(), worlds)
-    def test_ranks_together_are_the_sequence_of_one(self, index: DataIndex, world_size: int) -> None:
+    def test_mixed_ranks_together_equal_one_rank(self, index: DataIndex, world_size: int) -> None:
         alone = ranks(index, 1)[0]
         sizes = [alone.next_batch(2 * world_size, step=step) for step in range(20)]
         shared = [[loader.next_batch(2, step=step) for loader in loaders] for loaders in [ranks(index, world_size)]
@@ -494,7 +496,7 @@ class TestMixing:
     @settings(max_examples=25, deadline=None)
     @given(mixed())
     def test_steps_and_datasets(self, index: DataIndex) -> None:
-        """Even steps have samples of their datasets alone; each of these comes once before any comes again."""
+        """Even steps have samples of their datasets only, and each comes once before any comes again."""
         loader = Loader(index, batch_size=1)
         even = {one.id for one in index.datasets if one.dataset.even_steps}
         seen: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Edit sources and references by file name, and masks."""
+"""Pairing of edit sources, references and masks by file name."""
 
 from __future__ import annotations
 
@@ -158,15 +158,15 @@ class TestMismatches:
         for words in ("1 of 4 targets", "3.png: no reference in d1", "corrupt_threshold"):
             assert words in str(error.value)
 
-    def test_up_to_the_threshold_it_is_left_out_and_said(self, tmp_path: Path) -> None:
+    def test_up_to_the_threshold_it_is_left_out_with_a_note(self, tmp_path: Path) -> None:
         sources = {"0.png": image(), "1.png": image(), "2.png": image(), "other.png": image()}
         index = edit(tmp_path, TARGETS, sources, corrupt_threshold=0.25).datasets[0]
         assert [item.path for item in index.items] == ["0.png", "1.png", "2.png"]
         assert [(one.path, one.reason) for one in index.dropped] == [("3.png", "no reference in d1")]
-        assert index.notes[0] == "1 picture of d1 without a target: other.png"
+        assert index.notes[0] == "1 image of d1 without a target: other.png"
 
     def test_a_strict_reference_of_another_shape(self, tmp_path: Path) -> None:
-        with pytest.raises(MismatchedPairsError, match=r"another shape \(100x64 for 64x64.*reference_loose"):
+        with pytest.raises(MismatchedPairsError, match=r"a different shape \(100x64 for 64x64.*reference_loose"):
             edit(tmp_path, {"a.png": image()}, {"a.png": image(100, 64)}, kind=STRICT)
 
     def test_two_references_of_one_name(self, tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ class TestMismatches:
                 {"path": "x", "dataset_type": "conditioning", "disabled": True},
             )
 
-    def test_damage_of_a_reference_takes_its_target_along(self, tmp_path: Path) -> None:
+    def test_a_damaged_reference_also_excludes_its_target(self, tmp_path: Path) -> None:
         index = edit(tmp_path, TARGETS, TARGETS, corrupt_threshold=0.5)
         smaller = index.without({"d1": {"2.png": "damaged"}})
         assert [item.path for item in smaller.datasets[0].items] == ["0.png", "1.png", "3.png"]
@@ -205,9 +205,9 @@ class TestMasks:
         assert (found["a.jpg"].mask.path, found["a.jpg"].mask.min_weight, found["a.jpg"].mask.invert) == (
             "a.png", 0.5, True)  # fmt: skip
         assert found["c.png"].mask is None
-        assert "1 sample without a mask, learnt all over: c.png" in index.datasets[0].notes
+        assert "1 sample without a mask, trained on the whole area: c.png" in index.datasets[0].notes
         assert [(one.path, one.reason) for one in index.datasets[0].dropped] == [
-            ("b.png", "its mask has another shape")
+            ("b.png", "its mask has a different shape")
         ]
         mask = index.load(found["a.jpg"]).mask
         assert mask is not None
@@ -226,4 +226,4 @@ class TestMasks:
         found = refs(index)
         assert found["a.png"].mask == MaskRef("d0", "a.png", found["a.png"].digest, True, 0.1)
         assert found["b.png"].mask is None
-        assert "1 sample without an alpha channel, learnt all over: b.png" in index.datasets[0].notes
+        assert "1 sample without an alpha channel, trained on the whole area: b.png" in index.datasets[0].notes

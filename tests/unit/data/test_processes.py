@@ -33,7 +33,7 @@ def start(folder: Path, work: Path, **arguments: Any) -> subprocess.Popen[bytes]
 
 
 def log(work: Path) -> list[dict[str, Any]]:
-    """Complete lines only: a killed process may leave half of one."""
+    """Complete lines only: a killed process may leave a partial one."""
     lines = (work / "log").read_text().split("\n")[:-1] if (work / "log").exists() else []
     return [json.loads(line) for line in lines]
 
@@ -61,7 +61,7 @@ def test_two_ranks_share_every_batch_of_one(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole files", "files found damaged on the way"])
-def test_a_killed_run_goes_on_with_the_identical_rest(folder: Path, tmp_path: Path, damaged: bool) -> None:
+def test_a_killed_run_resumes_with_the_identical_rest(folder: Path, tmp_path: Path, damaged: bool) -> None:
     if damaged:
         folder = write(tmp_path / "data", pictures(17))
         for name in ("wounded.png", "another.png"):

@@ -58,11 +58,11 @@ def expected(order: Order) -> Counter[tuple[int, int, int]]:
 class TestAnEpoch:
     @settings(deadline=None)
     @given(orders(), st.integers(1, 7), st.integers(1, 3))
-    def test_is_known_without_drawing_it(self, order: Order, size: int, world_size: int) -> None:
+    def test_whole_epoch_equals_a_simulated_epoch(self, order: Order, size: int, world_size: int) -> None:
         _, behind = epoch(order, order.start(), [size], world_size)
         assert order.whole_epoch(0, size, 0, world_size) == behind
 
-    def test_with_a_million_repeats_is_drawn_a_round_at_a_time(self) -> None:
+    def test_a_million_repeats_are_handled_one_round_at_a_time(self) -> None:
         order = Order([Source("d")], [group(0, A, [1_000_001] * 2_000)], seed=1, batch_size=4)
         assert order.whole_epoch(0, 4, 0, 1).batches == 500_000_500
         late = replace(order.start(), taken=(2_000_001_998,))
@@ -72,7 +72,7 @@ class TestAnEpoch:
 
     @settings(deadline=None)
     @given(orders(), st.integers(1, 7))
-    def test_what_was_handed_out_is_remembered(self, order: Order, size: int) -> None:
+    def test_handed_out_returns_the_visited_samples(self, order: Order, size: int) -> None:
         batches, cursor = epoch(order, order.start(), [size])
         for number, of in enumerate(order.groups):
             drawn = [visit.sample for batch in batches for visit in batch.visits
@@ -81,7 +81,7 @@ class TestAnEpoch:
 
     @settings(deadline=None)
     @given(orders(), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 5))
-    def test_visits_every_sample_as_often_as_asked_whatever_the_batches(
+    def test_every_sample_has_its_visits_for_any_batch_sizes(
         self, order: Order, sizes: list[int], world_size: int
     ) -> None:
         batches, cursor = epoch(order, order.start(), sizes, world_size)
@@ -113,7 +113,7 @@ class TestAnEpoch:
 
     @settings(deadline=None)
     @given(orders(), st.integers(1, 7))
-    def test_nobody_is_visited_twice_before_everybody_of_the_group_once(self, order: Order, size: int) -> None:
+    def test_no_sample_of_a_group_is_visited_twice_before_all_once(self, order: Order, size: int) -> None:
         batches, _ = epoch(order, order.start(), [size])
         for of in order.groups:
             rounds = [
@@ -126,8 +126,10 @@ class TestAnEpoch:
 
     @settings(deadline=None)
     @given(orders(), st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4))
-    def test_ranks_together_take_what_one_rank_would(self, order: Order, world_size: int, sizes: list[int]) -> None:
-        """With a dataset's own batch size only where it is the run's size that is asked for: it scales by rounding."""
+    def test_the_order_does_not_depend_on_the_number_of_ranks(
+        self, order: Order, world_size: int, sizes: list[int]
+    ) -> None:
+        """A dataset's own batch size is tested only with the run's size, because it scales by rounding."""
         plain = Order([replace(source, batch_size=None) for source in order.sources], order.groups, seed=order.seed,
                       batch_size=2)  # fmt: skip
         together, _ = epoch(plain, plain.start(), sizes, world_size)
@@ -145,7 +147,7 @@ class TestAnEpoch:
 
     @settings(deadline=None)
     @given(orders())
-    def test_a_change_of_batch_or_world_size_in_mid_epoch_loses_nothing(self, order: Order) -> None:
+    def test_changing_batch_or_world_size_in_an_epoch_loses_nothing(self, order: Order) -> None:
         cursor, batches = order.start(), []
         for size, world_size in ((1, 3), (4, 1), (2, 2)):
             drawn = order.draw(cursor, size, 0, world_size)
@@ -170,7 +172,7 @@ class TestShuffling:
         other = Order(self.ORDER.sources, self.ORDER.groups, seed=4, batch_size=1)
         assert self.samples(self.ORDER) != self.samples(other)
 
-    def test_another_group_does_not_disturb_the_order_of_this_one(self) -> None:
+    def test_other_groups_do_not_change_a_group_s_order(self) -> None:
         more = Order([Source("d")], [*self.ORDER.groups, group(0, B, [1] * 7, 40)], seed=3, batch_size=1)
         assert [sample for sample in self.samples(more) if sample < 40] == self.samples(self.ORDER)
 
@@ -191,8 +193,8 @@ class TestShuffling:
 
 
 class TestMixing:
-    def test_probability_decides_how_early_a_dataset_comes(self) -> None:
-        """Both have 100 samples; one is drawn four times as often until it is used up."""
+    def test_probability_decides_how_early_a_dataset_is_visited(self) -> None:
+        """Both have 100 samples; one is chosen four times as often until it is used up."""
         order = Order(
             [Source("a", 4.0), Source("b", 1.0)],
             [group(0, A, [1] * 100), group(1, A, [1] * 100)],

@@ -21,7 +21,7 @@ from unit.data.media.generated import DictBackend, audio_bytes, every, png, tone
 
 
 class CountingBackend(LocalBackend):
-    """Knows which files were opened."""
+    """Records which files were opened."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -39,7 +39,7 @@ def remembered(folder: Path, tmp_path: Path, kind: Kind = "image") -> tuple[Scan
 
 
 class TestWhatIsFound:
-    def test_facts_and_digests_of_each_kind(self, tmp_path: Path) -> None:
+    def test_properties_and_digests_of_each_kind(self, tmp_path: Path) -> None:
         sound = audio_bytes(tone(440, 1.5, 8_000), 8_000)
         clip = video_bytes(every(0.04, 10))
         folder = write(tmp_path / "data", {"a/1.PNG": image(80, 48), "b.mp4": clip, "c.wav": sound, "a/1.txt": "x"})
@@ -53,7 +53,7 @@ class TestWhatIsFound:
         assert sounds.files[0].facts == AudioFacts(8_000, 1, 12_000)
         assert images.others == {".mp4": 1, ".txt": 1, ".wav": 1}
 
-    def test_order_is_by_path_whatever_the_threads_do(self, tmp_path: Path) -> None:
+    def test_results_are_sorted_by_path(self, tmp_path: Path) -> None:
         folder = write(tmp_path, pictures(40))
         found = scan(LocalBackend(folder), "image", workers=8)
         assert [file.path for file in found.files] == [f"{number:03}.png" for number in range(40)]
@@ -89,9 +89,9 @@ class TestBadFiles:
         ("name", "content", "reason"),
         [
             ("a.png", b"", "empty (0 bytes)"),
-            ("a.jpg", b"not a picture at all", "not a picture"),
-            ("a.png", image()[:-60], "cut off"),
-            ("a.jpg", image(400, 300, kind="JPEG")[:-500], "cut off"),
+            ("a.jpg", b"not a picture at all", "not an image"),
+            ("a.png", image()[:-60], "truncated"),
+            ("a.jpg", image(400, 300, kind="JPEG")[:-500], "truncated"),
             ("a.png", png(10_000, 10_000, 8, 2, b""), "100.0 megapixels"),
         ],
         ids=["empty", "no picture", "cut-off PNG", "cut-off JPEG", "bomb"],
@@ -103,8 +103,8 @@ class TestBadFiles:
         assert reason in found.unreadable[0].reason
         assert found.total == 2
 
-    def test_a_bomb_is_named_and_nobody_is_warned_of_it(self, tmp_path: Path) -> None:
-        """Whatever other threads open at the same time; and the warnings of everybody else are as they were."""
+    def test_a_bomb_is_rejected_without_a_warning(self, tmp_path: Path) -> None:
+        """Also while other threads open files; and the warning filters are restored."""
         bombs: dict[str, bytes | str] = {f"{number}.png": png(10_000, 10_000, 8, 2, b"") for number in range(40)}
         folder = write(tmp_path, {**bombs, **pictures(40, captions=False)})
         with warnings.catch_warnings(record=True) as said:
@@ -136,7 +136,7 @@ class TestMemory:
         assert again.reused == 4, "what failed is looked at again: a chmod mends a file without changing its time"
         assert (again.files, again.unreadable) == (first.files, first.unreadable)
 
-    def test_changed_new_and_removed_files_are_noticed(self, tmp_path: Path) -> None:
+    def test_changed_new_and_removed_files_are_detected(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(4, captions=False))
         remembered(folder, tmp_path)
         write(folder, {"001.png": image(32, 32), "new.png": image()})
@@ -147,7 +147,7 @@ class TestMemory:
         assert found.files[1].facts == ImageFacts(32, 32, False)
         assert remembered(folder, tmp_path)[1] == []
 
-    def test_same_size_and_another_time_is_read_again(self, tmp_path: Path) -> None:
+    def test_a_new_modification_time_is_read_again(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.bmp": image(seed=1, kind="BMP")})
         before, _ = remembered(folder, tmp_path)
         write(folder, {"a.bmp": image(seed=2, kind="BMP")})
@@ -172,7 +172,7 @@ class TestMemory:
             '{"version": 2, "files": 3}',
         ],
     )
-    def test_a_memory_that_is_damaged_or_of_another_release_is_no_memory(self, tmp_path: Path, content: str) -> None:
+    def test_damaged_or_outdated_results_are_ignored(self, tmp_path: Path, content: str) -> None:
         folder = write(tmp_path / "data", pictures(2))
         remembered(folder, tmp_path)
         memory = ScanMemory(tmp_path / "scans", str(folder), "image").file
@@ -182,7 +182,7 @@ class TestMemory:
         assert len(found.files) == len(opened) == 2
         assert json.loads(memory.read_text())["version"] == SCAN_VERSION
 
-    def test_a_folder_that_cannot_be_written_is_said_and_does_not_stop_a_run(self, tmp_path: Path) -> None:
+    def test_an_unwritable_folder_is_reported_and_does_not_stop_a_run(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", pictures(2))
         (tmp_path / "scans").write_text("a file where the folder should be")
         found, _ = remembered(folder, tmp_path)
@@ -190,7 +190,7 @@ class TestMemory:
         assert found.forgotten is not None
         assert "scans" in found.forgotten
 
-    def test_datasets_that_look_at_other_files_of_one_folder_do_not_forget_each_other_s(self, tmp_path: Path) -> None:
+    def test_datasets_of_one_folder_keep_each_others_results(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG"), "gone.png": image()})
         backend = LocalBackend(folder)
         memory = ScanMemory(tmp_path / "scans", backend.root, "image")
@@ -200,7 +200,7 @@ class TestMemory:
         assert (first, again) == ([0, 0], [1, 1])
         assert json.loads(memory.file.read_text())["files"].keys() == {"a.png", "b.jpg"}
 
-    def test_staging_some_of_them_does_not_either(self, tmp_path: Path) -> None:
+    def test_staging_some_files_keeps_the_results_of_others(self, tmp_path: Path) -> None:
         folder = write(tmp_path / "data", {"a.png": image(), "b.jpg": image(kind="JPEG")})
         memory = ScanMemory(tmp_path / "scans", str(folder), "image")
         assert len(scan(LocalBackend(folder), "image", memory=memory).files) == 2
@@ -211,15 +211,15 @@ class TestMemory:
         assert (len(found.files), found.reused, found.others) == (1, 1, {".jpg": 1})
         assert scan(LocalBackend(folder), "image", memory=memory).reused == 2
 
-    def test_folders_of_the_same_name_do_not_share_one(self, tmp_path: Path) -> None:
+    def test_folders_of_the_same_name_have_separate_results(self, tmp_path: Path) -> None:
         one, other = (ScanMemory(tmp_path, root, "image").file for root in ("/a/photos", "/b/photos"))
         assert one != other
         assert one.name.startswith("photos-image-")
         assert ScanMemory(tmp_path, "/a/photos", "video").file != one
 
 
-def test_a_file_that_vanishes_between_listing_and_reading_is_a_reason_not_a_crash(tmp_path: Path) -> None:
+def test_a_file_removed_after_listing_is_unreadable(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"x")
     backend = LocalBackend(str(tmp_path))
     (tmp_path / "a.png").unlink()
-    assert examine(backend, "a.png", "image", 1) == "it was gone before it could be read"
+    assert examine(backend, "a.png", "image", 1) == "it was removed before it could be read"

@@ -38,12 +38,12 @@ def wait_in_thread(item: int) -> tuple[int, str]:
 
 
 class TestThreads:
-    def test_one_thread_while_nothing_is_waited_for(self) -> None:
+    def test_one_thread_while_storage_is_fast(self) -> None:
         done = [*Threads(thread_of, 8).map(range(500))]
         assert [item for item, _ in done] == [*range(500)]
         assert {name for _, name in done} == {threading.current_thread().name}
 
-    def test_several_as_soon_as_files_are_waited_for_and_in_order(self) -> None:
+    def test_several_threads_in_order_while_storage_is_slow(self) -> None:
         workers = Threads(wait_in_thread, 8)
         done = [*workers.map(range(200))]
         assert workers.waits
@@ -51,13 +51,13 @@ class TestThreads:
         assert {name for _, name in done[:ALONE]} == {threading.current_thread().name}
         assert len({name for _, name in done[ALONE:]}) == 8
 
-    def test_one_again_when_the_storage_has_become_quick(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_one_thread_again_when_storage_becomes_fast(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(scan_workers, "WAITING", 16)
         done = [*Threads(lambda item: (wait_in_thread if item < 20 else thread_of)(item), 4).map(range(100))]
         assert [item for item, _ in done] == [*range(100)]
         assert {name for _, name in done[48:]} == {threading.current_thread().name}
 
-    def test_an_error_is_the_caller_s(self) -> None:
+    def test_errors_reach_the_caller(self) -> None:
         def fail(item: int) -> int:
             time.sleep(0.001)
             return 1 // (50 - item)
@@ -65,7 +65,7 @@ class TestThreads:
         with pytest.raises(ZeroDivisionError):
             list(Threads(fail, 4).map(range(100)))
 
-    def test_a_slow_line_is_asked_by_all_of_them(self, tmp_path: Path) -> None:
+    def test_all_threads_read_a_slow_source(self, tmp_path: Path) -> None:
         slow = SlowBackend(LocalBackend(write(tmp_path, pictures(72, captions=False))), latency_seconds=0.01)
         began = time.monotonic()
         assert len(scan(slow, "image", workers=8).files) == 72
@@ -77,16 +77,16 @@ FILES = {**pictures(150, captions=False), "bad.png": b"x", "cut.png": image()[:-
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further process is started, however little there is to do, and gets its share."""
+    """Worker processes start even for little work, and get a part of it."""
     monkeypatch.setattr(scan_workers, "WORTH_SECONDS", 0.0)
-    monkeypatch.setattr(scan_workers, "_LOT", 2)
+    monkeypatch.setattr(scan_workers, "_BATCH", 2)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1})
 
 
 @pytest.mark.usefixtures("two_cores")
 class TestProcesses:
     @pytest.mark.parametrize("staged", [False, True])
-    def test_they_find_what_one_process_finds(self, tmp_path: Path, staged: bool) -> None:
+    def test_results_equal_those_of_one_process(self, tmp_path: Path, staged: bool) -> None:
         folder = write(tmp_path, FILES)
         dataset = Dataset(id="d", path=str(folder), type="in_memory" if staged else "local")
         with open_backend(dataset, machine=this_machine()) as backend:
@@ -115,7 +115,7 @@ class TestProcesses:
         ],
         ids=["ends", "nonsense", "too few", "killed", "hangs"],
     )
-    def test_what_a_failed_one_was_given_is_done_here(
+    def test_the_batch_of_a_failed_process_is_done_here(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
     ) -> None:
         monkeypatch.setattr(scan_workers, "_PROGRAM", program)
@@ -124,7 +124,7 @@ class TestProcesses:
         found = scan(backend, "image", on_scanned=lambda done, total: time.sleep(0.003))
         assert (len(found.files), len(found.unreadable)) == (151, 2)
 
-    def test_without_descriptors_for_another_one_this_process_does_it_alone(self, tmp_path: Path) -> None:
+    def test_without_descriptors_this_process_works_alone(self, tmp_path: Path) -> None:
         backend = LocalBackend(write(tmp_path, FILES))
         before = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = sorted({*range(1000)} - {int(path.name) for path in Path("/proc/self/fd").iterdir()})
@@ -135,9 +135,7 @@ class TestProcesses:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
         assert (len(found.files), len(found.unreadable)) == (151, 2)
 
-    def test_without_threads_for_another_one_no_process_is_left(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_without_threads_no_process_is_left_running(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         started: list[subprocess.Popen[bytes]] = []
 
         class Noted(subprocess.Popen[bytes]):
@@ -154,10 +152,10 @@ class TestProcesses:
         assert (len(found.files), len(found.unreadable)) == (151, 2)
         assert [one.returncode for one in started] == [-signal.SIGKILL], "tried once, and taken back"
 
-    def test_the_last_lot_may_go_to_another_thread_at_any_moment(
+    def test_another_thread_may_take_the_last_batch_at_any_moment(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Between the look whether there is one and taking it."""
+        """Between checking for a batch and taking it."""
 
         class LateDeque(deque[Any]):
             looks = 0
@@ -185,7 +183,7 @@ class TestProcesses:
 
 
 def _is_usual(path: str) -> bool:
-    """In its one spelling. Newer releases of Python call a dot at the end an extension."""
+    """Normalized. Newer releases of Python treat a final dot as an extension."""
     return str(PurePosixPath(path)) == path and path[-1] not in "./"
 
 

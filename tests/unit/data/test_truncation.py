@@ -30,8 +30,8 @@ def decodes(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_every_place_a_file_can_be_cut_off_at(kind: str, options: dict[str, Any]) -> None:
-    """Nothing that decodes is called truncated, and nothing that does not is missed."""
+def test_every_point_of_truncation(kind: str, options: dict[str, Any]) -> None:
+    """Files are reported as truncated if and only if they do not decode."""
     data = image_bytes(NOISE, kind, **options)
     assert truncation(data) is None
     for length in range(16, len(data)):
@@ -39,7 +39,7 @@ def test_every_place_a_file_can_be_cut_off_at(kind: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS)
-def test_what_follows_the_picture_does_not_matter(kind: str, options: dict[str, Any]) -> None:
+def test_data_after_the_image_is_ignored(kind: str, options: dict[str, Any]) -> None:
     """Phones append a video, cameras a preview."""
     data = image_bytes(NOISE, kind, **options)
     assert truncation(data + b"ftypmp42" * 5_000) is None
@@ -54,23 +54,23 @@ def test_the_end_of_a_thumbnail_is_not_the_end_of_its_picture() -> None:
 
 
 class TestWithoutItsEndMarker:
-    """A baseline JPEG whose pixels are all there, and one that only looks so."""
+    """A baseline JPEG with all pixels, and one that only looks complete."""
 
     DATA = image_bytes(NOISE, "JPEG")
 
     @pytest.mark.parametrize("tail", [b"\0" * 100, b"appended by a phone", b"\0\0\0\x20ftypmp42" * 50])
-    def test_what_the_decoder_finds_whole_is_whole(self, tail: bytes) -> None:
+    def test_a_file_with_all_pixels_is_complete(self, tail: bytes) -> None:
         data = self.DATA[:-2] + tail
         assert decodes(data)
         assert truncation(data) is None
 
     @pytest.mark.parametrize("missing", [40, 200, 800])
     @pytest.mark.parametrize("tail", [b"", b"\0" * 3000, b"\0" * 5])
-    def test_what_the_decoder_has_to_make_up_is_cut_off(self, missing: int, tail: bytes) -> None:
-        """A download that had made room for all of it leaves zeros, which the decoder takes for pixels."""
-        assert truncation(self.DATA[:-missing] + tail) == "cut off: the picture does not end"
+    def test_a_file_with_missing_pixels_is_truncated(self, missing: int, tail: bytes) -> None:
+        """A download into a preallocated file leaves zeros, which the decoder takes for pixels."""
+        assert truncation(self.DATA[:-missing] + tail) == "truncated: the image has no end"
 
 
-def test_other_files_are_not_judged() -> None:
+def test_other_formats_are_not_checked() -> None:
     for data in (b"", b"GIF89a", b"BM", b"\0" * 100, image_bytes(NOISE, "BMP")[:100], image_bytes(NOISE, "TIFF")[:90]):
         assert truncation(data) is None

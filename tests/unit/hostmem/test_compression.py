@@ -19,7 +19,7 @@ def packed(codec: Codec, data: bytes) -> bytes:
 @pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: codec.name)
 class TestEachCodec:
     @given(data=st.binary(max_size=2000))
-    def test_gives_back_what_it_took(self, codec: Codec, data: bytes) -> None:
+    def test_round_trips(self, codec: Codec, data: bytes) -> None:
         assert codec.unpack(memoryview(packed(codec, data)), len(data)) == data
 
     @pytest.mark.parametrize("size", [CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
@@ -49,13 +49,13 @@ def test_the_configuration_offers_exactly_these() -> None:
     assert offered == {"none", *CODECS}
 
 
-def test_stored_numbers_are_for_ever() -> None:
+def test_codec_numbers_never_change() -> None:
     numbers: dict[Compression, int] = {"lz4": 1, "zlib": 2, "snappy": 3, "zstd": 4}
     assert {name: codec.number for name, codec in CODECS.items()} == numbers
     assert {codec.number: codec for codec in CODECS.values()} == BY_NUMBER
 
 
-def test_a_saving_must_be_worth_the_copy() -> None:
+def test_small_savings_are_not_worth_compressing() -> None:
     assert shrinks(96, 100)
     assert not shrinks(97, 100)
     assert not shrinks(120, 100)

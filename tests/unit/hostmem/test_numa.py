@@ -22,7 +22,7 @@ class TestChoice:
     def test_a_superchip_in_numa_mode_keeps_staged_pages_out_of_hbm(self) -> None:
         choice = choose_nodes(load("gh200-numa"))
         assert choice.nodes == (0,)
-        assert "away from GPU memory in node 1" in choice.reason
+        assert "GPU memory is node 1" in choice.reason
 
     def test_two_superchips_use_both_cpus(self) -> None:
         machine = load("gb200")
@@ -33,7 +33,7 @@ class TestChoice:
     def test_a_superchip_whose_driver_keeps_the_gpu_memory(self) -> None:
         choice = choose_nodes(load("gh200-cdmm"))
         assert choice.nodes == (0,)
-        assert "no node here" in choice.reason
+        assert "not a NUMA node here" in choice.reason
 
     @pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("g") or name == "gb10"])
     def test_other_machines_need_nothing(self, name: str) -> None:
@@ -41,7 +41,7 @@ class TestChoice:
         assert choice.nodes == ()
         assert choice.reason.startswith("not needed")
 
-    def test_a_kernel_without_numa_nodes_is_said(self) -> None:
+    def test_a_kernel_without_numa_nodes_is_reported(self) -> None:
         machine = load("gh200-numa")
         blind = machine.model_copy(update={"host": machine.host.model_copy(update={"numa_nodes": ()})})
         assert choose_nodes(blind).reason.startswith("not possible")
@@ -54,7 +54,7 @@ class TestBinding:
         os.ftruncate(descriptor, 1 << 20)
         return descriptor
 
-    def test_the_kernel_takes_it_and_keeps_it_for_writes_by_descriptor(self) -> None:
+    def test_the_policy_applies_to_writes_by_descriptor(self) -> None:
         with ArenaWriter(1 << 20, NodeChoice((0,), "node 0")) as writer:
             if not writer.numa:
                 pytest.skip(f"mbind does not work here: {writer.numa.reason}")
@@ -72,20 +72,18 @@ class TestBinding:
         assert not outcome
         assert outcome.reason.startswith("not bound to node 63: ")
 
-    def test_a_container_that_forbids_it_is_told_how_to_allow_it(
-        self, memory: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_forbidding_container_gets_a_remedy(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(numa, "_mbind", lambda *arguments: 1)
         outcome = bind(memory, 1 << 20, NodeChoice((0,), "node 0"))
         os.close(memory)
         assert not outcome
         assert "--cap-add SYS_NICE" in outcome.reason
 
-    def test_a_processor_we_do_not_know_is_left_alone(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unknown_architecture_is_not_bound(self, memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(numa, "_MBIND", {})
         outcome = bind(memory, 1 << 20, NodeChoice((0,), "node 0"))
         os.close(memory)
-        assert "no mbind known" in outcome.reason
+        assert "mbind is not known" in outcome.reason
 
 
 def _policy_of(mapping: mmap.mmap) -> int:

@@ -45,7 +45,7 @@ names = st.text(alphabet=st.characters(exclude_characters="\0", exclude_categori
 
 @settings(max_examples=60)
 @given(files=st.dictionaries(names, st.binary(max_size=300), max_size=12))
-def test_every_file_is_found_again_and_nothing_else(files: dict[str, bytes]) -> None:
+def test_finds_every_file_and_nothing_else(files: dict[str, bytes]) -> None:
     segment = made(files)
     try:
         assert [entry.path for entry in segment] == sorted(files)
@@ -62,7 +62,7 @@ def test_every_file_is_found_again_and_nothing_else(files: dict[str, bytes]) -> 
 
 
 class TestMemory:
-    def test_is_sealed_against_everybody(self) -> None:
+    def test_is_sealed(self) -> None:
         segment = made({"a": b"A"})
         writable = os.open(f"/proc/self/fd/{segment.fileno()}", os.O_RDWR)
         try:
@@ -78,7 +78,7 @@ class TestMemory:
             os.close(writable)
             segment.close()
 
-    def test_views_are_the_arenas_own_bytes_and_read_only(self) -> None:
+    def test_views_share_the_segment_and_are_read_only(self) -> None:
         segment = made({"a": b"A" * 5000})
         entry = segment.find("a")
         assert entry is not None
@@ -90,7 +90,7 @@ class TestMemory:
         del first, second
         segment.close()
 
-    def test_a_view_outlives_the_segment_and_then_takes_the_memory_with_it(self) -> None:
+    def test_memory_is_freed_with_the_last_view(self) -> None:
         before = held()
         segment = made({"a": b"A" * 5000})
         entry = segment.find("a")
@@ -103,14 +103,14 @@ class TestMemory:
         del view
         assert held() == before
 
-    def test_a_writer_that_is_left_early_leaves_nothing(self) -> None:
+    def test_an_abandoned_writer_frees_its_memory(self) -> None:
         before = held()
         with ArenaWriter(1 << 40, ANYWHERE) as writer:
             writer.write(writer.reserve(100), b"x" * 100)
             assert held() > before
         assert held() == before
 
-    def test_a_place_given_back_takes_no_memory(self) -> None:
+    def test_discarded_ranges_use_no_memory(self) -> None:
         with ArenaWriter(1 << 30, ANYWHERE) as writer:
             kept = writer.reserve(10)
             writer.write(kept, b"k" * 10)
@@ -125,14 +125,14 @@ class TestMemory:
         assert [bytes(segment.read(entry)) for entry in segment] == [b"a" * 10, b"k" * 10]
         segment.close()
 
-    def test_address_space_is_not_memory(self) -> None:
+    def test_reserved_capacity_uses_no_memory(self) -> None:
         with ArenaWriter(1 << 42, ANYWHERE) as writer:
             segment = Segment(writer.finish([]))
         assert segment.resident <= 2 * mmap.PAGESIZE
         segment.close()
 
-    def test_running_out_of_room_says_why(self) -> None:
-        with ArenaWriter(1000, ANYWHERE) as writer, pytest.raises(StagingError, match=r"grow while.*\n  try"):
+    def test_running_out_of_capacity_explains_why(self) -> None:
+        with ArenaWriter(1000, ANYWHERE) as writer, pytest.raises(StagingError, match=r"grew while.*\n  try"):
             writer.reserve(2000)
 
 
@@ -173,7 +173,7 @@ class TestRefusals:
 
     def test_an_ordinary_file(self, tmp_path: Path, content: bytes) -> None:
         (tmp_path / "copy").write_bytes(content)
-        with pytest.raises(StagingError, match="no staged data"):
+        with pytest.raises(StagingError, match="not staged data"):
             Segment(io.FileIO(tmp_path / "copy"))
 
     def test_a_record_that_reaches_into_the_index(self) -> None:
@@ -196,5 +196,5 @@ class TestRefusals:
         segment.close()
 
 
-def test_records_are_as_long_as_the_format_says() -> None:
+def test_record_size_matches_the_format() -> None:
     assert RECORD.size == 64

@@ -1,4 +1,4 @@
-"""Uploads: what goes where, beside other work, and what a failure says."""
+"""Uploads: target paths, uploading in the background, and the messages of failures."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def uploads(
 
 @pytest.fixture
 def token(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> HubServer:
-    """A hub that knows us."""
+    """A hub with a valid token."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     return hub
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_repository_is_made_as_it_was_asked_for(token: HubServer, tmp_path: Path, said: Said, private: bool) -> None:
+def test_the_repository_is_created_as_configured(token: HubServer, tmp_path: Path, said: Said, private: bool) -> None:
     uploads(tmp_path, said, "mine", private=private).begin()
     assert token.repos["model", "owner/mine"].private is private
     assert said.said == ["push_to_hub: results are uploaded to owner/mine"]
@@ -49,7 +49,7 @@ def test_a_repository_is_made_as_it_was_asked_for(token: HubServer, tmp_path: Pa
     assert said.warned == []
 
 
-def test_files_are_uploaded_as_they_were_when_handed_over(token: HubServer, tmp_path: Path, said: Said) -> None:
+def test_files_are_uploaded_as_they_were_when_queued(token: HubServer, tmp_path: Path, said: Said) -> None:
     made = uploads(tmp_path, said)
     made.begin()
     small, large, folder = tmp_path / "a.txt", tmp_path / "b.safetensors", tmp_path / "model"
@@ -71,7 +71,7 @@ def test_files_are_uploaded_as_they_were_when_handed_over(token: HubServer, tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "model"]
 
 
-def test_a_card_that_is_there_stays(token: HubServer, tmp_path: Path, said: Said) -> None:
+def test_an_existing_card_is_kept(token: HubServer, tmp_path: Path, said: Said) -> None:
     token.model("owner/results", {"README.md": b"# Written by hand"})
     made = uploads(tmp_path, said)
     (tmp_path / "a.txt").write_bytes(b"x")
@@ -80,21 +80,21 @@ def test_a_card_that_is_there_stays(token: HubServer, tmp_path: Path, said: Said
     assert token.repos["model", "owner/results"].files["README.md"] == b"# Written by hand"
 
 
-def test_a_failure_says_what_to_type(hub: HubServer, tmp_path: Path, said: Said) -> None:
-    """Nobody is logged in."""
+def test_a_failure_gives_a_command(hub: HubServer, tmp_path: Path, said: Said) -> None:
+    """Without a token."""
     made = uploads(tmp_path, said)
     made.begin()
     (tmp_path / "a.txt").write_bytes(b"x")
     made.add([tmp_path / "a.txt"], below="checkpoint-5", message="m")
     made.drain()
     first, second = said.warned
-    assert "cannot be made on the hub" in first
+    assert "cannot be created on the hub" in first
     assert "hf auth login" in first
     assert f"by hand: hf upload owner/results {tmp_path / 'a.txt'} checkpoint-5/a.txt" in second
     assert hub.repos == {}
 
 
-def test_offline_nothing_is_asked(hub: HubServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_sends_no_request(hub: HubServer, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     made = uploads(tmp_path, said)
     made.begin()
@@ -102,7 +102,7 @@ def test_offline_nothing_is_asked(hub: HubServer, tmp_path: Path, said: Said, mo
     made.add([tmp_path / "a.txt"], message="m")
     made.drain()
     assert len(said.warned) == 1
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in said.warned[0]
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in said.warned[0]
     assert hub.requests == []
 
 

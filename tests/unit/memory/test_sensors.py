@@ -410,7 +410,7 @@ class TestHost:
     def test_unreadable_means_unknown_with_a_note(self, tmp_path: Path) -> None:
         reading = HostSensor(root=tmp_path).read()
         assert reading.headroom is None
-        assert reading.notes == ("main memory: /proc/meminfo does not say MemAvailable",)
+        assert reading.notes == ("main memory: /proc/meminfo has no MemAvailable",)
 
     def test_a_limit_whose_use_cannot_be_read_is_noted(self, tmp_path: Path) -> None:
         writer(tmp_path)("MemAvailable:    2048 kB\n")
@@ -423,7 +423,7 @@ class TestHost:
         (group / "memory.max").write_text(f"{MIB}\n")
         reading = HostSensor(root=tmp_path).read()
         assert reading.headroom == 2 * MIB
-        assert reading.notes == ("control group: it has a memory limit, but its use cannot be read",)
+        assert reading.notes == ("control group: it has a memory limit, but its usage cannot be read",)
         (group / "memory.current").write_text(f"{MIB // 2}\n")
         assert HostSensor(root=tmp_path).read() == HostReading(2 * MIB, MIB // 2)
 
@@ -465,7 +465,7 @@ class TestTogether:
         assert sensors.read().device is None
         assert sensors.vitals().device_available is None
         assert sensors.read().unknown == (
-            "main memory: /proc/meminfo does not say MemAvailable",
+            "main memory: /proc/meminfo has no MemAvailable",
             "device memory: torch has no GPU here",
         )
 

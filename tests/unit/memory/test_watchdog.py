@@ -124,7 +124,7 @@ class TestSensorTrouble:
             machine.available(GIB)  # it has not gone blind over it
             wait_until(lambda: watchdog.requested() is not None)
         assert [event.kind for event in events] == ["sensor failed", "sensor works again", "stop requested"]
-        assert events[0].text == "main memory is unknown; main memory: /proc/meminfo does not say MemAvailable"
+        assert events[0].text == "main memory is unknown; main memory: /proc/meminfo has no MemAvailable"
 
     def test_a_sensor_that_raises_is_reported_and_asked_again(self) -> None:
         events: list[WatchdogEvent] = []

@@ -78,7 +78,7 @@ def test_complete_folder_with_a_unicode_name(family: str, tiny_model: TinyModel,
         (written("tokenizer/tokenizer.json", "{}"), r"tokenizer\.json: [\s\S]*no vocabulary"),
         (written("tokenizer/tokenizer_config.json", "[]"), r"tokenizer_config\.json: [\s\S]*a list"),
         (written("text_encoder/config.json", "{"), r"text_encoder/config\.json: [\s\S]*invalid JSON"),
-        (cut_off("text_encoder/model.safetensors"), "it is cut off"),
+        (cut_off("text_encoder/model.safetensors"), "it is truncated"),
         (without("text_encoder/model.safetensors"), r"text_encoder: weights[\s\S]*expected  diffusion_pytorch_model"),
         (without("vae/config.json"), r"vae without config\.json"),
         (

@@ -27,11 +27,11 @@ def test_a_folder_is_synced(tmp_path: Path) -> None:
     sync_folder(str(tmp_path))
 
 
-def test_a_file_system_that_cannot_is_no_failure() -> None:
+def test_sync_ignores_file_systems_without_folder_sync() -> None:
     sync_folder("/proc")  # answers EINVAL
 
 
-def test_what_is_no_folder_fails(tmp_path: Path) -> None:
+def test_sync_folder_rejects_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError):
         sync_folder(tmp_path / "file")
@@ -40,7 +40,7 @@ def test_what_is_no_folder_fails(tmp_path: Path) -> None:
 
 
 class TestWriting:
-    def test_replaces_and_leaves_nothing_else(self, tmp_path: Path) -> None:
+    def test_replaces_the_file_and_leaves_no_temporary_file(self, tmp_path: Path) -> None:
         for content in (b"old", b"new"):
             write_file(tmp_path / "a.txt", content)
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.txt": b"new"}
@@ -53,7 +53,7 @@ class TestWriting:
             os.umask(before)
         assert stat.S_IMODE((tmp_path / "new.txt").stat().st_mode) == 0o640
 
-    def test_the_old_file_is_there_until_the_new_one_is_complete(
+    def test_the_old_file_stays_until_the_new_one_is_complete(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "a.txt").write_bytes(b"old")
@@ -66,7 +66,7 @@ class TestWriting:
             write_file(tmp_path / "a.txt", b"half")
         assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.txt": b"old"}
 
-    def test_a_full_disk_keeps_what_was_there(self, tiny_disk: Path) -> None:
+    def test_a_full_disk_keeps_the_old_file(self, tiny_disk: Path) -> None:
         write_file(tiny_disk / "a.txt", b"old")
         with pytest.raises(OSError, match="No space left"):
             write_file(tiny_disk / "a.txt", b"x" * 200_000)
@@ -86,27 +86,27 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_name_that_is_taken_is_kept(tmp_path: Path) -> None:
+def test_without_replace_an_existing_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"old")
     with pytest.raises(FileExistsError):
         write_file(tmp_path / "a.txt", b"new", replace=False)
     assert contents(tmp_path) == {"a.txt": b"old"}
 
 
-def test_pieces_of_any_size_are_written_in_their_order(tmp_path: Path) -> None:
+def test_chunks_of_any_size_are_written_in_order(tmp_path: Path) -> None:
     pieces = [bytes([number % 256]) * (number % 7) for number in range(2000)] + [b"x" * 9_000_000, b"end"]
     write_file(tmp_path / "a.bin", (memoryview(piece) for piece in pieces))
     assert (tmp_path / "a.bin").read_bytes() == b"".join(pieces)
 
 
-def test_a_library_that_replaces_the_temporary_file_is_followed(tmp_path: Path) -> None:
+def test_replacing_accepts_a_library_that_replaces_the_temporary_file(tmp_path: Path) -> None:
     with replacing(tmp_path / "a.txt") as temporary:
         (tmp_path / "beside").write_bytes(b"new")
         (tmp_path / "beside").rename(temporary)
     assert contents(tmp_path) == {"a.txt": b"new"}
 
 
-def test_only_what_nobody_writes_any_more_is_swept(tmp_path: Path) -> None:
+def test_sweep_removes_only_files_of_ended_processes(tmp_path: Path) -> None:
     left = [tmp_path / f"{dot}gracetune-{'a' * 32}.tmp" for dot in ("", ".")]
     for path in left:
         path.touch()
@@ -141,7 +141,7 @@ FOLDER = {"name": b"old", "folder/below/one": b"1", "folder/two": b"2"}
 @pytest.mark.parametrize(
     ("write", "after"), [(replace_a_file, NEW), (let_a_library_write, NEW), (publish_a_folder, FOLDER)]
 )
-def test_killed_at_any_boundary_the_old_or_the_new_is_there(
+def test_killed_at_any_point_the_old_or_the_new_file_is_complete(
     write: Callable[[Path], None], after: dict[str, bytes], tmp_path: Path
 ) -> None:
     seen, number, ended = [], 0, False
@@ -161,7 +161,7 @@ def test_killed_at_any_boundary_the_old_or_the_new_is_there(
 
 
 def killed_at(number: int, work: Callable[[], None]) -> bool:
-    """In a process of its own, killed just before its fsync or rename of that number; False where it came to an end."""
+    """Run in a new process that is killed just before its n-th fsync or rename. False if it ran to the end."""
     child = os.fork()
     if child == 0:
         calls = 0

@@ -1,4 +1,4 @@
-"""Who may look into a folder that we make. The umask is a process's own: each case has one."""
+"""Permissions of the folders we create. The umask belongs to a process, so each case runs in its own."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ for name in ("new", "old"):
         ("077", 0o2775, 0o2700),
     ],
 )
-def test_the_group_gets_in_where_files_are_shared_on_purpose(
-    tmp_path: Path, umask: str, parent: int, made: int
-) -> None:
+def test_the_group_gets_access_where_files_are_shared(tmp_path: Path, umask: str, parent: int, made: int) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "old").mkdir()
@@ -49,7 +47,7 @@ def test_the_group_gets_in_where_files_are_shared_on_purpose(
     assert modes == {"made": made, "new": made, "old": 0o755}
 
 
-def test_folders_above_it_are_ordinary_ones(tmp_path: Path) -> None:
+def test_parent_folders_are_ordinary(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT, "022", str(tmp_path / "above")], check=True)
     assert stat.S_IMODE((tmp_path / "above").stat().st_mode) == 0o777 & ~0o022
     assert os.access(tmp_path / "above" / "made", os.W_OK)

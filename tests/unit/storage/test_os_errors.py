@@ -29,7 +29,7 @@ def error_of(number: int, filename: Path | None = None) -> OSError:
 
 
 @pytest.mark.parametrize("number", KNOWN)
-def test_each_error_has_its_own_words(number: int) -> None:
+def test_each_error_has_its_own_message(number: int) -> None:
     cause = explain(error_of(number), PLACE)
     assert cause.kind == KNOWN[number]
     assert cause.found == f"{os.strerror(number)} ({errno.errorcode[number]})"
@@ -38,7 +38,7 @@ def test_each_error_has_its_own_words(number: int) -> None:
 
 
 @given(number=st.sampled_from([*errno.errorcode, 0, 9999]), name=st.text(min_size=1, max_size=20))
-def test_any_error_becomes_words_that_can_be_typed(number: int, name: str) -> None:
+def test_every_error_has_a_remedy_that_can_be_typed(number: int, name: str) -> None:
     path = PLACE / name.replace("\0", "")
     problem = problem_of(error_of(number, path), "report", PLACE, elsewhere="set output_dir to another disk")
     assert problem.file == str(PLACE)
@@ -47,7 +47,7 @@ def test_any_error_becomes_words_that_can_be_typed(number: int, name: str) -> No
     assert problem.hint.endswith("or set output_dir to another disk; then run the same command again")
 
 
-def test_the_file_that_the_error_names_is_named() -> None:
+def test_the_message_names_the_file_of_the_error() -> None:
     assert explain(error_of(errno.EIO, PLACE / "logs" / "a"), PLACE).found.endswith("(EIO), at logs/a")
     assert explain(error_of(errno.EIO, Path("/elsewhere")), PLACE).found.endswith(", at /elsewhere")
     assert explain(error_of(errno.EIO, PLACE / temporary_name()), PLACE).found.endswith("(EIO)")
@@ -109,7 +109,7 @@ def through_a_circle(folder: Path) -> None:
         (too_many, "fewer open files"),
         (below_a_file, "a folder at each part of the path"),
         (onto_a_folder, "a file, not a folder"),
-        (through_a_circle, "links that lead somewhere"),
+        (through_a_circle, "links without a cycle"),
         (lambda folder: write_file(folder / "gone" / "a", b"x"), "a file or folder that exists"),
         (lambda folder: write_file(folder / ("a" * 300), b"x"), "a shorter name"),
     ],

@@ -1,4 +1,4 @@
-"""Only regular files are opened: nothing waits for a pipe's writer, and no device is read."""
+"""Only regular files are opened: no open blocks on a pipe, and no device is read."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def other(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("read", [open_regular, check_regular, read_small_file, read_tensors, open_tensors])
-def test_nothing_else_is_opened(read, other: Path) -> None:
+def test_only_regular_files_are_opened(read, other: Path) -> None:
     with pytest.raises(OSError, match="not a regular file"):
         read(other)
 
 
-def test_nor_as_an_index_or_a_file_that_has_a_checksum(tmp_path: Path) -> None:
+def test_indexes_and_checksummed_files_must_be_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors.index.json")
     with pytest.raises(WeightFileError, match="a named pipe, not a regular file"):
         open_weights(tmp_path / "model.safetensors.index.json")
@@ -48,7 +48,7 @@ def test_nor_as_an_index_or_a_file_that_has_a_checksum(tmp_path: Path) -> None:
         difference(tmp_path / "model.safetensors.index.json", Fact(0, ""))
 
 
-def test_nor_as_a_models_configuration_or_a_checkpoints_manifest(tmp_path: Path) -> None:
+def test_model_configs_and_checkpoint_manifests_must_be_regular(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(ConfigError, match="a named pipe, not a regular file"):
         read_json(tmp_path / "config.json")

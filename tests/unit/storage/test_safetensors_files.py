@@ -18,14 +18,16 @@ def made(dtypes: list[torch.dtype]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_the_bytes_are_those_of_the_library(metadata: dict[str, str] | None, tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_the_same_tensors_and_metadata(
+    metadata: dict[str, str] | None, tmp_path: Path
+) -> None:
     tensors = made([torch.bfloat16, torch.float32, torch.int64, torch.bool])
     write_tensors(tmp_path / "ours", tensors, metadata)
     save_file(tensors, tmp_path / "theirs", metadata)
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
-def test_every_dtype_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_round_trips(tmp_path: Path) -> None:
     bits = torch.arange(24, dtype=torch.uint8)
     tensors = {
         name: bits[: 24 // dtype.itemsize * dtype.itemsize].to(torch.bool if dtype == torch.bool else torch.uint8)
@@ -41,7 +43,7 @@ def test_every_dtype_comes_back(tmp_path: Path) -> None:
         assert torch.equal(file.get_tensor("F32"), tensors["F32"])
 
 
-def test_what_is_not_contiguous_is_written_as_it_reads(tmp_path: Path) -> None:
+def test_non_contiguous_tensors_are_written_by_value(tmp_path: Path) -> None:
     turned = torch.arange(6.0).reshape(2, 3).T
     write_tensors(tmp_path / "file.safetensors", {"turned": turned}, {"b": "2", "a": "1"})
     assert torch.equal(read_tensors(tmp_path / "file.safetensors")["turned"], turned)

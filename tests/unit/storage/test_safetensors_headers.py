@@ -33,7 +33,7 @@ def refusal(path: Path) -> str:
 
 
 class TestAFile:
-    def test_entries_say_where_the_bytes_are(self, tmp_path: Path) -> None:
+    def test_entries_give_the_position_of_each_tensor(self, tmp_path: Path) -> None:
         header = {
             "__metadata__": {"format": "pt"},
             "late": {"dtype": "I16", "shape": [2, 2], "data_offsets": [8, 16]},
@@ -68,22 +68,22 @@ class TestAFile:
 class TestRefusals:
     """Each names the file and the tensor, what was found, what was expected, and what to do."""
 
-    def test_cut_off(self, tmp_path: Path) -> None:
+    def test_truncated_data(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.safetensors", {"a": FOUR_FLOATS}, DATA[:-1])
         size = path.stat().st_size
         assert refusal(path) == (
-            f"{path}: data\n  found     a file of {size} bytes: it is cut off\n"
+            f"{path}: data\n  found     a file of {size} bytes: it is truncated\n"
             f"  expected  {size + 1} bytes, as its header says\n"
             "  try       download it again, and compare its size with the one at the source"
         )
 
-    def test_cut_off_inside_the_header(self, tmp_path: Path) -> None:
+    def test_truncated_inside_the_header(self, tmp_path: Path) -> None:
         path = write(tmp_path / "a.safetensors", {"a": FOUR_FLOATS})
         path.write_bytes(path.read_bytes()[:20])
         assert "the file ends after 20 bytes" in refusal(path)
 
     @pytest.mark.parametrize("content", [b"", b"\x01", b"\x00" * 8, b"\xff" * 8, b"<!DOCTYPE html>", b"PK\x03\x04" * 9])
-    def test_something_else_altogether(self, tmp_path: Path, content: bytes) -> None:
+    def test_a_file_of_another_format(self, tmp_path: Path, content: bytes) -> None:
         path = tmp_path / "a.safetensors"
         path.write_bytes(content)
         assert "expected  a safetensors file" in refusal(path)
@@ -93,7 +93,7 @@ class TestRefusals:
         path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 12\n")
         assert "try       git lfs pull" in refusal(path)
 
-    def test_bytes_behind_the_last_tensor(self, tmp_path: Path) -> None:
+    def test_bytes_after_the_last_tensor(self, tmp_path: Path) -> None:
         assert "bytes, as its header says" in refusal(write(tmp_path / "a", {"a": FOUR_FLOATS}, DATA + b"x"))
 
     def test_overlap(self, tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ class TestRefusals:
         assert "2,992 more problems of this kind" in text
         assert len(text) < 4000
 
-    def test_places_that_are_no_file(self, tmp_path: Path) -> None:
+    def test_paths_that_are_not_files(self, tmp_path: Path) -> None:
         assert "No such file" in refusal(tmp_path / "missing.safetensors")
         os.mkfifo(tmp_path / "pipe.safetensors")
         assert "not a regular file" in refusal(tmp_path / "pipe.safetensors")
         assert "it holds pipe.safetensors" in refusal(tmp_path)
         (tmp_path / "empty").mkdir()
-        assert "no safetensors file in it" in refusal(tmp_path / "empty")
+        assert "it holds no safetensors file" in refusal(tmp_path / "empty")
 
 
 NAME = st.text(min_size=1, max_size=3)
@@ -180,7 +180,7 @@ CHAINED = st.lists(st.tuples(NAME, st.sampled_from([*BITS]), st.lists(st.integer
 
 
 def chained(tensors: list[tuple[str, str, list[int]]]) -> tuple[dict[str, Any], int]:
-    """A header whose tensors follow each other as they should."""
+    """A header whose tensors follow each other without gaps."""
     header, end = {}, 0
     for name, dtype, shape in tensors:
         bits = BITS[dtype]
@@ -193,7 +193,7 @@ def chained(tensors: list[tuple[str, str, list[int]]]) -> tuple[dict[str, Any], 
 
 
 class TestAgreementWithTheLibrary:
-    """What the safetensors library refuses, so do we; and we read every file it writes."""
+    """We reject what the safetensors library rejects, and read every file it writes."""
 
     @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(header=st.dictionaries(NAME, ENTRY, max_size=3), size=st.integers(0, 20))
@@ -247,7 +247,7 @@ class TestAnIndex:
         write(folder / "one.safetensors", {"a": FOUR_FLOATS})
         write(folder / "two.safetensors", {"b": FOUR_FLOATS})
 
-    def test_brings_the_files_together(self, tmp_path: Path) -> None:
+    def test_combines_the_shards(self, tmp_path: Path) -> None:
         self.shards(tmp_path)
         weights = open_weights(self.index(tmp_path, {"b": "two.safetensors", "a": "one.safetensors"}))
         assert {name: entry.path.name for name, entry in weights.entries.items()} == {
@@ -267,7 +267,7 @@ class TestAnIndex:
             (snapshot / file.name).symlink_to(renamed)
         assert set(open_weights(snapshot / "model.safetensors.index.json").entries) == {"a", "b"}
 
-    def test_a_tensor_that_is_not_where_it_says(self, tmp_path: Path) -> None:
+    def test_a_tensor_missing_from_its_shard(self, tmp_path: Path) -> None:
         self.shards(tmp_path)
         text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "one.safetensors"}))
         assert ": b\n  found     not in one.safetensors" in text
@@ -290,7 +290,7 @@ class TestAnIndex:
     def test_all_broken_files_at_once(self, tmp_path: Path) -> None:
         write(tmp_path / "one.safetensors", {"a": FOUR_FLOATS}, b"")
         text = refusal(self.index(tmp_path, {"a": "one.safetensors", "b": "two.safetensors"}))
-        assert "it is cut off" in text
+        assert "it is truncated" in text
         assert "No such file" in text
 
     @pytest.mark.parametrize("name", ["../one.safetensors", "/etc/passwd", "", "..", "a\\b", "a\0b", 7, None])
@@ -298,7 +298,7 @@ class TestAnIndex:
         assert "expected  an object: tensor name -> name of a file" in refusal(self.index(tmp_path, {"a": name}))
 
     @pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', "[]", "{", '{"weight_map": {"a": "x", "a": "x"}}'])
-    def test_that_is_none(self, tmp_path: Path, content: str) -> None:
+    def test_invalid_index_files(self, tmp_path: Path, content: str) -> None:
         path = tmp_path / "model.safetensors.index.json"
         path.write_text(content)
         assert "  try       download it again" in refusal(path)

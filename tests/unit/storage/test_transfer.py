@@ -1,4 +1,4 @@
-"""Transfers from storage that fails at any point: what arrives is the file, or nothing is under its name."""
+"""Transfers from storage that fails at any point: the result is the complete file or no file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK = Patience(attempts=2, first_pause=0.0)
 
 
 class Storage:
-    """Hands out one file in ranges; fails where it is told to."""
+    """Serves one file in ranges, with configured failures."""
 
     def __init__(self, data: bytes, faults: list[str] | None = None, *, can_seek: bool = True) -> None:
         self.data, self.faults, self.can_seek = data, faults or [], can_seek
@@ -59,8 +59,8 @@ FAULTS = st.lists(st.sampled_from(["", "", "error", "short", "final", "wrong"]),
 
 @settings(max_examples=60)
 @given(st.binary(max_size=200), st.lists(FAULTS, max_size=3), st.booleans())
-def test_whatever_fails_the_file_is_whole_or_not_there(data: bytes, starts: list[list[str]], can_seek: bool) -> None:
-    """Each start fails in its own way; the last one does not."""
+def test_after_any_failure_the_file_is_complete_or_absent(data: bytes, starts: list[list[str]], can_seek: bool) -> None:
+    """Each start fails in a different way, except for the last."""
     with TemporaryDirectory() as folder, ThreadPoolExecutor(2) as requests, pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "RANGE", 16)
         target, part = Path(folder) / "file", Path(folder) / "incoming" / "file.part"
@@ -79,7 +79,7 @@ def test_whatever_fails_the_file_is_whole_or_not_there(data: bytes, starts: list
             break
 
 
-def test_what_is_here_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_received_bytes_are_not_fetched_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RANGE", 10)
     data = bytes(range(100))
     part = tmp_path / "a.part"
@@ -94,7 +94,7 @@ def test_what_is_here_is_not_fetched_again(tmp_path: Path, monkeypatch: pytest.M
     assert (tmp_path / "a").read_bytes() == data
 
 
-def test_another_version_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RANGE", 10)
     old, new = b"o" * 100, b"n" * 100
     with ThreadPoolExecutor(1) as requests:
@@ -105,8 +105,8 @@ def test_another_version_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "a").read_bytes() == new
 
 
-def test_a_digest_that_is_none_is_believed_once(tmp_path: Path) -> None:
-    """The ETag of an encrypted object looks like an MD5 and is none: the content is the same every time."""
+def test_an_unreliable_digest_is_checked_by_a_second_download(tmp_path: Path) -> None:
+    """The ETag of an encrypted object looks like an MD5 but is not one: the content is the same every time."""
     data = b"x" * 50
     seeming = RemoteFile(50, "md5:" + "0" * 32, "tag", sure=False)
     with ThreadPoolExecutor(1) as requests:
@@ -121,12 +121,12 @@ def test_a_digest_that_is_none_is_believed_once(tmp_path: Path) -> None:
     assert not (tmp_path / "b").exists()
 
 
-def test_gits_own_id(tmp_path: Path) -> None:
+def test_git_blob_id(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"hello\n")
     assert digest_of(tmp_path / "a", "git") == "ce013625030ba8dba906f756967f9e9ca394464a"
 
 
-def test_whose_error_it_is() -> None:
+def test_local_disk_errors_are_told_from_remote_errors() -> None:
     assert is_of_this_disk(OSError(28, "No space left on device"))
     assert is_of_this_disk(PermissionError(13, "Permission denied", "/data/x"))
     assert not is_of_this_disk(ConnectionResetError(104, "Connection reset by peer"))

@@ -76,7 +76,7 @@ def test_references_that_are_no_pictures(tiny_model: TinyModel, tmp_path: Path) 
     found = refused("qwen_image", "edit", tiny_model, {"prompts": prompts})
     assert [problem.key for problem in found] == [f"validation.prompts[{number}].references" for number in range(3)]
     assert [problem.found.split(": ")[0] for problem in found] == names[:3]
-    assert "not a picture" in found[0].found
+    assert "not an image" in found[0].found
     assert "cannot be decoded" in found[1].found
     assert "No such file" in found[2].found
 

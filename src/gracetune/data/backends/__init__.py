@@ -1,1 +1,1 @@
-"""Where a dataset's bytes come from: a folder, a URL, or either of them staged in memory."""
+"""Storage backends: a local folder, a URL, or either of them staged in memory."""

@@ -1,4 +1,4 @@
-"""What goes wrong with storage and staging. Each message says what was found, what was expected and what to type."""
+"""Errors of storage and staging. Each message says what was found, what was expected and what to type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.data.errors import DataError, set_option
 from gracetune.errors import Problem
 
 SHOWN = 20
-"""So many files of a long list are printed; all of them are in the error's `files`."""
+"""The number of files printed from a long list. The error's `files` holds all of them."""
 
 
 class StorageError(DataError):
@@ -19,11 +19,11 @@ class StorageError(DataError):
 
 
 class MemoryLimitError(DataError):
-    """The files do not fit: into `memory_limit_gb`, the control group or main memory. Nothing stays behind."""
+    """The files do not fit into `memory_limit_gb`, the control group or main memory. All memory is released again."""
 
 
 class UnreadableFilesError(DataError):
-    """More files than `corrupt_threshold` allows could not be read."""
+    """More files are unreadable than `corrupt_threshold` allows."""
 
     def __init__(self, dataset: str, files: Iterable[LeftOut], *, total: int, threshold: float) -> None:
         self.files = tuple(files)
@@ -39,18 +39,18 @@ class UnreadableFilesError(DataError):
 
 
 def leave_out(dataset: str, count: int, total: int) -> str:
-    """How to train on the others, where there are any."""
+    """The end of a hint: how to train on the other files, if there are any."""
     if count >= total:
         return ""
-    share = math.ceil(count / total * 1000) / 1000
+    share = math.ceil(count / total * 1000) / 1000  # rounded up, so that it allows `count` files
     return f"; to leave them out, {set_option(dataset, 'corrupt_threshold', f'{share:g}')}"
 
 
 def too_many(count: int, total: int, share: float) -> bool:
-    """Whether more than a share of them failed. The share as it is written: 0.29 of 100 is 29, not 28.999…"""
+    """Whether more than a share of the files failed. Exact arithmetic: 0.29 of 100 is 29, not 28.999…"""
     return count > Fraction(str(share)) * total
 
 
 def told(key: str, *, found: str, expected: str, hint: str) -> str:
-    """The text of an error in the form every message of ours has."""
+    """The text of an error message in the common form: key, found, expected, hint."""
     return str(Problem(key, found, expected, hint))

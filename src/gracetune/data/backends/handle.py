@@ -1,4 +1,4 @@
-"""What one process tells another so that it can open the same backend: plain data, JSON on the wire, never a pickle."""
+"""Backend handles: plain data, sent as JSON, with which another process opens the same backend. Never a pickle."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class _Message(BaseModel):
 
 
 class SourceHandle(_Message):
-    """A folder or URL that anybody can open afresh."""
+    """A folder or URL that any process can open itself."""
 
     kind: Literal["local", "url"]
     root: str
-    """Absolute for a folder: the other process may have another working directory."""
+    """An absolute path for a folder, because the other process may have a different working directory."""
 
 
 class StagedHandle(_Message):
-    """Staged data of a running process. Good for as long as that process keeps it open."""
+    """Staged data of a running process. Valid for as long as that process keeps it open."""
 
     kind: Literal["in_memory"] = "in_memory"
     format: Literal[3] = 3
     pid: int
     started: int
-    """Clock ticks after boot: a pid alone may belong to somebody else by now."""
+    """The process's start time in clock ticks since boot. It identifies the process, because pids are reused."""
     root: str
     segments: tuple[SegmentHandle, ...]
     left_out: tuple[LeftOut, ...] = ()
-    """What the source did not hand out when it was staged."""
+    """Files that the source gave no access to when it was staged."""
 
 
 BackendHandle: TypeAlias = SourceHandle | StagedHandle
@@ -52,23 +52,25 @@ def from_json(text: str) -> BackendHandle:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
         raise StagingError(
-            f"this is no handle of a backend that we understand: {error.errors()[0]['msg']}\n"
-            "  try  run the same gracetune in all processes of a run"
+            f"the backend handle cannot be read: {error.errors()[0]['msg']}\n"
+            "  try  run the same version of gracetune in all processes of a run"
         ) from error
 
 
 def process_start(pid: int) -> int | None:
-    """When a process began, in clock ticks after boot; None where there is no such process."""
+    """The start time of a process in clock ticks since boot; None if it does not exist."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the program's name in parentheses, which may contain anything, parentheses too.
+    # Field 2 is the program's name in parentheses, which may itself contain spaces and parentheses. The start time is
+    # field 22, so number 19 after it.
     return int(text.rpartition(")")[2].split()[19])
 
 
 def own_start() -> int:
+    """The start time of this process."""
     started = process_start(os.getpid())
     if started is None:
-        raise StagingError("/proc is not mounted, and without it no other process can reach staged data")
+        raise StagingError("/proc is not mounted, and without it other processes cannot open staged data")
     return started

@@ -1,7 +1,7 @@
-"""A dataset staged in main memory: read once, then served without touching its source again.
+"""A dataset staged in main memory: its files are read once and then served without accessing the source again.
 
-The staged files are a snapshot of one moment: what changes in the source afterwards is not seen. A restarted run stages
-everything afresh, since nothing of this outlives its processes.
+The staged files are a snapshot. Later changes of the source are not seen. Staged memory ends with the processes that
+use it, so a restarted run stages everything again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Closable(Protocol):
 
 
 class InMemoryBackend(Storage):
-    """See `gracetune.data.backend.Backend` for the contract, and `open_backend` for how to get one.
+    """A backend for staged files. `gracetune.data.backend.Backend` describes its methods; `open_backend` creates one.
 
-    `read` of a file stored as it is returns the arena's own bytes. Such a view stays valid after `close`. A file that
-    could not be read when it was staged is listed as its source listed it, and `read` says why.
+    `read` of an uncompressed file returns a view of the staged memory, which stays valid after `close`. A file that
+    could not be read during staging is listed like the others, and `read` raises an error with the reason.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class InMemoryBackend(Storage):
         self._companions: list[Closable] = []
         self._closed = False
         self.report = report
-        """What staging did; None in a process that only attached."""
+        """The result of staging; None in a process that attached to the data of another one."""
 
     @property
     def root(self) -> str:
@@ -61,7 +61,7 @@ class InMemoryBackend(Storage):
 
     @property
     def stored(self) -> int:
-        """Bytes of memory the staged files and their indexes take, once for all processes."""
+        """Bytes of memory used by the staged files and their indexes. All processes share them."""
         return sum(segment.resident for segment in self._segments)
 
     def survey(self) -> Listing:
@@ -82,12 +82,12 @@ class InMemoryBackend(Storage):
         return stream_over(self.read(path))
 
     def digest(self, path: str) -> str | None:
-        """The content's xxh3-128 as taken while staging; None where it could not be read then."""
+        """The content's xxh3-128, computed during staging; None if the file could not be read."""
         entry = self._find(path)[1]
         return None if entry.unreadable else entry.digest.hex()
 
     def handle(self) -> StagedHandle:
-        """What another process of this machine needs to map the same pages, for as long as this backend is open."""
+        """A handle with which another process of this machine can map the same pages while this backend is open."""
         self._check_open()
         return StagedHandle(
             pid=os.getpid(),
@@ -98,7 +98,7 @@ class InMemoryBackend(Storage):
         )
 
     def descriptors(self) -> Sequence[int]:
-        """One for each segment of `handle`, to be handed over a socket."""
+        """The file descriptors of the segments in `handle`, for sending over a socket."""
         return [segment.fileno() for segment in self._segments]
 
     def keep(self, companion: Closable) -> None:
@@ -106,7 +106,7 @@ class InMemoryBackend(Storage):
         self._companions.append(companion)
 
     def close(self) -> None:
-        """Give the memory back, as soon as no other process and no view uses it."""
+        """Release the memory. The kernel frees it once no other process and no view uses it."""
         self._closed = True
         for part in (*self._companions, *self._segments):
             part.close()
@@ -126,14 +126,14 @@ class InMemoryBackend(Storage):
 
 
 def attach(handle: StagedHandle, files: Sequence[io.FileIO] | None = None) -> InMemoryBackend:
-    """Map what another process has staged. `files` are its descriptors where they came over a socket."""
-    found = files if files is not None else _descriptors_of(handle)
+    """Map what another process has staged. `files` are its descriptors, if they were received over a socket."""
+    descriptors = files if files is not None else _open_descriptors(handle)
     segments: list[Segment] = []
     try:
-        for expected, file in zip(handle.segments, found, strict=True):
+        for expected, file in zip(handle.segments, descriptors, strict=True):
             segments.append(_attached(expected, file))
     except BaseException:
-        opened: list[Closable] = [*segments, *found]
+        opened: list[Closable] = [*segments, *descriptors]
         for part in opened:
             part.close()
         raise
@@ -141,7 +141,10 @@ def attach(handle: StagedHandle, files: Sequence[io.FileIO] | None = None) -> In
 
 
 def fetch_staged(ranks: LocalRanks, dataset: str) -> tuple[StagedHandle, list[io.FileIO]]:
-    """What rank 0 of this machine has staged, and descriptors of our own for it. Raises what rank 0 said."""
+    """The handle of what rank 0 of this machine has staged, and our own descriptors for it.
+
+    Raises StagingError with rank 0's reason if it could not stage.
+    """
     content, files = fetch(ranks, dataset)
     try:
         handle = from_json(json.dumps(content))
@@ -158,27 +161,28 @@ def _attached(expected: SegmentHandle, file: io.FileIO) -> Segment:
     segment = Segment(file)
     if (segment.identity, segment.size) != (expected.identity, expected.size):
         segment.close()
-        raise StagingError("the descriptor leads to other staged data by now\n  try  ask for a new handle")
+        raise StagingError("the descriptor now refers to other staged data\n  try  request a new handle")
     return segment
 
 
-def _descriptors_of(handle: StagedHandle) -> list[io.FileIO]:
-    gone = f"the process that staged {handle.root} (pid {handle.pid}) has ended"
+def _open_descriptors(handle: StagedHandle) -> list[io.FileIO]:
+    """Open the descriptors of the other process through /proc."""
     if process_start(handle.pid) != handle.started:
-        raise StagingError(f"{gone}\n  try  restart the run: it stages afresh")
+        ended = f"the process that staged {handle.root} (pid {handle.pid}) has ended"
+        raise StagingError(f"{ended}\n  try  restart the run: it stages again")
     files: list[io.FileIO] = []
     try:
         for segment in handle.segments:
             path = f"/proc/{handle.pid}/fd/{segment.descriptor}"
             files.append(io.FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC)))
             if os.fstat(files[-1].fileno()).st_ino != segment.inode:
-                raise FileNotFoundError(errno.ENOENT, "closed, and the number means another file by now")
+                raise FileNotFoundError(errno.ENOENT, "closed, and the descriptor number was reused")
     except OSError as error:
         for file in files:
             file.close()
-        reason = {errno.ENOENT: "it has closed it", errno.EACCES: "it runs as another user"}
-        told = reason.get(error.errno or 0, error.strerror)
-        raise StagingError(f"the data staged by process {handle.pid} cannot be reached: {told}") from error
+        reasons = {errno.ENOENT: "the process has closed it", errno.EACCES: "the process runs as another user"}
+        reason = reasons.get(error.errno or 0, error.strerror)
+        raise StagingError(f"the data staged by process {handle.pid} cannot be opened: {reason}") from error
     return files
 
 

@@ -1,4 +1,4 @@
-"""What a backend found below its root: the files, and everything it left out with the reason."""
+"""Directory listings of backends: the files below the root, and everything left out with the reason."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gracetune.data.backend import Backend, FileStat
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file that is there and not used."""
+    """A file that exists but is not used, and why."""
 
     path: str
     reason: str
@@ -22,20 +22,20 @@ class Listing:
     files: Mapping[str, FileStat]
     """Sorted by path."""
     left_out: tuple[LeftOut, ...] = ()
-    """What the storage does not hand out."""
+    """Files that the storage gives no access to."""
     unselected: tuple[LeftOut, ...] = ()
-    """What it would hand out, and a dataset did not ask for."""
+    """Files that are accessible, but that the dataset does not need."""
 
 
 @runtime_checkable
 class Surveyor(Protocol):
-    """A backend that lists and measures in one go, and says what it left out."""
+    """A backend that lists and measures all files at once, and reports what it left out."""
 
     def survey(self) -> Listing: ...
 
 
 def survey(backend: Backend) -> Listing:
-    """The files of any backend; one `stat` for each where it has no quicker way."""
+    """The listing of any backend, with one `stat` per file if the backend has no faster way."""
     if isinstance(backend, Surveyor):
         return backend.survey()
     return Listing({path: backend.stat(path) for path in backend.list()})

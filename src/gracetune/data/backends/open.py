@@ -1,4 +1,4 @@
-"""From a dataset's configuration, or another process's handle, to a backend."""
+"""Opening backends from a dataset's configuration or from another process's handle."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def open_backend(
     on_progress: OnProgress = unwatched,
     selection: Selection | None = None,
 ) -> Storage:
-    """Where a dataset's files are, staged if it says so. The caller closes it.
+    """Open a dataset's backend, and stage it if it is of type `in_memory`. The caller must close it.
 
-    `ranks` lets the processes of one launch share what the first of them stages. `selection` are the files to stage;
-    None means those the dataset needs.
+    With `ranks`, the local processes of a launch share what the first of them stages. `selection` chooses the files to
+    stage; None stages those the dataset needs.
     """
     return open_with(Opening(dataset, None, machine, ranks, on_progress, selection))
 
 
 def open_unstaged(dataset: Dataset) -> Storage:
-    """The same files, read from where they lie: of a dataset that would be staged, its source."""
+    """Open a dataset without staging it: its files are read from their source."""
     return open_with(Opening(dataset)) if is_installed(dataset.type) else plain_backend(dataset.path, dataset.storage)
 
 
 def attach_backend(handle: BackendHandle) -> Storage:
-    """What `handle` of another process's backend describes: the same pages where that is staged."""
+    """Open the backend that a handle of another process describes. Staged data shares the same pages."""
     return attach(handle) if isinstance(handle, StagedHandle) else open_source(handle)
 
 
@@ -61,12 +61,13 @@ def open_source(handle: SourceHandle) -> LocalBackend | UrlBackend:
 
 
 class GH200InMemoryBackend(InMemoryBackend):
-    """A folder staged in memory without a configuration: the name and options the GH200 guides promise.
+    """A folder staged in memory without a configuration, with the name and options of the GH200 guides.
 
     with GH200InMemoryBackend("photos", compression="lz4", memory_limit_gb=200) as files:
-        picture = files.read(files.list()[0])
+        image = files.read(files.list()[0])
 
-    More unreadable media than `corrupt_threshold` of them are refused; up to that, reading one of them says why.
+    Raises UnreadableFilesError if more than `corrupt_threshold` of the media are unreadable. Up to that share, reading
+    an unreadable file raises an error with the reason.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class GH200InMemoryBackend(InMemoryBackend):
 
 
 def _checked_options(compression: str | None, num_workers: int | None, memory_limit_gb: float | None) -> Compression:
-    """A configuration is checked when it is read; these arrive as they were typed."""
+    """Validate options that do not come from a configuration, and return the compression."""
     known = ("none", *CODECS)
     codec = (compression or "none").strip().lower()
     problems = []
     if codec not in known:
         problems.append(Problem("compression", repr(compression), f"one of {', '.join(known)}", "compression='lz4'"))
     if num_workers is not None and num_workers < 1:
-        problems.append(Problem("num_workers", str(num_workers), "1 or more", "leave it out: one for each CPU"))
+        problems.append(Problem("num_workers", str(num_workers), "1 or more", "leave it out for one per CPU"))
     if memory_limit_gb is not None and not (math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
         problems.append(Problem("memory_limit_gb", str(memory_limit_gb), "more than 0", "memory_limit_gb=200"))
     if problems:

@@ -1,7 +1,7 @@
-"""Which strings name a file below a dataset's root, and which are refused.
+"""Validation of paths below a dataset's root.
 
-A path has one spelling: parts joined by single forward slashes, no `.`, no `..`. That way a path can be a key (of the
-staged index, of a cache), and no spelling leads out of the root, on any storage.
+A path has exactly one spelling: parts joined by single forward slashes, without `.` or `..`. A path can therefore be a
+key (in the staged index or in a cache), and cannot lead out of the root on any storage.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _NO_NAMES = frozenset(["", ".", ".."])
 
 
 def refusal(path: str) -> str | None:
-    """Why this is no path below a root, or None where it is one."""
+    """Why this is not a valid path below a root; None if it is valid."""
     if not path:
         return "it is empty"
     if "\0" in path:
         return "it contains a NUL byte"
     if "\\" in path:
-        return "it contains a backslash, and folders are separated by /"
+        return "it contains a backslash; folders must be separated by /"
     if path.startswith("/") or _DRIVE.match(path):
-        return "it is absolute"
+        return "it is an absolute path"
     if not _NO_NAMES.isdisjoint(path.split("/")):
         return "it contains an empty part, '.' or '..'"
-    if path.isascii():  # nearly all of them; encoding one takes as long as everything before it
+    if path.isascii():  # nearly all paths; encoding would take as long as all other checks together
         return None
     try:
         path.encode()
@@ -36,22 +36,22 @@ def refusal(path: str) -> str | None:
 
 
 def checked(path: str, root: str) -> str:
-    """The path itself, or an error that says what is wrong with it."""
+    """The path itself if it is valid. Raises OutsideRootError with the reason otherwise."""
     reason = refusal(path)
     if reason is not None:
-        raise OutsideRootError(f"{printable(path)!r} names no file in {root}: {reason}")
+        raise OutsideRootError(f"{printable(path)!r} is not a path in {root}: {reason}")
     return path
 
 
 def printable(path: str) -> str:
-    """Bytes that are no UTF-8 arrive as lone surrogates, which no terminal and no JSON file takes."""
+    """The path with invalid UTF-8 escaped. Python decodes such bytes to lone surrogates, which cannot be printed."""
     return path.encode(errors="backslashreplace").decode()
 
 
 def split_suffix(path: str) -> tuple[str, str]:
-    """The path without its extension, and the extension as it is written, with its dot.
+    """The path without its extension, and the extension as written, with its dot.
 
-    As `PurePosixPath` has it, in a tenth of the time: no extension in `name`, `.name` and `name.`.
+    The rules are those of `PurePosixPath`, in a tenth of the time: `name`, `.name` and `name.` have no extension.
     """
     dot = path.rfind(".")
     return (path[:dot], path[dot:]) if path.rfind("/") + 1 < dot < len(path) - 1 else (path, "")
@@ -65,5 +65,5 @@ def suffix_of(path: str) -> str:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of it starts with a dot: macOS' `._photo.jpg`, `.thumbnails/`, `.git/`."""
+    """Whether any part of the path starts with a dot: macOS's `._photo.jpg`, `.thumbnails/`, `.git/`."""
     return path.startswith(".") or "/." in path

@@ -1,8 +1,8 @@
-"""The backends of a run. A folder that several datasets name is opened, and staged, once.
+"""The backends of a run. A folder used by several datasets is opened and staged once.
 
-Datasets of type `in_memory` share one copy where they name the same folder and the same `compression`. The copy holds
-every file that one of them needs. It obeys the smallest `memory_limit_gb` among them and is read with the largest
-`num_workers`. Another `compression` means another copy of the folder; the user is told what that costs.
+Datasets of type `in_memory` share one copy if they have the same folder and the same `compression`. The copy holds
+every file that any of them needs, under the smallest `memory_limit_gb` and with the largest `num_workers` among them.
+A different `compression` needs a second copy of the folder, which a note points out.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from gracetune.hostmem.sharing import LocalRanks
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """One folder as it is opened once, for all datasets that can share it."""
+    """A folder that is opened once for all datasets that can share it."""
 
     dataset: Dataset
-    """The first of them, with the staging options that hold for all of them."""
+    """The first of these datasets, with the combined staging options."""
     selection: Selection
-    """Every file one of them needs; counts only where the folder is staged."""
+    """Every file that any of them needs. Only used if the folder is staged."""
     ids: tuple[str, ...]
 
     def serves(self, dataset: Dataset) -> bool:
+        """Whether the dataset can use this backend."""
         if not _can_share(self.dataset, dataset):
             return False
         return dataset.type != "in_memory" or self.selection.covers(selection_for(dataset))
 
 
 def shared_folders(datasets: Iterable[Dataset]) -> tuple[SharedFolder, ...]:
-    """What a run opens, in the order of its datasets."""
+    """The folders a run opens, in the order of its datasets."""
     groups: list[list[Dataset]] = []
     for dataset in datasets:
         if dataset.disabled:
@@ -55,26 +56,26 @@ def shared_folders(datasets: Iterable[Dataset]) -> tuple[SharedFolder, ...]:
 
 
 def sharing_notes(folders: Sequence[SharedFolder]) -> Iterator[str]:
-    """What several datasets of one folder mean for staging, where that is not obvious."""
-    staged = [one for one in folders if one.dataset.type == "in_memory"]
-    for one in staged:
-        limit = one.dataset.in_memory.memory_limit_gb
-        if len(one.ids) > 1:
-            counted = "" if limit is None else f"; memory_limit_gb {limit:g}, the smallest of them, applies to all"
-            yield f"datasets {', '.join(one.ids)} share {one.dataset.path}: it is staged once{counted}"
-    for position, one in enumerate(staged):
-        others = [other for other in staged[:position] if _place(other.dataset) == _place(one.dataset)]
+    """Notes about folders that are shared between datasets or staged twice."""
+    staged = [folder for folder in folders if folder.dataset.type == "in_memory"]
+    for folder in staged:
+        limit = folder.dataset.in_memory.memory_limit_gb
+        if len(folder.ids) > 1:
+            limited = "" if limit is None else f"; memory_limit_gb {limit:g}, the smallest of them, applies to all"
+            yield f"datasets {', '.join(folder.ids)} share {folder.dataset.path}: it is staged once{limited}"
+    for position, folder in enumerate(staged):
+        others = [other for other in staged[:position] if _place(other.dataset) == _place(folder.dataset)]
         if others:
             first = others[0].dataset
             yield (
-                f"{one.dataset.path} is staged again for {', '.join(one.ids)}: compression is "
-                f"{one.dataset.in_memory.compression} there and {first.in_memory.compression} for {first.id}; "
+                f"{folder.dataset.path} is staged again for {', '.join(folder.ids)}: compression is "
+                f"{folder.dataset.in_memory.compression} there and {first.in_memory.compression} for {first.id}; "
                 "give both the same in_memory.compression to stage it once"
             )
 
 
 class BackendPool:
-    """Opens the backends of a run's datasets, and closes them all. Every rank opens them in the same order.
+    """Opens and closes the backends of a run's datasets. Every rank must open them in the same order.
 
     with BackendPool(config.datasets, machine=machine) as pool:
         index = build_index(config, geometry, open_backend=pool.open)
@@ -93,7 +94,7 @@ class BackendPool:
         self._opened: dict[str, Storage] = {}
 
     def open(self, dataset: Dataset) -> Storage:
-        """The dataset's backend; the same for datasets that only differ in what is done with the files."""
+        """The dataset's backend. Datasets that differ only in how the files are used get the same one."""
         folder = find_folder(self.folders, dataset)
         first = folder.dataset
         if first.id not in self._opened:
@@ -108,7 +109,7 @@ class BackendPool:
 
     @property
     def opened(self) -> tuple[Storage, ...]:
-        """Each of them once, in the order in which they were opened."""
+        """All open backends, in the order in which they were opened."""
         return tuple(self._opened.values())
 
     def close(self) -> None:
@@ -124,8 +125,8 @@ class BackendPool:
 
 
 def find_folder(folders: list[SharedFolder], dataset: Dataset) -> SharedFolder:
-    """The one a dataset is served from. One that no dataset of the config named (masks) is added."""
-    found = next((one for one in folders if one.serves(dataset)), None)
+    """The folder that serves a dataset. A folder that is not a dataset of the config, such as masks, is added."""
+    found = next((folder for folder in folders if folder.serves(dataset)), None)
     if found is None:
         found = _shared([dataset])
         folders.append(found)
@@ -133,6 +134,7 @@ def find_folder(folders: list[SharedFolder], dataset: Dataset) -> SharedFolder:
 
 
 def _place(dataset: Dataset) -> tuple[str, str]:
+    """Backend type and real location, which are the same for datasets of one folder."""
     path = dataset.path if "://" in dataset.path else os.path.realpath(Path(dataset.path).expanduser())
     return dataset.type, path
 
@@ -146,6 +148,7 @@ def _can_share(one: Dataset, other: Dataset) -> bool:
 
 
 def _shared(datasets: Sequence[Dataset]) -> SharedFolder:
+    """Combine the staging options and selections of datasets that share a folder."""
     staging = [dataset.in_memory for dataset in datasets]
     limits = [one.memory_limit_gb for one in staging if one.memory_limit_gb is not None]
     workers = [one.num_workers for one in staging if one.num_workers is not None]

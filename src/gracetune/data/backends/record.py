@@ -1,8 +1,8 @@
-"""The record of a dataset backend: its name, its options and how it is opened.
+"""The record of a dataset backend: its name, its options and how to open it.
 
-A backend is one file: a class that reads a dataset's files (`gracetune.data.backend.Backend` is the contract,
-`gracetune.data.backends.shared.Storage` the part of it that is the same for all), and a `DatasetBackend`. Ours are
-listed in `registry`; others come as installed packages (docs/extending.md).
+A backend is one file with two parts: a subclass of `gracetune.data.backends.shared.Storage`, which implements the
+interface `gracetune.data.backend.Backend`, and a `DatasetBackend` record. Built-in backends are found through
+`registry`; others come from installed packages (docs/extending.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from gracetune.data.backends.shared import Storage
 from gracetune.data.staging.progress import OnProgress, unwatched
 
-if TYPE_CHECKING:  # a process that only reads files should not wait for the configuration's code (scan_workers.py)
+if TYPE_CHECKING:  # keeps the configuration's code out of worker processes, which start faster (scan_workers.py)
     from gracetune.config.dataset_config import Dataset
     from gracetune.data.staging.selection import Selection
     from gracetune.hardware import Machine
@@ -25,24 +25,24 @@ if TYPE_CHECKING:  # a process that only reads files should not wait for the con
 
 @dataclass(frozen=True)
 class Opening:
-    """Everything a backend may need to open a dataset."""
+    """The arguments for opening a dataset."""
 
     dataset: Dataset
     options: Any = None
-    """An instance of the record's own model; None for a record without one."""
+    """The validated options, an instance of the record's `options` model; None for a record without options."""
     machine: Machine | None = None
     ranks: LocalRanks | None = None
-    """The processes of this machine that run together; None for one process."""
+    """The local processes of the launch; None for a single process."""
     on_progress: OnProgress = unwatched
     selection: Selection | None = None
-    """The files to stage; None means those the dataset needs."""
+    """The files to stage; None stages those the dataset needs."""
 
 
 @dataclass(frozen=True)
 class DatasetBackend:
     name: str
-    """What a config writes as the dataset's `type`."""
+    """The dataset `type` in a config."""
     open: Callable[[Opening], Storage]
-    """The backend of one dataset. The caller closes it."""
+    """Opens the backend of a dataset. The caller must close it."""
     options: type[BaseModel] | None = None
-    """Checks the dataset's section of the backend's name. It should forbid extra keys."""
+    """Validates the dataset's section with the backend's name. It should forbid extra keys."""

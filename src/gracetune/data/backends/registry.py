@@ -1,4 +1,4 @@
-"""Opens a dataset with the backend of its type: ours, or one of an installed package."""
+"""Opening a dataset with the backend of its type, which is built in or comes from an installed package."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gracetune.errors import ConfigError, Problem
 
 
 def open_with(opening: Opening) -> Storage:
+    """Open a dataset. The options of an installed backend are validated first."""
     dataset = opening.dataset
     record = BACKENDS.load_as(dataset.type, DatasetBackend)
     if not is_installed(dataset.type):
@@ -19,16 +20,16 @@ def open_with(opening: Opening) -> Storage:
     if invalid:
         raise ConfigError([
             Problem(f"dataset {dataset.id}: {'.'.join(map(str, (dataset.type, *one.path)))}", f"{one.found!r}",
-                    one.expected, "look at the documentation of the package that brings this backend")
+                    one.expected, "read the documentation of the package that provides this backend")
             for one in invalid
         ])  # fmt: skip
     found = record.open(Opening(dataset, options, opening.machine, opening.ranks))
     if not isinstance(found, Storage):
-        raise BACKENDS.rejected(dataset.type, f"`open` gave a {type(found).__name__}", "a Storage")
+        raise BACKENDS.rejected(dataset.type, f"`open` returned a {type(found).__name__}", "a Storage")
     return found
 
 
 def options_of(dataset: Dataset) -> Options:
-    """What a config says in the section of an installed backend."""
-    given: Options = dict(dataset)[dataset.type]
-    return given
+    """The config section of an installed backend."""
+    options: Options = dict(dataset)[dataset.type]
+    return options

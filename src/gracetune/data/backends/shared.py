@@ -1,4 +1,4 @@
-"""What every backend does the same way."""
+"""The base class of all backends."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from gracetune.hostmem.errors import StagingError
 
 
 class Storage(ABC):
-    """What every backend is made from: the contract of `gracetune.data.backend.Backend`, and an end."""
+    """The base class of backends: the interface `gracetune.data.backend.Backend`, and `close`."""
 
     @property
     @abstractmethod
     def root(self) -> str:
-        """The dataset's folder or URL as it was given."""
+        """The dataset's folder or URL as the user wrote it."""
 
     @abstractmethod
     def survey(self) -> Listing:
-        """`list` and `stat` of everything at once, and what was left out and why."""
+        """List all files with their size and time, and everything that is left out with the reason."""
 
     @abstractmethod
     def stat(self, path: str) -> FileStat:
-        """MissingFileError where there is no such file."""
+        """Size and time of a file. Raises MissingFileError."""
 
     @abstractmethod
     def read(self, path: str) -> memoryview:
-        """The whole file. MissingFileError, or UnreadableMediaError with the reason."""
+        """Read the whole file. Raises MissingFileError, or UnreadableMediaError with the reason."""
 
     @abstractmethod
     def open(self, path: str) -> BinaryIO:
-        """A seekable stream of the file."""
+        """Open the file as a seekable stream."""
 
     def handle(self) -> BackendHandle:
-        """Plain data from which `attach_backend` opens the same in another process of this machine."""
-        raise StagingError(f"{self.root}: another process cannot open what a {type(self).__name__} reads")
+        """A handle with which `attach_backend` opens the same data in another process of this machine."""
+        raise StagingError(f"{self.root}: a {type(self).__name__} cannot be opened by another process")
 
     def list(self) -> tuple[str, ...]:
         return tuple(self.survey().files)
@@ -52,8 +52,8 @@ class Storage(ABC):
             return False
         return True
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to do here
-        """Nothing is held between calls, unless a backend says otherwise."""
+    def close(self) -> None:  # noqa: B027 - optional: most backends hold nothing between calls
+        """Release what the backend holds between calls. The default does nothing."""
 
     def __enter__(self) -> Self:
         return self
@@ -63,6 +63,6 @@ class Storage(ABC):
 
 
 def why_unlisted(path: str) -> str | None:
-    """Why a file that is there is not handed out; None where it is."""
+    """Why an existing file is left out of the listing; None if it is not."""
     reason = refusal(path)
     return None if reason is None else f"it cannot be used: {reason}"

@@ -1,4 +1,4 @@
-"""A seekable stream over memory that is already there."""
+"""Seekable streams over memory, without a copy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class _Memory(io.RawIOBase):
-    """`io.BytesIO` would copy the whole view first."""
+    """A raw stream over a memoryview. `io.BytesIO` would copy the whole view first."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -24,10 +24,10 @@ class _Memory(io.RawIOBase):
 
     def readinto(self, buffer: WriteableBuffer) -> int:
         target = memoryview(buffer).cast("B")
-        piece = self._view[self._at : self._at + len(target)]
-        target[: len(piece)] = piece
-        self._at += len(piece)
-        return len(piece)
+        data = self._view[self._at : self._at + len(target)]
+        target[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
@@ -40,19 +40,20 @@ class _Memory(io.RawIOBase):
         return self._at
 
     def close(self) -> None:
-        self._view = memoryview(b"")  # the pages need not live longer than the stream
+        self._view = memoryview(b"")  # drops the reference, so that the memory can be freed
         super().close()
 
 
 def stream_over(view: memoryview) -> BinaryIO:
+    """A seekable stream over the view."""
     whole = whole_bytes(view)
     return io.BufferedReader(_Memory(view)) if whole is None else io.BytesIO(whole)
 
 
 def whole_bytes(view: memoryview) -> bytes | None:
-    """The bytes that a view shows from end to end; None where it shows other memory, or a part of it.
+    """The bytes object behind a view that covers all of it; None for other memory or a part of a bytes object.
 
-    `io.BytesIO` takes bytes without a copy, and every call of it is many times faster than one of a class in Python.
+    `io.BytesIO` uses bytes without a copy, and its methods are many times faster than those of a Python class.
     """
     found = view.obj
     return found if isinstance(found, bytes) and view.c_contiguous and view.nbytes == len(found) else None

@@ -1,4 +1,7 @@
-"""Any URL that fsspec opens: s3://, gs://, https://, memory://, archives ... The libraries for them are optional."""
+"""The backend of URLs, for every protocol fsspec supports: s3://, gs://, https://, archives and others.
+
+The libraries for the protocols are optional.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,15 @@ PACKAGES: Final = {
 _LOCAL: Final = frozenset(["file", "local"])
 _ARCHIVES: Final = frozenset(["zip", "tar", "libarchive"])
 _SINGLE_FILES: Final = frozenset([".tar", ".tgz", ".gz", ".zip", ".parquet", ".csv", ".tsv", ".jsonl", ".json"])
-_ASKED_AT_ONCE: Final = 16
+_REQUESTS_AT_ONCE: Final = 16
 _MODIFIED: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "date_time", "created")
 
 
 class UrlBackend(Storage):
-    """See `gracetune.data.backend.Backend` for the contract. Credentials and connections are the library's business."""
+    """The files below a URL. `gracetune.data.backend.Backend` describes the methods.
+
+    The protocol's library manages credentials and connections.
+    """
 
     def __init__(self, url: str, access: StorageAccess | None = None) -> None:
         self._url, self._access = url, access
@@ -65,7 +71,7 @@ class UrlBackend(Storage):
         self._errors = error_types(protocols)
         self._fs, self._base = self._connect(protocols)
         self._alone: str | None = None
-        """The file's name, where the URL turned out to be that of a single one."""
+        """The file's name, if the URL is that of a single file. Set by `remote_files`."""
 
     def _connect(self, protocols: Sequence[str]) -> tuple[Any, str]:
         import fsspec  # type: ignore[import-untyped]
@@ -83,7 +89,7 @@ class UrlBackend(Storage):
                     self._url,
                     found=str(error),
                     expected="a URL such as s3://bucket/folder, gs://bucket/folder or https://host/folder",
-                    hint="check the spelling; a folder of this machine is `type: local`",
+                    hint="check the spelling; for a folder of this machine write `type: local`",
                 )
             ) from error
         except self._errors as error:
@@ -95,15 +101,15 @@ class UrlBackend(Storage):
         return self._url
 
     def handle(self) -> BackendHandle:
-        if self._access is not None:  # a handle is plain text, and credentials do not belong into one
+        if self._access is not None:  # a handle is plain text and must not contain credentials
             return super().handle()
         return SourceHandle(kind="url", root=self._url)
 
     def survey(self) -> Listing:
-        """Every file below the URL, by one listing of the storage."""
+        """Every file below the URL, from a single listing of the storage."""
         try:
             self._fs.invalidate_cache()
-            if self._protocol in WEB:  # `find` takes a server that does not answer for an empty folder
+            if self._protocol in WEB:  # `find` treats a server that does not answer as an empty folder; `ls` raises
                 self._fs.ls(self._base, detail=False)
             found = self._fs.find(self._base, detail=True)
         except self._errors as error:
@@ -112,7 +118,7 @@ class UrlBackend(Storage):
         left_out: list[LeftOut] = []
         for name, info in found.items():
             path = self._relative(name)
-            reason = "it lies outside of the URL" if path is None else why_unlisted(path)
+            reason = "it lies outside the URL" if path is None else why_unlisted(path)
             if path is None or reason is not None:
                 left_out.append(LeftOut(printable(path or name), f"{reason}"))
             else:
@@ -127,11 +133,11 @@ class UrlBackend(Storage):
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What the storage's library raises."""
+        """The exceptions that the protocol's library raises."""
         return self._errors
 
     def remote_files(self) -> dict[str, RemoteFile]:
-        """Every file as the storage describes it, by its path. The URL may be that of one file. Raises `errors`."""
+        """The remote description of every file by its path. The URL may be that of a single file. Raises `errors`."""
         self._fs.invalidate_cache()
         alone = self._base.rpartition("/")[2]
         if self._protocol in WEB and is_single_file(alone):
@@ -144,12 +150,13 @@ class UrlBackend(Storage):
             self._alone = alone
             return {alone: remote_file(self._protocol, found[self._base])}
         paths = {name: path for name in found if (path := self._relative(name)) is not None and not why_unlisted(path)}
-        if self._protocol in WEB:  # a page of links tells no sizes
-            with ThreadPoolExecutor(_ASKED_AT_ONCE) as pool:
+        if self._protocol in WEB:  # an HTML page of links has no file sizes: request each file's headers
+            with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
                 found = dict(zip(paths, pool.map(self._fs.info, paths), strict=True))
         return {path: remote_file(self._protocol, found[name]) for name, path in sorted(paths.items())}
 
     def ranges(self, path: str, remote: RemoteFile) -> UrlRanges:
+        """A reader of parts of the file."""
         return UrlRanges(self._fs, self._full(path), self._protocol, remote)
 
     # -----------------------------------------------------------------------------------------------------------------
@@ -161,7 +168,7 @@ class UrlBackend(Storage):
     def _info(self, path: str) -> dict[str, Any]:
         info: dict[str, Any] = self._fs.info(self._full(path))
         if info.get("type") != "file":
-            raise MissingFileError(f"{path} in {self._url} is no file")
+            raise MissingFileError(f"{path} in {self._url} is not a file")
         return info
 
     def read(self, path: str) -> memoryview:
@@ -169,7 +176,7 @@ class UrlBackend(Storage):
             return memoryview(self._fs.cat_file(self._full(path)))
 
     def open(self, path: str) -> BinaryIO:
-        if self._protocol in WEB:  # many web servers cannot begin in the middle, or do not say how long a file is
+        if self._protocol in WEB:  # many web servers support no range requests, or do not report a file's length
             return stream_over(self.read(path))
         with self._reading(path):
             file = self._fs.open(self._full(path), "rb")
@@ -177,11 +184,12 @@ class UrlBackend(Storage):
 
     @contextmanager
     def _reading(self, path: str) -> Iterator[None]:
+        """Turn the library's exceptions into MissingFileError or UnreadableMediaError."""
         try:
             yield
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, KeyError) as error:  # KeyError: archives
-            if isinstance(error.__cause__, self._errors) and not _says_missing(error.__cause__):
-                # fsspec also calls a file missing when its server does not answer.
+            if isinstance(error.__cause__, self._errors) and not _means_missing(error.__cause__):
+                # fsspec also raises FileNotFoundError if the server does not answer.
                 raise UnreadableMediaError(path, words(error.__cause__)) from error
             raise MissingFileError(f"{path} does not exist in {self._url}") from error
         except self._errors as error:
@@ -192,7 +200,7 @@ class UrlBackend(Storage):
         if name == self._alone:
             signature = None if self._access is None else self._access.signature
             return self._base if signature is None else f"{self._base}?{signature}"
-        # On the web a `?`, `#` or `%` in a file's name would mean something else.
+        # In a web address a `?`, `#` or `%` of a file name must be escaped.
         name = quote(name) if self._protocol in WEB else name
         return f"{self._base}/{name}" if self._base else name
 
@@ -205,7 +213,7 @@ class UrlBackend(Storage):
 
     def _facts(self, path: str, info: dict[str, Any]) -> FileStat:
         size = info.get("size")
-        if size is None:  # some web servers do not say
+        if size is None:  # some web servers do not report it
             size = len(self._fs.cat_file(self._full(path)))
         return FileStat(size=int(size), modified_ns=_modified_ns(info))
 
@@ -214,12 +222,12 @@ BACKEND: Final = DatasetBackend("url", open=lambda opening: UrlBackend(opening.d
 
 
 def is_single_file(name: str) -> bool:
-    """Whether a name is that of a table or an archive, not of a folder."""
+    """Whether a name is that of a table or an archive rather than a folder."""
     return PurePosixPath(name).suffix.lower() in _SINGLE_FILES
 
 
 class _Remote(io.RawIOBase):
-    """A file of fsspec whose failures are OSErrors, as those of any other stream."""
+    """A raw stream over an fsspec file that raises OSError, like other streams."""
 
     def __init__(self, file: Any, errors: tuple[type[Exception], ...]) -> None:
         self._file, self._errors = file, errors
@@ -251,26 +259,26 @@ class _Remote(io.RawIOBase):
 
 
 def _refuse_local(url: str, protocols: Sequence[str]) -> None:
-    """Plain files of this machine go through `LocalBackend`, which knows about links; archives hold none."""
+    """Reject local files, for which `LocalBackend` checks links. Local archives are accepted."""
     if "://" not in url:
         raise StorageError(
-            told(url, found="no URL", expected="one such as s3://bucket/folder", hint="type: local, for a folder")
+            told(url, found="not a URL", expected="a URL such as s3://bucket/folder", hint="for a folder: type: local")
         )
     if _LOCAL.intersection(protocols) and protocols[0] not in _ARCHIVES:
         raise StorageError(
-            told(url, found="a folder of this machine", expected="storage elsewhere", hint="type: local, with its path")
+            told(url, found="a folder of this machine", expected="remote storage", hint="type: local, with its path")
         )
     if protocols[0] in WEB and ("?" in url or "#" in url):
         raise _with_query(url)
 
 
 def _with_query(url: str) -> StorageError:
-    found, expected = "a web address with ? or #", "a folder's address, or that of one archive or table"
-    return StorageError(told(redact(url), found=found, expected=expected, hint="leave out the rest"))
+    found, expected = "a web address with ? or #", "the address of a folder, an archive or a table"
+    return StorageError(told(redact(url), found=found, expected=expected, hint="remove everything from ? or # on"))
 
 
 def _modified_ns(info: dict[str, Any]) -> int:
-    """Storage has many words for it; 0 where it has none."""
+    """The modification time; 0 if unknown. Each storage has its own name and type for it."""
     for key in _MODIFIED:
         value = info.get(key)
         if isinstance(value, str):
@@ -285,5 +293,5 @@ def _modified_ns(info: dict[str, Any]) -> int:
     return 0
 
 
-def _says_missing(error: Exception) -> bool:
+def _means_missing(error: Exception) -> bool:
     return isinstance(error, FileNotFoundError) or status_of(error) in (404, 410)

@@ -1,4 +1,4 @@
-"""What the libraries behind fsspec take and raise: options of a storage, the meaning of its errors, files in ranges."""
+"""Access to the libraries behind fsspec: their options, the meaning of their errors, and reading in ranges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ S3: Final = frozenset(["s3", "s3a"])
 WEB: Final = frozenset(["http", "https"])
 HUB: Final = "hf"
 
-# What the libraries raise besides OSError; a library that is not installed cannot raise.
+# Exceptions that the libraries raise besides OSError, as (module, class).
 _LIBRARY_ERRORS: Final = {
     **dict.fromkeys(WEB, (("aiohttp", "ClientError"),)),
     **dict.fromkeys(S3, (("botocore.exceptions", "BotoCoreError"), ("botocore.exceptions", "ClientError"))),
@@ -29,9 +29,11 @@ _LIBRARY_ERRORS: Final = {
 }
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _RETRIED = (408, 425, 429)
+"""Client errors worth a retry: request timeout, too early, too many requests."""
 
 
 def error_types(protocols: Sequence[str]) -> tuple[type[Exception], ...]:
+    """The exceptions of the protocols' libraries. A library that is not installed cannot raise any."""
     found: list[type[Exception]] = [OSError]
     for protocol in protocols:
         for module, name in _LIBRARY_ERRORS.get(protocol, ()):
@@ -43,9 +45,9 @@ def error_types(protocols: Sequence[str]) -> tuple[type[Exception], ...]:
 
 
 def options_for(protocol: str, access: StorageAccess | None) -> dict[str, Any]:
-    """What fsspec hands to the library of a protocol."""
+    """The options that fsspec passes to the library of a protocol."""
     if protocol == HUB:
-        # An instance remembers what does not exist, and its listings.
+        # Skip fsspec's cache of file system objects: an old one would return outdated listings.
         chosen = {} if access is None else _given(endpoint=access.endpoint_url, token=access.token)
         return {**chosen, "skip_instance_cache": True}
     if access is None:
@@ -67,7 +69,7 @@ def _given(**values: str | None) -> dict[str, Any]:
 
 
 def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
-    """A file as its storage describes it."""
+    """The remote description of a file, from fsspec's `info`."""
     size = info.get("size")
     size = None if size is None else int(size)
     if protocol == HUB:
@@ -76,13 +78,14 @@ def remote_file(protocol: str, info: Mapping[str, Any]) -> RemoteFile:
         return RemoteFile(size, digest, blob)
     tag = str(info.get("ETag") or info.get("etag") or "").strip('"') or None
     if protocol in S3 and tag is not None and _MD5.fullmatch(tag):
+        # The ETag of an unencrypted object that was uploaded in one part is its MD5. Encrypted ones only look alike.
         return RemoteFile(size, f"md5:{tag}", tag, sure=False)
     when = info.get("Last-Modified") or info.get("LastModified") or info.get("mtime") or info.get("created")
     return RemoteFile(size, None, tag or (None if when is None else str(when)))
 
 
 class UrlRanges:
-    """Reads one file of a file system of fsspec (`gracetune.storage.transfer.RangeReader`)."""
+    """Reads parts of one fsspec file (implements `gracetune.storage.transfer.RangeReader`)."""
 
     def __init__(self, fs: Any, name: str, protocol: str, remote: RemoteFile) -> None:
         self._fs, self._name, self._protocol, self._remote = fs, name, protocol, remote
@@ -90,7 +93,7 @@ class UrlRanges:
 
     @property
     def can_seek(self) -> bool:
-        """Many web servers cannot begin in the middle; only trying tells."""
+        """Whether the server supports range requests. For web servers a trial request finds out."""
         if self._seeks is None:
             self._seeks = (self._remote.size or 0) > 1 and self._try_range()
         return self._seeks
@@ -98,13 +101,13 @@ class UrlRanges:
     def _try_range(self) -> bool:
         try:
             return len(self._web_range(1, 2)) == 1
-        except ValueError:  # how fsspec says that the server sent everything
+        except ValueError:  # fsspec raises this if the server sent the whole file
             return False
 
     def read(self, start: int, end: int) -> bytes:
         if self._protocol in WEB:
             return self._web_range(start, end)
-        # Without a cache: fsspec's own reads on behind what was asked for.
+        # Without a cache: fsspec's default one reads more than requested.
         options = {"cache_type": "none"} if self._protocol == HUB else {}
         data: bytes = self._fs.cat_file(self._name, start=start, end=end, **options)
         return data
@@ -127,7 +130,7 @@ class UrlRanges:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether the same request would fail again, however often it is repeated."""
+    """Whether the same request would always fail again."""
     if isinstance(error, PermissionError) or _lacks_credentials(error):
         return True
     status = status_of(error)
@@ -142,7 +145,7 @@ def is_final(error: Exception) -> bool:
 def _lacks_credentials(error: Exception) -> bool:
     try:
         library = import_module("botocore.exceptions")
-    except ImportError:  # then it cannot have raised
+    except ImportError:  # not installed, so it cannot have raised the error
         return False
     return isinstance(
         error, (library.NoCredentialsError, library.PartialCredentialsError, library.CredentialRetrievalError)
@@ -150,7 +153,7 @@ def _lacks_credentials(error: Exception) -> bool:
 
 
 def status_of(error: BaseException) -> int:
-    """Of an HTTP answer; 0 for any other error. Each library keeps it elsewhere."""
+    """The HTTP status of an error, or 0. Each library stores it in a different attribute."""
     values = vars(error)
     response = values.get("response")
     if isinstance(response, Mapping):  # botocore
@@ -160,27 +163,27 @@ def status_of(error: BaseException) -> int:
 
 
 def words(error: BaseException) -> str:
-    """What a library says, without credentials."""
+    """The first line of a library's error message, without credentials."""
     return redact(f"{error}".strip().split("\n")[0] or type(error).__name__)
 
 
 def explain(key: str, protocol: str, error: Exception) -> Problem:
-    """An error about a whole storage: it cannot be reached, or hides what was asked for."""
+    """Explain an error of the storage as a whole: it is unreachable, or denies access."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
     status = status_of(error) or (status_of(cause) if cause is not None else 0)
-    said = words(cause or error)
+    reason = words(cause or error)
     if _lacks_credentials(cause or error):
         hint = "export AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or storage: {anonymous: true} for a public bucket"
-        return Problem(key, "no credentials for it", "credentials, or public data", hint)
+        return Problem(key, "no credentials", "credentials, or public data", hint)
     if isinstance(error, PermissionError) or status in (401, 403):
-        answer = f"{status}, {said}" if status else said
-        return Problem(key, f"the storage refused it: {answer}", "access to it", _login(protocol))
-    # fsspec also calls a file missing when its server does not answer.
+        answer = f"{status}, {reason}" if status else reason
+        return Problem(key, f"the storage denied access: {answer}", "permission to read it", _login(protocol))
+    # fsspec also raises FileNotFoundError if the server does not answer.
     if status in (404, 410) or (isinstance(error, FileNotFoundError) and (cause is None or bool(status))):
-        hint = "check the spelling of the address; what is private looks the same without credentials"
-        return Problem(key, f"nothing there: {said}", "data", hint)
-    hint = "check the address and the network, then start again: what was downloaded stays"
-    return Problem(key, f"it cannot be reached: {said}", "storage that answers", hint)
+        hint = "check the spelling of the address; private data also looks missing without credentials"
+        return Problem(key, f"there is no data at this address: {reason}", "data", hint)
+    hint = "check the address and the network, then start again: the download continues where it stopped"
+    return Problem(key, f"the storage cannot be reached: {reason}", "storage that answers", hint)
 
 
 def _login(protocol: str) -> str:
@@ -189,4 +192,4 @@ def _login(protocol: str) -> str:
     if protocol == HUB:
         return "hf auth login"
     login = "--set 'datasets[N].storage.user=…' --set 'datasets[N].storage.password=…'"
-    return f"{login}, or a new address where its signature expired"
+    return f"{login}, or a new address if its signature has expired"

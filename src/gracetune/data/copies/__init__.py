@@ -1,1 +1,1 @@
-"""Copies of remote datasets on this machine's disk: planned, downloaded, checked and unpacked before they are read."""
+"""Local copies of remote datasets: planned, downloaded, checked and unpacked before they are read."""

@@ -1,4 +1,4 @@
-"""A list of addresses: each is fetched for itself. Some of them are usually gone, and are counted."""
+"""Datasets that are lists of URLs. Each URL is fetched separately. Dead ones are common and are only counted."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _ATTEMPTS = 3
 
 
 def fetch_addresses(plan: CopyPlan, journal: LineFile, folder: CopyFolder, kind: Kind) -> None:
-    """One journal line for each; those that failed are tried again at the next start."""
+    """Fetch all missing URLs, with one journal line for each. The next start retries those that failed."""
     table = plan.layout.parts[0].path
     with plan.source.explained(), open_file(plan.source, table) as file:
         data = file.read()
-    found = read_addresses(plan.dataset.id, data, table, media_column(plan.dataset, plan.options))
-    chosen = [one for one in found if passes(one.row, plan.options.filter)]
+    addresses = read_addresses(plan.dataset.id, data, table, media_column(plan.dataset, plan.options))
+    chosen = [address for address in addresses if passes(address.row, plan.options.filter)]
     done = {name for name, part in folder.finished().items() if part.samples and folder.is_there(part)}
-    missing = [one for one in chosen if _key(one) not in done]
+    missing = [address for address in chosen if _key(address) not in done]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="addresses") as pool:
-        for part in pool.map(lambda one: _fetch(one, folder, kind), missing):
+        for part in pool.map(lambda address: _fetch(address, folder, kind), missing):
             journal.write(part.model_dump_json().encode() + b"\n")
 
 
@@ -46,18 +46,19 @@ def _fetch(address: Address, folder: CopyFolder, kind: Kind) -> FinishedPart:
     try:
         data = _read(address.url, protocol)
     except StorageError as error:
-        return _left_out(key, f"an address that cannot be opened: {str(error)[:80]}")
+        return _left_out(key, f"a URL that cannot be opened: {str(error)[:80]}")
     except error_types([protocol]) as error:
-        return _left_out(key, f"an address that gives nothing: {words(error)[:80]}")
+        return _left_out(key, f"a URL that cannot be read: {words(error)[:80]}")
     extension = media_extension(data, kind)
     if extension is None:
-        return _left_out(key, f"an address that gives no {kind}")
+        return _left_out(key, f"a URL without {kind} content")
     at = f"{UNPACKED}/{key}.{extension}"
-    place = folder.data / at
-    place.parent.mkdir(parents=True, exist_ok=True)
+    path = folder.data / at
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The row first: a file in the copy always has its row.
     line = json.dumps({**address.row, FILE_NAME: at}, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
-    write_file(place.with_name(f".{place.name}.jsonl"), line)
-    write_file(place, data)
+    write_file(path.with_name(f".{path.name}.jsonl"), line)
+    write_file(path, data)
     return FinishedPart(part=key, size=len(data), digest=None, tag=None, at=at, files=1, bytes=len(data), samples=1,
                         columns=(*address.row, FILE_NAME))  # fmt: skip
 
@@ -81,7 +82,7 @@ def _read(url: str, protocol: str) -> bytes:
 
 
 def _key(address: Address) -> str:
-    """The row's number and the file's own name."""
+    """A file name for an address: the number of its row and the name in the URL."""
     stem = PurePosixPath(unquote(urlsplit(address.url).path)).stem[:60]
     safe = "".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in stem)
     return f"{address.number:07d}-{safe}" if safe else f"{address.number:07d}"

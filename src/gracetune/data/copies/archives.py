@@ -1,9 +1,9 @@
-"""Media in tar and zip archives, WebDataset shards among them.
+"""Unpacking media from tar and zip archives, including WebDataset shards.
 
-Members of one sample share their name up to the first dot: `000012.jpg`, `000012.txt`, `000012.json`. Text beside a
-medium becomes a column named after its extension, the values of a JSON object become columns of their own names. The
-index that webshart writes beside a shard (`shard.json`, captions by file name) is read too. A sample without a column
-`caption` gets one from `captions` or `txt`.
+The members of a sample share their name up to the first dot: `000012.jpg`, `000012.txt`, `000012.json`. A text member
+becomes a column named after its extension; each key of a JSON object becomes a column. The index that webshart writes
+next to a shard (`shard.json`, captions by file name) is read too. A sample without a `caption` column gets one from
+`captions` or `txt`.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ def unpack_archive(
     filters: Sequence[RowFilter],
     index: Mapping[str, Any] | None = None,
 ) -> None:
-    """`media` is the extension of the wanted media, as WebDataset names columns; None means all of the kind.
+    """Write all samples of an archive to `writer`. Raises DamagedPartError with the member if the archive is damaged.
 
-    `index` has what is known of each member from elsewhere. A damaged archive raises DamagedPartError with the member.
+    `media` is the extension of the wanted media, which is how WebDataset names columns; None takes all of the kind.
+    `index` holds data about members from an index file.
     """
     group = _Group("")
     last = "its beginning"
@@ -68,7 +69,7 @@ def unpack_archive(
             and error.errno is not None
             and not isinstance(error, EOFError | tarfile.TarError)
         ):
-            raise  # of this disk, not of the archive
+            raise  # an error of this machine's disk, not of the archive
         raise DamagedPartError(
             name, f"a damaged archive, at or after {last}: {error or type(error).__name__}"
         ) from error
@@ -76,7 +77,7 @@ def unpack_archive(
 
 
 def read_index(data: bytes) -> Mapping[str, Any]:
-    """What webshart's index of a shard says of each member, where it is one."""
+    """The data about each member in webshart's index of a shard; empty if the file is not such an index."""
     try:
         files = json.loads(data or b"{}").get("files")
     except (ValueError, AttributeError):
@@ -97,7 +98,7 @@ class _Group:
 
 
 def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Files in their order; each is read before the next one comes."""
+    """The archive's files in order. Read each before taking the next."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
@@ -111,16 +112,17 @@ def _members(path: Path) -> Iterator[tuple[str, IO[bytes]]]:
             content = tar.extractfile(member) if member.isfile() else None
             if content is not None:
                 yield member.name.removeprefix("./"), content
-            opened.members.clear()  # it would keep them all, and a shard may have a million
+            opened.members.clear()  # tarfile would keep all members in memory, and a shard may have a million
+        # tarfile treats a damaged header as the end of the archive. A real end is a block of zeros.
         opened.fileobj.seek(opened.offset)
         if opened.fileobj.read(tarfile.BLOCKSIZE).strip(b"\0"):
-            # tarfile takes a member whose header is damaged for the end of the archive
             raise tarfile.ReadError(f"no valid header at byte {opened.offset:,}")
 
 
 def _take(
     group: _Group, member: str, file: IO[bytes], writer: PartWriter, kind: Kind, media: str | None
 ) -> None:  # fmt: skip
+    """Add a member to its sample."""
     suffix, column = suffix_of(member), member.rpartition("/")[2].partition(".")[2]
     if kind_of(member) == kind:
         if media is None or media == column:
@@ -130,7 +132,7 @@ def _take(
         try:
             value = json.loads(data)
         except ValueError:
-            writer.leave_out("a .json member that is no JSON")
+            writer.leave_out("a .json member that is not valid JSON")
             return
         group.row |= value if isinstance(value, dict) else {"json": value}
     elif suffix in SIDECARS:
@@ -141,6 +143,7 @@ def _take(
 
 
 def _finish(group: _Group, writer: PartWriter, filters: Sequence[RowFilter], index: Mapping[str, Any]) -> None:
+    """Write a complete sample."""
     for member, data in group.media:
         known = index.get(member) or index.get(member.rpartition("/")[2]) or {}
         row = {

@@ -1,4 +1,4 @@
-"""What goes wrong while a copy is planned or made. Each message says what was found, expected, and what to type."""
+"""Errors of planning and making a copy. Each message says what was found, what was expected and what to type."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gracetune.data.errors import DataError, set_option
 from gracetune.errors import Problem
 from gracetune.storage.os_errors import problem_of
 
-_GO_ON: Final = "then start again: it goes on"
+_GO_ON: Final = "then start again: it continues where it stopped"
 
 
 class CopyError(DataError):
-    """A copy cannot be made as it was asked for. What is on the disk already stays for the next start."""
+    """A copy cannot be made. Data already on disk is kept for the next start."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,13 +27,13 @@ class CopyError(DataError):
 
     @classmethod
     def of_disk(cls, dataset: str, folder: Path, error: OSError) -> CopyError:
-        """This machine's disk does not take the copy."""
+        """The error for a copy that this machine's disk cannot store."""
         elsewhere = set_option(dataset, "local_copy.folder", "FOLDER")
         return cls(problem_of(error, f"dataset {dataset}", folder, elsewhere=elsewhere, then=_GO_ON))
 
     @classmethod
     def of_column(cls, dataset: str, column: str, option: str, *, where: str, known: Collection[str]) -> CopyError:
-        """A table lacks the column that an option names."""
+        """The error for a table without the column that an option names."""
         near = nearest(column, [*known])
         return cls.of(
             dataset,
@@ -44,12 +44,12 @@ class CopyError(DataError):
 
 
 class DamagedPartError(Exception):
-    """A table or an archive cannot be read to its end. Whoever unpacks it says of which dataset it is."""
+    """A table or an archive cannot be read to its end. The caller adds the dataset with `of`."""
 
     def __init__(self, part: str, reason: str) -> None:
         self.part, self.reason = part, reason
         super().__init__(f"{part}: {reason}")
 
     def of(self, dataset: str, source: str, remedy: str) -> CopyError:
-        found, hint = f"{self.part} of {source}: {self.reason}", f"repair it where it comes from; {remedy}"
+        found, hint = f"{self.part} of {source}: {self.reason}", f"repair it at its source; {remedy}"
         return CopyError.of(dataset, found=found, expected="a file that can be read", hint=hint)

@@ -1,13 +1,13 @@
-"""The folder of one copy, and what it says about itself.
+"""The folder of one copy and the files that describe its state.
 
-    copy.json       what it is a copy of, the commit or ETags it was made from, and whether it is complete
-    parts.jsonl     one line for each finished part: what it was, how it was checked, what became of it
+    copy.json       the source, its commit, and whether the copy is complete (`Manifest`)
+    parts.jsonl     one line for each finished part: its source file, its digest and its files (`FinishedPart`)
     data/           the dataset as it is read: media, captions, metadata.jsonl
-    incoming/       parts that are under way; a transfer goes on from here
-    lock            held by the process that makes the copy
+    incoming/       unfinished parts, from which transfers resume
+    lock            locked by the process that makes the copy
 
-A file or folder in `data` appears under its name when it is complete, checked and on the disk. Removing the folder
-costs a download, nothing else.
+A file or folder appears in `data` only when it is complete, checked and flushed to disk. The folder may be removed at
+any time; the data is then downloaded again.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _POLL_SECONDS = 0.2
 
 
 class Manifest(BaseModel):
-    """`copy.json`."""
+    """The content of `copy.json`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: Literal[1] = VERSION
     source: str
-    """Without credentials."""
+    """The address, without credentials."""
     revision: str | None
-    """The commit of a hub's dataset: a copy that was broken off goes on with it."""
+    """The commit of a hub dataset. An interrupted copy continues with it."""
     format: CopyFormat
     split: str | None
     complete: bool = False
@@ -54,7 +54,7 @@ class Manifest(BaseModel):
     files: int = 0
     bytes: int = 0
     left_out: dict[str, int] = {}
-    """Why samples of the source are not in the copy, and how many."""
+    """The reasons why samples of the source are not in the copy, with their counts."""
 
 
 class FinishedPart(BaseModel):
@@ -65,10 +65,10 @@ class FinishedPart(BaseModel):
     part: str
     size: int | None
     digest: str | None
-    """What its content was checked against; None where the storage tells no digest."""
+    """The digest its content was checked against; None if the storage reports none."""
     tag: str | None
     rows: tuple[int, int] | None = None
-    """The first and the last of a part of its rows."""
+    """Start and end of the range of rows that was taken; None for all rows."""
     at: str
     """Its file or folder below `data`."""
     files: int
@@ -78,7 +78,7 @@ class FinishedPart(BaseModel):
     columns: tuple[str, ...] = ()
 
     def is_of(self, part: Part) -> bool:
-        """Whether it was made from the file that is there now."""
+        """Whether it was made from the current version of the source file."""
         remote = part.remote
         rows = None if part.rows is None else (part.rows.start, part.rows.stop)
         return (self.size, self.digest, self.tag, self.rows) == (remote.size, remote.digest, remote.tag, rows)
@@ -92,16 +92,17 @@ class CopyFolder:
 
     @classmethod
     def of(cls, dataset: Dataset, options: LocalCopy, folder: Path) -> CopyFolder:
-        """Datasets that differ only in what is done with the files share one copy."""
+        """The folder of a dataset's copy. Datasets that differ only in how the files are used share one."""
         endpoint = None if dataset.storage is None else dataset.storage.endpoint_url
-        what: dict[str, Any] = options.model_dump(mode="json", exclude={"folder"}, exclude_defaults=True)
-        what |= {"path": dataset.path, "kind": kind_for(dataset), "type": dataset.dataset_type, "endpoint": endpoint}
+        # The name holds a digest of everything that decides the copy's content.
+        key: dict[str, Any] = options.model_dump(mode="json", exclude={"folder"}, exclude_defaults=True)
+        key |= {"path": dataset.path, "kind": kind_for(dataset), "type": dataset.dataset_type, "endpoint": endpoint}
         name = re.sub(r"[^\w.-]+", "_", dataset.path.rstrip("/").rpartition("/")[2])[:60].lstrip(".") or "dataset"
-        digest = xxhash.xxh3_64_hexdigest(json.dumps(what, sort_keys=True).encode())
+        digest = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
         return cls(folder / f"{name}-{digest}")
 
     def manifest(self) -> Manifest | None:
-        """None where there is none that this release can read: then the copy is made anew."""
+        """The manifest; None if there is none that this release can read. The copy then starts over."""
         try:
             return Manifest.model_validate_json((self.root / "copy.json").read_bytes())
         except (OSError, ValidationError):
@@ -112,7 +113,7 @@ class CopyFolder:
         write_file(self.root / "copy.json", manifest.model_dump_json(indent=1).encode())
 
     def finished(self) -> dict[str, FinishedPart]:
-        """By the part's path. A line that a killed process left torn is passed over: its part is made again."""
+        """The finished parts by path. An incomplete line of a killed process is skipped, and its part made again."""
         found: dict[str, FinishedPart] = {}
         try:
             lines = (self.root / "parts.jsonl").read_bytes().splitlines()
@@ -120,27 +121,27 @@ class CopyFolder:
             return {}
         for line in lines:
             try:
-                one = FinishedPart.model_validate_json(line)
+                part = FinishedPart.model_validate_json(line)
             except ValidationError:
                 continue
-            found[one.part] = one
+            found[part.part] = part
         return found
 
     def journal(self) -> LineFile:
         return LineFile(self.root / "parts.jsonl")
 
     def is_there(self, part: FinishedPart) -> bool:
-        """Whether what became of a part is still what it was."""
-        place = self.data / part.at
+        """Whether a part's files exist with the recorded count and size."""
+        path = self.data / part.at
         try:
-            if not place.is_dir():
-                return place.stat().st_size == part.bytes
+            if not path.is_dir():
+                return path.stat().st_size == part.bytes
         except OSError:
             return False
-        return _measure(place, own=False) == (part.files, part.bytes)
+        return _measure(path, own=False) == (part.files, part.bytes)
 
     def is_complete(self) -> bool:
-        """Whether everything is there: names and sizes, not every byte."""
+        """Whether the copy is complete. Compares the number and size of files, not their content."""
         manifest = self.manifest()
         if manifest is None or not manifest.complete:
             return False
@@ -148,10 +149,11 @@ class CopyFolder:
         return (files, size) == (manifest.files, manifest.bytes)
 
     def measure(self) -> tuple[int, int]:
+        """The number of files in the copy and their size in bytes."""
         return _measure(self.data)
 
     def start_over(self) -> None:
-        """Of another commit, or of a release that writes it otherwise: nothing of it can be used."""
+        """Remove everything: the content is from another commit or another release and cannot be used."""
         for path in (self.data, self.incoming):
             shutil.rmtree(path, ignore_errors=True)
         for name in ("copy.json", "parts.jsonl"):
@@ -159,7 +161,7 @@ class CopyFolder:
 
     @contextmanager
     def locked(self, on_wait: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-        """By one process at a time; the others wait. Where a file system has no locks, nobody waits."""
+        """Hold the folder's lock. Other processes wait, except on file systems without locks."""
         self.root.mkdir(parents=True, exist_ok=True)
         descriptor = open_lock_file(self.root / "lock")
         try:
@@ -177,7 +179,10 @@ class CopyFolder:
 
 
 def _measure(folder: Path, *, own: bool = True) -> tuple[int, int]:
-    """Files and bytes of it, without rows and, of a whole copy, without the metadata that was made of them."""
+    """The number and size of files, without hidden files of rows.
+
+    With `own`, for a whole copy, the generated `metadata.jsonl` is left out too.
+    """
     files = size = 0
     for where, _, names in os.walk(folder):
         for name in names:

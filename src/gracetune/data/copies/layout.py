@@ -1,4 +1,4 @@
-"""What of a source a copy is made of: its format, the files of the split, and which of their rows."""
+"""The layout of a copy: the format of the source, the files of the chosen split, and which of their rows are wanted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from gracetune.storage.transfer import RemoteFile
 
 CopyFormat = Literal["files", "parquet", "archives", "urls"]
 UNPACKED: Final = "unpacked"
-"""The folder of everything that was taken out of tables and archives: no name of a source can stand for kohya's."""
+"""The folder for everything unpacked from tables and archives. With it, no name in a source can look like one of
+kohya's numbered top-level folders."""
 _LARGEST_CARD = 4 << 20
 
 
@@ -35,11 +36,11 @@ class Part:
     path: str
     remote: RemoteFile
     rows: range | None = None
-    """Which of its rows are wanted; None means all."""
+    """The rows to take; None takes all."""
 
     @property
     def folder(self) -> str:
-        """Where what is unpacked of it goes, below the copy's root."""
+        """The folder its content is unpacked to, below the copy's root."""
         return f"{UNPACKED}/{stem_of(self.path)}"
 
 
@@ -47,11 +48,11 @@ class Part:
 class Layout:
     format: CopyFormat
     parts: tuple[Part, ...]
-    """Those with the samples, in their order."""
+    """The files with the samples, in order."""
     beside: tuple[Part, ...] = ()
-    """Captions and tables that lie beside them."""
+    """Captions and tables next to them."""
     slices: tuple[tuple[SplitPart, tuple[str, ...]], ...] = field(default=(), repr=False)
-    """Of a split that is not taken as a whole: its parts, each with its files."""
+    """The parts of a split with their files, if the split is not taken whole."""
 
     @property
     def size(self) -> int:
@@ -59,7 +60,7 @@ class Layout:
 
 
 def kind_for(dataset: Dataset) -> Kind:
-    """What is looked for in tables and archives."""
+    """The kind of media to take from tables and archives."""
     return dataset.dataset_type if dataset.dataset_type in ("video", "audio") else "image"
 
 
@@ -68,6 +69,7 @@ def media_column(dataset: Dataset, options: LocalCopy) -> str:
 
 
 def lay_out(dataset: Dataset, options: LocalCopy, source: CopySource) -> Layout:
+    """Choose the files to copy from the source's listing."""
     files = {path: file for path, file in source.files().items() if not is_hidden(path) and refusal(path) is None}
     found = options.format if options.format != "auto" else _detect(dataset, files)
     candidates = _candidates(dataset, found, files)
@@ -85,25 +87,26 @@ def lay_out(dataset: Dataset, options: LocalCopy, source: CopySource) -> Layout:
     if layout.slices and found == "files":
         return _sliced(layout, dict.fromkeys(wanted, 1))
     if layout.slices and found == "archives":
-        expected = "a whole split: how many samples an archive has is known only when it is unpacked"
+        expected = "a whole split: the number of samples in an archive is known only after unpacking"
         raise CopyError.of(dataset.id, found=f"split {options.split}", expected=expected, hint="remove the brackets")
     return layout
 
 
 def with_rows(layout: Layout, counts: Mapping[str, int]) -> Layout:
-    """A sliced split of tables, now that the number of their rows is known: only files that have some are kept."""
+    """Resolve a sliced split of tables once their row counts are known. Files without wanted rows are dropped."""
     return _sliced(layout, counts) if layout.slices else layout
 
 
 def _sliced(layout: Layout, counts: Mapping[str, int]) -> Layout:
     rows: dict[str, range] = {}
     for part, paths in layout.slices:
-        wanted, at = part.bounds(sum(counts[path] for path in paths)), 0
+        # `wanted` counts rows over all files of the split; `first` is the number of the file's first row in it.
+        wanted, first = part.bounds(sum(counts[path] for path in paths)), 0
         for path in paths:
-            own = range(max(0, wanted.start - at), min(counts[path], wanted.stop - at))
+            own = range(max(0, wanted.start - first), min(counts[path], wanted.stop - first))
             if len(own):
                 rows[path] = own
-            at += counts[path]
+            first += counts[path]
     kept = tuple(
         Part(part.path, part.remote, rows[part.path] if layout.format == "parquet" else None)
         for part in layout.parts
@@ -113,7 +116,7 @@ def _sliced(layout: Layout, counts: Mapping[str, int]) -> Layout:
 
 
 def _detect(dataset: Dataset, files: Mapping[str, RemoteFile]) -> CopyFormat:
-    """Whatever has most bytes: a dataset of tables may show some pictures, one of pictures may have a table."""
+    """The format with the most bytes. A dataset of tables may have a few images, and one of images may have a table."""
     table = dataset.captions.table
     own = None if table is None else table.path
     sizes: dict[CopyFormat, int] = {"files": 0, "parquet": 0, "archives": 0}
@@ -130,6 +133,7 @@ def _detect(dataset: Dataset, files: Mapping[str, RemoteFile]) -> CopyFormat:
 
 
 def _candidates(dataset: Dataset, found: CopyFormat, files: Mapping[str, RemoteFile]) -> list[str]:
+    """The files of this format that may hold samples."""
     if found == "parquet":
         return [path for path in files if path.lower().endswith(".parquet") and not is_metadata(path)]
     if found == "archives":
@@ -143,6 +147,7 @@ def _candidates(dataset: Dataset, found: CopyFormat, files: Mapping[str, RemoteF
 def _beside(
     dataset: Dataset, found: CopyFormat, files: Mapping[str, RemoteFile], chosen: Collection[str]
 ) -> Iterable[Part]:
+    """Captions and tables next to the chosen files, or the index files of archives."""
     if found == "files":
         selected = selection_for(dataset).apply(Listing(dict.fromkeys(files, FileStat(0, 0)))).files
         extension = f".{dataset.captions.extension.lstrip('.').lower()}"
@@ -162,7 +167,7 @@ def _is_shard(path: str) -> bool:
 def _of_split(
     dataset: Dataset, options: LocalCopy, source: CopySource, candidates: list[str]
 ) -> tuple[tuple[SplitPart, tuple[str, ...]], ...]:
-    """A hub's dataset has splits; of other storage everything is meant, unless a split is asked for."""
+    """The files of each part of the split. Hub datasets default to `train`; other storage has no splits by default."""
     on_hub = dataset.path.startswith("hf://")
     if options.split is None and not on_hub:
         return ((SplitPart("train"), tuple(sorted(candidates))),)
@@ -198,7 +203,7 @@ def _nothing(dataset: Dataset, found: str, files: Mapping[str, RemoteFile]) -> C
     return CopyError.of(
         dataset.id,
         found=f"no {wanted.get(found, f'{kind_for(dataset)} files')} in {dataset.path}: "
-        + (f"there is {there}" if there else "it is empty"),
+        + (f"it holds {there}" if there else "it is empty"),
         expected=f"{kind_for(dataset)} files, Parquet tables or archives of them",
         hint="check the dataset's path, its dataset_type and local_copy.format",
     )

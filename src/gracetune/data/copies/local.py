@@ -1,4 +1,4 @@
-"""The copies of a run: planned, made, and put in the place of the addresses a config names."""
+"""The local copies of a run: plans and makes them, and replaces the addresses in the config by their folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Say = Callable[[str], None]
 
 
 class Copies:
-    """Datasets that are read from a copy. Those that only differ in what is done with the files share one."""
+    """All copies of a run. Datasets that differ only in how the files are used share one."""
 
     def __init__(self, config: RunConfig, hub: HubAccess) -> None:
         self._config, self._hub = config, hub
@@ -29,7 +29,7 @@ class Copies:
         self._folder = Path(caches).expanduser() / "downloads"
 
     def wanted(self) -> Iterator[tuple[Dataset, LocalCopy, CopyFolder]]:
-        """Each copy once, with the first dataset that needs it."""
+        """Every copy the run needs, with the first dataset that uses it."""
         seen: set[Path] = set()
         for dataset in self._config.datasets:
             if dataset.disabled or not dataset.has_local_copy:
@@ -40,7 +40,7 @@ class Copies:
                 yield dataset, options, folder
 
     def complete(self) -> Iterator[tuple[Dataset, Manifest]]:
-        """Datasets whose copy is there."""
+        """The datasets whose copy is complete."""
         for dataset in self._config.datasets:
             if not dataset.disabled and dataset.has_local_copy:
                 folder = self._of(dataset)[1]
@@ -49,12 +49,12 @@ class Copies:
                     yield dataset, manifest
 
     def plans(self) -> list[CopyPlan]:
-        """Of the copies that are not complete. The storages are asked for their listings; nothing is fetched."""
+        """The plans of incomplete copies. This lists the sources and downloads nothing."""
         found = [self._plan(dataset, options, folder) for dataset, options, folder in self.wanted()]
         return [plan for plan in found if plan is not None]
 
     def check(self, plans: list[CopyPlan], memory_free: int | None = None) -> None:
-        """Refuse what does not fit. Copies on one disk share what is free of it."""
+        """Raise CopyError if the copies do not fit. Copies on the same disk share its free space."""
         taken: dict[int, int] = {}
         for plan in plans:
             device = _device(plan.folder.root)
@@ -71,8 +71,10 @@ class Copies:
         patience: Patience = Patience(),  # noqa: B008 - frozen
         announced: bool = False,
     ) -> None:
-        """Everything that is missing. Of several processes one makes a copy, the others wait for it. `announced`: what
-        it takes has been said already."""
+        """Make all missing copies. If several processes need a copy, one makes it and the others wait.
+
+        Pass `announced=True` if the plans have been shown already.
+        """
         for dataset, options, folder in self.wanted():
             if self._plan_if_needed(dataset, folder):
                 announce: Say = _nothing if announced else say
@@ -84,7 +86,7 @@ class Copies:
                     say(f"dataset {dataset.id}: the copy of {manifest.source}{at} in {folder.root}")
 
     def localized(self) -> RunConfig:
-        """The config with folders in the place of addresses. CopyError where a copy is missing or incomplete."""
+        """The config with addresses replaced by folders. Raises CopyError if a copy is missing or incomplete."""
         datasets = []
         for dataset in self._config.datasets:
             if dataset.disabled or not dataset.has_local_copy:
@@ -104,7 +106,8 @@ class Copies:
         return options, CopyFolder.of(dataset, options, parent)
 
     def _plan_if_needed(self, dataset: Dataset, folder: CopyFolder) -> bool:
-        """A complete copy is used as it is, without asking the storage. A folder of this machine may have changed."""
+        """Whether the source has to be listed. A complete copy of remote data is used as it is; a local folder may have
+        changed."""
         return "://" not in dataset.path or not folder.is_complete()
 
     def _plan(self, dataset: Dataset, options: LocalCopy, folder: CopyFolder) -> CopyPlan | None:
@@ -118,7 +121,7 @@ class Copies:
         patience: Patience, announce: Say,
     ) -> None:  # fmt: skip
         with _explained(dataset, folder), folder.locked(say):
-            plan = self._plan(dataset, options, folder)  # anew: another process may have made it meanwhile
+            plan = self._plan(dataset, options, folder)  # again, under the lock: another process may have made the copy
             if plan is None:
                 return
             plan.check()
@@ -135,6 +138,7 @@ class Copies:
 
 @contextmanager
 def _explained(dataset: Dataset, folder: CopyFolder) -> Iterator[None]:
+    """Turn errors of this machine's disk into CopyError."""
     try:
         yield
     except OSError as error:
@@ -144,10 +148,11 @@ def _explained(dataset: Dataset, folder: CopyFolder) -> Iterator[None]:
 
 
 def _nothing(text: str) -> None:
-    """Nobody hears it."""
+    """Discard a message."""
 
 
 def _device(folder: Path) -> int:
+    """The device number of the disk that the folder is on or will be on."""
     place = folder.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

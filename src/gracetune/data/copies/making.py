@@ -1,7 +1,6 @@
-"""Makes a copy as it was planned: parts are transferred, checked, unpacked and written down one by one.
+"""Making a planned copy: each part is transferred, checked, unpacked and recorded in the journal.
 
-Whatever ends it, the next start goes on with what is there: finished parts are in the journal, unfinished ones are in
-`incoming`.
+After any interruption the next start continues: finished parts are in the journal, unfinished ones in `incoming`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from gracetune.storage.atomic import publish_folder, sync_folder, temporary_name
 from gracetune.storage.transfer import OnFetched, Patience, TransferError, transfer
 
 REQUESTS: Final = 8
-"""Requests that are under way at once."""
+"""Requests in flight at once."""
 FILES_AT_ONCE: Final = 8
 _ROW_FILES = ".jsonl"
 
@@ -52,7 +51,7 @@ def make_copy(
     on_fetched: OnFetched = lambda done, total: None,
     patience: Patience = Patience(),  # noqa: B008
 ) -> MadeCopy:
-    """Within the folder's lock."""
+    """Make the copy. The caller must hold the folder's lock."""
     return _Making(plan, on_fetched, patience).run()
 
 
@@ -86,7 +85,7 @@ class _Making:
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _fetch_parts(self, journal: LineFile) -> FolderRows | None:
-        """What the tables of a folder of files say about them."""
+        """Fetch all missing parts. For a folder of files, returns the rows of its tables."""
         plan = self._plan
         if plan.layout.format == "urls":
             fetch_addresses(plan, journal, self._folder, self._kind)
@@ -106,7 +105,7 @@ class _Making:
     def _each(
         self, parts: Sequence[Part], take: Callable[[Part], FinishedPart], journal: LineFile, at_once: int
     ) -> None:
-        """Several at a time; the first that fails ends all of them."""
+        """Take the parts, several at a time. The first failure stops all of them."""
 
         def work(part: Part) -> None:
             if not self._stopped.is_set():
@@ -118,14 +117,15 @@ class _Making:
             try:
                 done, _ = wait(futures, return_when=FIRST_EXCEPTION)
                 for future in done:
-                    future.result()  # the first that failed: those it stopped are not done yet
+                    future.result()  # raises the first failure: the transfers it stopped are not done yet
             finally:
                 self._stopped.set()
                 pool.shutdown(wait=True, cancel_futures=True)
         self._stopped.clear()
 
     def _take_file(self, part: Part, requests: Executor) -> FinishedPart:
-        """A file that is kept as it is."""
+        """Fetch a file that is kept unchanged. The source's own `metadata.jsonl` goes to the root of the copy, because
+        the copy writes one itself."""
         name = f"source-{METADATA}" if part.path == METADATA else part.path
         target = (self._folder.root if part.path == METADATA else self._folder.data) / name
         here = self._bring(part, requests)
@@ -144,18 +144,18 @@ class _Making:
     def _take_tile(self, part: Part, here: Path, target: Path) -> FinishedPart:
         tile = self._plan.options.tile
         if tile is None:
-            raise ValueError("no tile is asked for")
+            raise ValueError("local_copy.tile is not set")
         target = target.with_name(f"{stem_of(target.name)}.png")
         try:
             write_file(target, cut_tile(here.read_bytes(), tile))
         except (OSError, ValueError) as error:
-            raise DamagedPartError(part.path, f"a picture that cannot be cut: {error}") from error
+            raise DamagedPartError(part.path, f"an image that cannot be cropped: {error}") from error
         _forget(here, self._source.cached(part.path))
         at = f"{stem_of(part.path)}.png"
         return _finished(part, at, files=1, size=target.stat().st_size, samples=1)
 
     def _unpack(self, part: Part, requests: Executor) -> FinishedPart:
-        """A table or an archive: its files in a folder that appears when all of them are written."""
+        """Fetch and unpack a table or an archive. Its folder appears once all files are written."""
         here = self._bring(part, requests)
         target = self._folder.data / part.folder
         temporary = self._folder.incoming / temporary_name()
@@ -187,27 +187,27 @@ class _Making:
                        index=known)  # fmt: skip
 
     def _index_of(self, part: Part) -> bytes:
-        """What is written elsewhere about the members of an archive; nothing where nothing is."""
+        """The index file of an archive, from `local_copy.index` or from next to the archive; empty if there is none."""
         name = f"{stem_of(part.path)}.json"
         if self._index is None:
             beside = self._folder.data / name
             return beside.read_bytes() if beside.is_file() else b""
-        names = self._index.files()
-        found = next((one for one in (name, name.rpartition("/")[2]) if one in names), None)
+        files = self._index.files()
+        found = next((path for path in (name, name.rpartition("/")[2]) if path in files), None)
         if found is None:
             return b""
         with self._index.explained(), open_file(self._index, found) as file:
             return file.read()
 
     def _read_tables(self, writer: PartWriter, folder: Path) -> None:
-        """An archive may hold a folder of pictures with its `metadata.csv`."""
+        """Merge the rows of tables inside an archive, such as the `metadata.csv` of a folder of images."""
         found = [path for name in METADATA_TABLES for path in folder.rglob(name)]
         tables = {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
         if tables and self._plan.layout.format == "archives":
             writer.merge(folder_rows(self._dataset, tables, None).rows)
 
     def _bring(self, part: Part, requests: Executor) -> Path:
-        """The part on this disk, complete and checked."""
+        """Transfer a part if needed. Returns its path on this disk, complete and checked."""
         here = self._source.cached(part.path)
         if here is not None:
             return here
@@ -218,7 +218,7 @@ class _Making:
                 transfer(complete, incoming, part.remote, self._source.ranges(part.path), requests,
                          on_bytes=self._counter.add, patience=self._patience)  # fmt: skip
             except TransferError as error:
-                hint = "start again: it is fetched anew; if that fails too, the storage itself is damaged"
+                hint = "start again to download it again; if that fails too, the file at the source is damaged"
                 found = f"{part.path} of {self._source.address}: {error.found}"
                 raise CopyError.of(self._dataset.id, found=found, expected=error.expected, hint=hint) from error
         return complete
@@ -226,6 +226,7 @@ class _Making:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     def _folder_rows(self) -> FolderRows:
+        """The rows of the tables in a folder of files. Raises CopyError if a configured column is missing."""
         tables = {part.path: self._table(part.path) for part in self._plan.layout.beside if is_metadata(part.path)}
         found = folder_rows(self._dataset, tables, self._plan.options.media_column)
         wanted = wanted_columns(self._dataset, self._plan.options)
@@ -238,6 +239,7 @@ class _Making:
         return (root if path == METADATA else self._folder.data / path).read_bytes()
 
     def _is_wanted(self, part: Part, rows: FolderRows | None) -> bool:
+        """Whether a file's row passes the filters, and names the file if the media column is one of several."""
         if rows is None or kind_of(part.path) is None:
             return True
         row = rows.rows.get(part.path)
@@ -245,9 +247,10 @@ class _Making:
             return False
         return passes(row or {}, self._plan.options.filter)
 
-    # -- the end ------------------------------------------------------------------------------------------------------
+    # -- completion ---------------------------------------------------------------------------------------------------
 
     def _finish(self, begun: Manifest, rows: FolderRows | None) -> MadeCopy:
+        """Remove outdated parts, write the metadata and mark the copy complete."""
         finished = self._folder.finished()
         self._remove_others(finished)
         parts = [finished[part.path] for part in (*self._plan.layout.beside, *self._plan.layout.parts)
@@ -275,19 +278,20 @@ class _Making:
         return MadeCopy(self._folder, manifest, tuple(notes))
 
     def _remove_others(self, finished: Mapping[str, FinishedPart]) -> None:
-        """What the source had at an earlier start and has no more."""
+        """Remove finished parts that the source no longer has."""
         wanted = {part.path for part in (*self._plan.layout.beside, *self._plan.layout.parts)}
         for name, part in finished.items():
-            place = self._folder.data / part.at
-            if name not in wanted and self._plan.layout.format != "urls" and place.exists():
-                shutil.rmtree(place) if place.is_dir() else place.unlink()
+            path = self._folder.data / part.at
+            if name not in wanted and self._plan.layout.format != "urls" and path.exists():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _check_left_out(self, left_out: Mapping[str, int], samples: int) -> None:
+        """Raise CopyError if no sample is left, or if more are damaged than `corrupt_threshold` allows."""
         damaged = sum(count for reason, count in left_out.items() if reason != FILTERED)
         total = samples + damaged
         if samples and not too_many(damaged, total, self._dataset.corrupt_threshold):
             return
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "there is none"
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in left_out.items()) or "it has no samples"
         if not samples:
             hint = "check local_copy.media_column, local_copy.filter and the dataset's dataset_type"
             found = f"no {self._kind} in {self._source.address}: {reasons}"
@@ -298,10 +302,10 @@ class _Making:
                            expected=expected, hint=hint)  # fmt: skip
 
     def _write_metadata(self, parts: Sequence[FinishedPart], rows: FolderRows | None) -> None:
-        """`metadata.jsonl`: every row has every column."""
+        """Write `metadata.jsonl`, in which every row has every column."""
         self._folder.data.mkdir(parents=True, exist_ok=True)
         if rows is not None:
-            names = {part.part: part.at for part in parts}  # a picture that was cut has another extension
+            names = {part.part: part.at for part in parts}  # a cropped image has a different extension
             lines: Iterator[Mapping[str, Any]] = (
                 {**row, FILE_NAME: names[path]} for path, row in rows.rows.items() if path in names
             )
@@ -315,14 +319,15 @@ class _Making:
             write_file(self._folder.data / METADATA, pieces)
 
     def _rows_of(self, part: FinishedPart) -> Iterator[Mapping[str, Any]]:
-        place = self._folder.data / part.at
-        file = place / ROWS if place.is_dir() else place.with_name(f".{place.name}{_ROW_FILES}")
+        path = self._folder.data / part.at
+        file = path / ROWS if path.is_dir() else path.with_name(f".{path.name}{_ROW_FILES}")
         if file.is_file():
             with file.open(encoding="utf-8") as stream:
                 yield from (json.loads(line) for line in stream)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
+        """Turn errors of the source and of damaged parts into CopyError."""
         try:
             with self._source.explained():
                 yield
@@ -332,11 +337,11 @@ class _Making:
 
 
 class _StoppedError(Exception):
-    """Another part failed, or somebody interrupted: this transfer ends too, and goes on at the next start."""
+    """Another part failed or the user interrupted. This transfer stops too, and resumes at the next start."""
 
 
 class _Counter:
-    """Bytes that are here, reported by all threads. Ends their transfers where they should stop."""
+    """Counts the transferred bytes of all threads, and stops their transfers on failure."""
 
     def __init__(self, total: int, done: int, on_fetched: OnFetched, stopped: threading.Event) -> None:
         self._total, self._done, self._on_fetched, self._stopped = total, done, on_fetched, stopped
@@ -363,7 +368,7 @@ def _finished(
 
 
 def _link_or_copy(here: Path, target: Path, incoming: Path) -> None:
-    """A second name for a file of this disk; a copy where it lies on another."""
+    """Hard-link a file to `target`, or copy it if it is on another disk."""
     temporary = incoming / temporary_name()
     incoming.mkdir(parents=True, exist_ok=True)
     try:
@@ -374,6 +379,6 @@ def _link_or_copy(here: Path, target: Path, incoming: Path) -> None:
 
 
 def _forget(here: Path, cached: Path | None) -> None:
-    """What was unpacked is not kept a second time, unless it is not ours."""
+    """Remove a file after unpacking, unless it belongs to another cache."""
     if here != cached:
         here.unlink(missing_ok=True)

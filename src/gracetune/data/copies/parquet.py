@@ -1,4 +1,4 @@
-"""Media in the rows of Parquet files: one file for each row, the other columns beside it."""
+"""Unpacking media from Parquet files: one media file per row, and the other columns as its row of metadata."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from gracetune.units import MIB
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 64 * MIB
-"""Of one batch: a row may hold a video."""
+"""Limit on the size of one batch of rows. A single row may hold a video."""
 
 
 @dataclass(frozen=True)
 class ParquetFacts:
-    """What the end of a file says about it."""
+    """The metadata in a file's footer."""
 
     rows: int
     columns: Mapping[str, str]
-    """Name -> type, in words."""
+    """Name -> type, as text."""
     media: tuple[str, ...]
-    """Columns that can hold files."""
+    """The columns that can hold files."""
     largest_group: int
-    """Bytes of the largest row group: what has to be in memory at once."""
+    """Bytes of the largest row group, which must be in memory at once."""
 
 
 def read_facts(file: BinaryIO, name: str) -> ParquetFacts:
+    """Read the footer of a file."""
     parquet, arrow = _libraries(name)
     with _readable(name, arrow):
         found = parquet.ParquetFile(file)
@@ -50,16 +51,16 @@ def read_facts(file: BinaryIO, name: str) -> ParquetFacts:
 
 
 def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Mapping[str, str], name: str) -> None:
-    """That the columns a config names are there, and that the media's can hold files."""
+    """Check that the configured columns exist and that the media column can hold files. Raises CopyError."""
     if media not in facts.columns:
         near = nearest(media, [*facts.columns]) or next(iter(facts.media), None)
-        hint = set_option(dataset, "local_copy.media_column", near) if near else "name the column of the media"
-        found = f"no column `{media}` in {name}; it has {', '.join(facts.columns)}"
+        hint = set_option(dataset, "local_copy.media_column", near) if near else "set local_copy.media_column"
+        found = f"no column `{media}` in {name}; the columns are {', '.join(facts.columns)}"
         raise CopyError.of(dataset, found=found, expected="a column with the files' bytes", hint=hint)
     if media not in facts.media:
-        found = f"column `{media}` of {name} holds {facts.columns[media]}"
-        hint = f"name one of {', '.join(facts.media)}" if facts.media else "for a column of addresses: format: urls"
-        raise CopyError.of(dataset, found=found, expected="files' bytes", hint=hint)
+        found = f"column `{media}` of {name} has the type {facts.columns[media]}"
+        hint = f"use one of {', '.join(facts.media)}" if facts.media else "for a column of URLs: format: urls"
+        raise CopyError.of(dataset, found=found, expected="a column with the files' bytes", hint=hint)
     for column, option in others.items():
         if column not in facts.columns and column.partition(".")[0] not in facts.columns:
             raise CopyError.of_column(dataset, column, option, where=name, known=facts.columns)
@@ -68,13 +69,14 @@ def check_columns(dataset: str, facts: ParquetFacts, media: str, others: Mapping
 def unpack_parquet(
     path: Path, name: str, writer: PartWriter, *, media: str, filters: Sequence[RowFilter], rows: range | None
 ) -> None:
-    """`rows` are the numbers of those that are wanted; None means all."""
+    """Write the media of a file to `writer`. `rows` is the range of rows to take; None takes all."""
     parquet, arrow = _libraries(name)
     with _readable(name, arrow):
         file = parquet.ParquetFile(path, memory_map=True)
         schema = file.schema_arrow
         if media not in schema.names:
-            raise DamagedPartError(name, f"no column `{media}`, which others have; it has {', '.join(schema.names)}")
+            found = f"no column `{media}`, which other files have; the columns are {', '.join(schema.names)}"
+            raise DamagedPartError(name, found)
         kept = [field.name for field in schema if field.name == media or not _holds_files(field.type, arrow)]
         number = 0
         for batch in file.iter_batches(batch_size=_at_once(path.stat().st_size, file.metadata.num_rows), columns=kept):
@@ -87,6 +89,7 @@ def unpack_parquet(
 
 
 def _at_once(size: int, rows: int) -> int:
+    """Rows per batch, from the average size of a row."""
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE * max(1, rows) // max(1, size)))
 
 
@@ -104,6 +107,7 @@ def _unpack_row(row: dict[str, Any], number: int, writer: PartWriter, media: str
 
 
 def _holds_files(kind: Any, arrow: Any) -> bool:
+    """Whether a column can hold files: binary, or a struct with `bytes`, as the `datasets` library writes media."""
     types = arrow.types
     if types.is_struct(kind):
         return any(field.name == "bytes" and _holds_files(field.type, arrow) for field in kind)
@@ -114,7 +118,7 @@ def _libraries(name: str) -> tuple[Any, Any]:
     try:
         return importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
     except ImportError as error:
-        found, expected = "a Parquet file, and pyarrow is not installed", "the library that reads it"
+        found, expected = "a Parquet file, but pyarrow is not installed", "pyarrow, which reads it"
         raise CopyError(Problem(name, found, expected, "pip install 'gracetune[cloud]'")) from error
 
 

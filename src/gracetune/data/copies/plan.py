@@ -1,4 +1,4 @@
-"""What making a copy takes of the network, the disk and memory: known before anything is downloaded."""
+"""Planning a copy: the downloads, disk space and memory it needs, computed before anything is downloaded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gracetune.storage.transfer import begun
 from gracetune.units import MIB, format_bytes
 
 RESERVE = 64 * MIB
-"""Of the disk: never planned for."""
+"""Disk space that plans never use."""
 UNPACKED_AT_ONCE = 2
 _TILE_GROWTH = 4
-"""A picture that is cut is stored as PNG, which is larger than JPEG."""
+"""Cropped images are stored as PNG, which is larger than JPEG by up to this factor."""
 
 
 @dataclass(frozen=True)
@@ -37,60 +37,60 @@ class CopyPlan:
     folder: CopyFolder
     source: CopySource
     index: CopySource | None
-    """Of the archives' index files, where they are elsewhere."""
+    """The source of the archives' index files (`local_copy.index`)."""
     layout: Layout
     missing: tuple[Part, ...]
     """Parts that are not in the copy yet."""
     to_fetch: int
-    """Bytes that come over the network."""
+    """Bytes to download."""
     disk_needed: int
     disk_free: int | None
     memory_needed: int
-    """To unpack tables; what staging takes is not part of it."""
+    """Memory for unpacking tables, without that for staging."""
     samples: int | None
-    """About how many; None where only unpacking tells."""
+    """The approximate number of samples; None if it is known only after unpacking."""
 
     @property
     def staged(self) -> int:
-        """Bytes of main memory, for a dataset that is staged."""
+        """Bytes of main memory to stage the dataset; 0 if it is not staged."""
         return self.layout.size if self.dataset.type == "in_memory" else 0
 
     def lines(self) -> list[str]:
-        """For people: what is fetched, where it goes, and what is left there."""
+        """Text for the user: what is downloaded, where it is stored, and how much space is free there."""
         at = f" at {self.source.revision[:12]}" if self.source.revision else ""
         about = "" if self.samples is None else f", about {counted(self.samples, 'sample')}"
         free = "" if self.disk_free is None else f", {format_bytes(self.disk_free)} free"
         what = f"{counted(len(self.layout.parts), 'file')} of {format_bytes(self.layout.size)}{about}"
         needs = f"{format_bytes(self.to_fetch)} to download, {format_bytes(self.disk_needed)} of disk in "
-        told = [
+        lines = [
             f"dataset {self.dataset.id}: {self.source.address}{at}: {what} ({self.layout.format})",
             f"{needs}{self.folder.root}{free}",
         ]
         if self.memory_needed:
-            told.append(f"{format_bytes(self.memory_needed)} of main memory to unpack it")
+            lines.append(f"{format_bytes(self.memory_needed)} of main memory to unpack it")
         if self.staged:
-            told.append(f"about {format_bytes(self.staged)} of main memory to keep it in (in_memory)")
-        return told
+            lines.append(f"about {format_bytes(self.staged)} of main memory to stage it (in_memory)")
+        return lines
 
     def check(self, memory_free: int | None = None, *, spoken_for: int = 0) -> None:
-        """Refuse what cannot fit, before anything is fetched. Other copies will take `spoken_for` of the same disk."""
+        """Raise CopyError if the copy does not fit. Other copies will use `spoken_for` bytes of the same disk."""
         name, root = self.dataset.id, self.folder.root
         if self.disk_free is not None and self.disk_needed + spoken_for + RESERVE > self.disk_free:
-            others = f" beside {format_bytes(spoken_for)} of other datasets" if spoken_for else ""
+            others = f" in addition to {format_bytes(spoken_for)} of other datasets" if spoken_for else ""
             free = format_bytes(self.disk_free)
             found = f"{format_bytes(self.disk_needed)} to store in {root}{others}, where {free} is free"
             part = set_option(name, "local_copy.split", "train[:10%]")
             hint = f"choose a larger disk: {set_option(name, 'local_copy.folder', 'FOLDER')}; or a part: {part}"
-            raise CopyError.of(name, found=found, expected="a disk that holds the copy", hint=hint)
+            raise CopyError.of(name, found=found, expected="a disk with room for the copy", hint=hint)
         needed = max(self.memory_needed, self.staged)
         if memory_free is not None and needed > memory_free:
             found = f"{format_bytes(needed)} of main memory, where {format_bytes(memory_free)} is free"
-            hint = "type: local instead of in_memory, or a part of it: local_copy.split"
-            raise CopyError.of(name, found=found, expected="memory that holds it", hint=hint)
+            hint = "type: local instead of in_memory, or a part of the dataset: local_copy.split"
+            raise CopyError.of(name, found=found, expected="enough free main memory", hint=hint)
 
 
 def plan_copy(dataset: Dataset, options: LocalCopy, folder: CopyFolder, hub: HubAccess) -> CopyPlan:
-    """Asks the storage for its listing, and for the end of one table; nothing else is transferred."""
+    """Plan a copy. Only the source's listing and the footers of Parquet tables are transferred."""
     before = folder.manifest()
     source = open_source(dataset, hub, revision=None if before is None else before.revision)
     layout = lay_out(dataset, options, source)
@@ -124,15 +124,15 @@ def _index_source(dataset: Dataset, options: LocalCopy, hub: HubAccess) -> CopyS
 
 
 def part_file(folder: CopyFolder, part: Part) -> Path:
-    """Where a part is until it is complete."""
+    """The path of a part while it is being transferred."""
     readable = part.path.rpartition("/")[2].encode()[-80:].decode(errors="ignore")
     return folder.incoming / f"{xxhash.xxh3_64_hexdigest(part.path.encode())}-{readable}.part"
 
 
 def wanted_columns(dataset: Dataset, options: LocalCopy) -> dict[str, str]:
-    """Columns that the config names, apart from the media's, and the option that names each."""
+    """The columns that the config names, except the media column, each with the option that names it."""
     table = dataset.captions.table if dataset.captions.strategy == "jsonl" else None
-    named = {f"local_copy.filter[{number}].column": one.column for number, one in enumerate(options.filter)}
+    named = {f"local_copy.filter[{number}].column": rule.column for number, rule in enumerate(options.filter)}
     if table is not None and table.path == METADATA:
         captions, option = table.caption_column, "captions.table.caption_column"
         several = enumerate(captions) if isinstance(captions, tuple) else ()
@@ -143,7 +143,7 @@ def wanted_columns(dataset: Dataset, options: LocalCopy) -> dict[str, str]:
 
 
 def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout: Layout) -> tuple[Layout, ParquetFacts]:
-    """The columns, by the first table; the rows of all of them only where a part of a split is wanted."""
+    """Check the columns of the first table. If only a part of a split is wanted, read the row counts of all tables."""
     first = layout.parts[0].path
 
     def facts_of(path: str) -> ParquetFacts:
@@ -165,12 +165,13 @@ def _look_into(dataset: Dataset, options: LocalCopy, source: CopySource, layout:
 def _missing(folder: CopyFolder, layout: Layout) -> Iterator[Part]:
     finished = folder.finished()
     for part in (*layout.beside, *layout.parts):
-        one = finished.get(part.path)
-        if one is None or not one.is_of(part) or not folder.is_there(one):
+        done = finished.get(part.path)
+        if done is None or not done.is_of(part) or not folder.is_there(done):
             yield part
 
 
 def _disk_needed(layout: Layout, missing: tuple[Part, ...], options: LocalCopy) -> int:
+    """Bytes for the result, and for the largest parts that are on disk twice while they are being unpacked."""
     sizes = sorted((part.remote.size or 0 for part in missing), reverse=True)
     growth = _TILE_GROWTH if options.tile is not None else 1
     if layout.format == "files":
@@ -185,11 +186,13 @@ def _samples(dataset: Dataset, layout: Layout, facts: ParquetFacts | None) -> in
         return None
     if all(part.rows is not None for part in layout.parts):
         return sum(len(part.rows or ()) for part in layout.parts)
+    # Only the first table was read: assume that the others have as many rows per byte.
     first = layout.parts[0].remote.size or 1
     return round(facts.rows * sum(part.remote.size or 0 for part in layout.parts) / first)
 
 
 def _free(folder: Path) -> int | None:
+    """Free space on the disk that the folder is on or will be on."""
     place = folder.absolute()
     while not place.is_dir() and place != place.parent:
         place = place.parent

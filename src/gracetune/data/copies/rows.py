@@ -1,7 +1,8 @@
-"""Rows of a dataset's tables: which are kept, what of them is written down, and what their media are.
+"""Rows of a dataset's tables: filtering them, writing them to the copy, and recognising their media.
 
-Each part of a copy has its rows in `.rows.jsonl`: `file_name`, relative to the copy, and every other column but media
-and long lists of numbers. `metadata.jsonl` of the copy has those of all parts; a caption table reads it.
+Each part of a copy stores its rows in `.rows.jsonl`: `file_name`, relative to the copy, and all other columns except
+media and long lists of numbers. The copy's `metadata.jsonl` has the rows of all parts and can be used as a caption
+table.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ METADATA: Final = "metadata.jsonl"
 FILE_NAME: Final = "file_name"
 FILTERED: Final = "rows that do not pass local_copy.filter"
 _LONGEST_LIST = 64
-"""Of values that are no text: longer ones are embeddings and the like, which no caption is made of."""
+"""Limit for lists of values other than text. Longer ones are embeddings and the like, which captions do not use."""
 
 
 def passes(row: Mapping[str, Any], filters: Iterable[RowFilter]) -> bool:
-    return all(_passes(value_at(row, one.column), one) for one in filters)
+    """Whether a row passes all filters."""
+    return all(_passes(value_at(row, rule.column), rule) for rule in filters)
 
 
 def _passes(value: Any, wanted: RowFilter) -> bool:
@@ -40,13 +42,13 @@ def _passes(value: Any, wanted: RowFilter) -> bool:
     if wanted.minimum is None:
         return True
     try:
-        return float(value) >= wanted.minimum  # tables of text write numbers as text
+        return float(value) >= wanted.minimum  # CSV tables have numbers as text
     except (TypeError, ValueError):
-        return wanted.minimum <= 0
+        return wanted.minimum <= 0  # a missing number counts as 0
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON can hold it; None for what is no part of a description."""
+    """A value in a form that JSON supports; None for values that cannot be part of a caption."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
@@ -58,16 +60,16 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        told = [plain(item) for item in value]
-        return told if len(told) <= _LONGEST_LIST or all(isinstance(item, str) for item in told) else None
+        items = [plain(item) for item in value]
+        return items if len(items) <= _LONGEST_LIST or all(isinstance(item, str) for item in items) else None
     return None
 
 
 class PartWriter:
-    """Writes the files and rows of one part into a folder that is published when it is complete."""
+    """Writes the files and rows of a part to a temporary folder, which the caller publishes when it is complete."""
 
     def __init__(self, folder: Path, name: str, *, kind: Kind, tile: Tile | None = None) -> None:
-        """`name` is the folder's path below the copy's root, once it is published."""
+        """`name` is the path of the published folder below the copy's root."""
         self._folder, self._name, self._kind, self._tile = folder, name, kind, tile
         self._rows = LineFile(folder / ROWS)
         self.files = 0
@@ -77,29 +79,29 @@ class PartWriter:
         self.columns: dict[str, None] = {}
 
     def add(self, name: str, data: bytes | memoryview, row: Mapping[str, Any], called: str | None = None) -> None:
-        """A sample. `name` has no extension: the content says which, or else the name the file was `called`."""
+        """Add a sample. `name` has no extension: the content decides it, or else the original name `called`."""
         extension = media_extension(data, self._kind)
         if extension is None and called is not None and kind_of(called) == self._kind:
             extension = extension_of(called)
         if extension is None:
-            self.leave_out(f"no {self._kind} in it")
+            self.leave_out(f"a file without {self._kind} content")
             return
         if self._tile is not None and self._kind == "image":
             try:
                 data, extension = cut_tile(data, self._tile), "png"
             except (OSError, ValueError, UnidentifiedImageError) as error:
-                self.leave_out(f"a picture that cannot be cut: {error}")
+                self.leave_out(f"an image that cannot be cropped: {error}")
                 return
         file = f"{name}.{extension}"
         self.add_file(file, data)
         self.samples += 1
-        told = {key: plain(value) for key, value in row.items()}
-        self.columns.update(dict.fromkeys(told))
-        line = json.dumps({**told, FILE_NAME: f"{self._name}/{file}"}, ensure_ascii=False)
+        values = {key: plain(value) for key, value in row.items()}
+        self.columns.update(dict.fromkeys(values))
+        line = json.dumps({**values, FILE_NAME: f"{self._name}/{file}"}, ensure_ascii=False)
         self._rows.write(line.encode(errors="backslashreplace") + b"\n")
 
     def add_file(self, name: str, data: bytes | memoryview) -> None:
-        """A file as it is: captions and other sidecars."""
+        """Add a file unchanged, such as a caption or another sidecar."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -107,10 +109,11 @@ class PartWriter:
         self.size += len(data)
 
     def leave_out(self, reason: str) -> None:
+        """Count a sample that is left out."""
         self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
     def merge(self, known: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add what a table among the files says about them, by their path below the folder."""
+        """Add columns from a table inside the part. `known` maps paths below the folder to rows."""
         file = self._folder / ROWS
         rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         merged = [{**known.get(row[FILE_NAME].removeprefix(f"{self._name}/"), {}), **row} for row in rows]
@@ -126,19 +129,19 @@ class PartWriter:
 
 
 def cut_tile(data: bytes | memoryview, tile: Tile) -> bytes:
-    """One of the pictures that stand side by side, as PNG: what is cut is not compressed a second time."""
+    """Crop one of several images that are side by side in a file. Returns PNG, to avoid a second lossy compression."""
     with Image.open(io.BytesIO(data)) as opened:
         whole = ImageOps.exif_transpose(opened)
         width = whole.width // tile.count
         if not width:
-            raise ValueError(f"{whole.width} pixels wide, with {tile.count} pictures side by side")
-        cut = whole.crop((tile.index * width, 0, (tile.index + 1) * width, whole.height))
+            raise ValueError(f"{whole.width} pixels wide, too narrow for {tile.count} images side by side")
+        tile_image = whole.crop((tile.index * width, 0, (tile.index + 1) * width, whole.height))
     buffer = io.BytesIO()
-    cut.save(buffer, "PNG")
+    tile_image.save(buffer, "PNG")
     return buffer.getvalue()
 
 
-# -- what bytes are ---------------------------------------------------------------------------------------------------
+# -- file types by content --------------------------------------------------------------------------------------------
 
 _BEGINNINGS: Final = (
     (b"\xff\xd8\xff", "jpg"), (b"\x89PNG\r\n", "png"), (b"GIF8", "gif"), (b"BM", "bmp"),
@@ -149,7 +152,11 @@ _RIFF: Final = {b"WEBP": "webp", b"AVI ": "avi", b"WAVE": "wav"}
 
 
 def media_extension(data: bytes | memoryview, kind: Kind) -> str | None:
-    """The extension of a file with this content; None where it is no medium of this kind."""
+    """The extension of a file with this content; None if it is not of this kind.
+
+    Besides the fixed signatures: RIFF has its type at byte 8, MP4 and MOV have a box name at byte 4, and an MP3 without
+    ID3 tag begins with eleven set bits.
+    """
     start = bytes(data[:16])
     found = next((extension for beginning, extension in _BEGINNINGS if start.startswith(beginning)), None)
     if found is None and start[:4] == b"RIFF":
@@ -168,11 +175,11 @@ def media_extension(data: bytes | memoryview, kind: Kind) -> str | None:
 
 
 def media_bytes(value: Any) -> bytes | memoryview | str:
-    """What a cell of a media column holds; a text says why there is none."""
+    """The bytes in a cell of a media column, or a text that says why there are none."""
     if isinstance(value, Mapping):
         inside = value.get("bytes")
         if inside is None and value.get("path"):
-            return "it names a file instead of holding one"
+            return "a file name instead of a file's bytes"
         value = inside
     if isinstance(value, bytes | memoryview):
         return value if len(value) else "an empty cell"
@@ -182,7 +189,7 @@ def media_bytes(value: Any) -> bytes | memoryview | str:
 
 
 def stem_of(path: str) -> str:
-    """Without the extension; `.tar.gz` is one."""
+    """The path without its extension. `.tar.gz` and the like count as one extension."""
     for ending in (".tar.gz", ".tar.bz2", ".tar.xz"):
         if path.lower().endswith(ending):
             return path[: -len(ending)]

@@ -1,4 +1,4 @@
-"""Where the data of a copy comes from: a hub, another URL, or a folder whose archives and tables are unpacked."""
+"""Sources of copies: the hub, any other URL, or a local folder whose archives and tables are unpacked."""
 
 from __future__ import annotations
 
@@ -33,25 +33,27 @@ _HUB = re.compile(
 class CopySource(Protocol):
     @property
     def address(self) -> str:
-        """As it is shown: without credentials."""
+        """The address for messages, without credentials."""
         ...
 
     @property
     def revision(self) -> str | None:
-        """The commit all files are of; None where the storage has none."""
+        """The commit of all files; None if the storage has no commits."""
         ...
 
     def files(self) -> Mapping[str, RemoteFile]: ...
 
     def cached(self, path: str) -> Path | None:
-        """The file, where it lies on this disk already."""
+        """The path of the file if it is on this disk already."""
         ...
 
-    def ranges(self, path: str) -> RangeReader: ...
+    def ranges(self, path: str) -> RangeReader:
+        """A reader of parts of the file."""
+        ...
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns the errors of the storage's library into a CopyError."""
+        """Turn the exceptions of the storage's library into CopyError."""
         ...
 
 
@@ -64,12 +66,12 @@ class HubAddress:
 
     @classmethod
     def parse(cls, address: str) -> HubAddress | None:
-        """None for what is no address of the hub."""
+        """Parse an address; None if it is not one of the hub. Raises CopyError if it is malformed."""
         if not address.startswith("hf://"):
             return None
         found = _HUB.fullmatch(address)
         if found is None:
-            problem = Problem(address, "no address of the hub", "hf://datasets/OWNER/NAME", "check the spelling")
+            problem = Problem(address, "not a valid hub address", "hf://datasets/OWNER/NAME", "check the spelling")
             raise CopyError(problem)
         revision = None if found["revision"] is None else unquote(found["revision"])
         repo = Repo(found["name"], "dataset" if found["kind"] else "model", revision)
@@ -77,7 +79,7 @@ class HubAddress:
 
 
 def open_source(dataset: Dataset, hub: HubAccess, *, revision: str | None = None) -> CopySource:
-    """`revision` is the commit that an earlier start has begun with."""
+    """Open the source of a dataset's copy. `revision` is the commit that an earlier start used."""
     if "://" not in dataset.path:
         return FolderSource(dataset.path)
     address = HubAddress.parse(dataset.path)
@@ -85,12 +87,12 @@ def open_source(dataset: Dataset, hub: HubAccess, *, revision: str | None = None
         return UrlSource(dataset, UrlBackend(dataset.path, dataset.storage))
     with _hub_explained(dataset, address.repo, hub):
         if hub.offline is not None:
-            return _from_hub_cache(dataset, address, f"{hub.offline} forbids asking the hub")
+            return _from_hub_cache(dataset, address, f"{hub.offline} forbids access to the hub")
         return _from_hub(dataset, address, hub, revision)
 
 
 class UrlSource:
-    """Anything fsspec opens."""
+    """A URL of any protocol that fsspec supports."""
 
     def __init__(self, dataset: Dataset, backend: UrlBackend, revision: str | None = None) -> None:
         self._dataset, self._backend, self._revision = dataset, backend, revision
@@ -128,7 +130,7 @@ class UrlSource:
 
 
 class HubSource(UrlSource):
-    """One commit of a repository. What `hf download` has put into the hub's cache is taken from there."""
+    """One commit of a hub repository. Files that `hf download` has cached are taken from the cache."""
 
     def __init__(self, dataset: Dataset, address: HubAddress, hub: HubAccess, commit: str) -> None:
         kind = "datasets/" if address.repo.kind == "dataset" else ""
@@ -155,7 +157,7 @@ class HubSource(UrlSource):
 
 
 class FolderSource:
-    """A folder of this machine, or one file of it."""
+    """A folder of this machine, or a single file."""
 
     def __init__(self, folder: str | Path, *, address: str | None = None, revision: str | None = None) -> None:
         root = Path(folder).expanduser()
@@ -172,8 +174,10 @@ class FolderSource:
         return self._revision
 
     def files(self) -> Mapping[str, RemoteFile]:
-        if self._revision is not None:  # a snapshot in the hub's cache is made of links that lead out of it
-            found = {str(one.relative_to(self._root)): one for one in sorted(self._root.rglob("*")) if one.is_file()}
+        # A snapshot in the hub's cache consists of links to files outside of it, which LocalBackend would reject.
+        if self._revision is not None:
+            paths = [path for path in sorted(self._root.rglob("*")) if path.is_file()]
+            found = {str(path.relative_to(self._root)): path for path in paths}
             return {path: RemoteFile(file.stat().st_size) for path, file in found.items()}
         listed = survey(LocalBackend(self._root)).files
         chosen = listed if self._only is None else {self._only: listed[self._only]}
@@ -183,7 +187,7 @@ class FolderSource:
         return self._root / path
 
     def ranges(self, path: str) -> RangeReader:
-        raise NotImplementedError(f"{path} lies on this disk already")
+        raise NotImplementedError(f"{path} is on this disk already")
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -191,7 +195,7 @@ class FolderSource:
 
 
 def open_file(source: CopySource, path: str) -> BinaryIO:
-    """A seekable stream of one file, of which only what is read is transferred: for footers and descriptions."""
+    """A seekable stream of a file that transfers only what is read. For footers and dataset cards."""
     here = source.cached(path)
     if here is not None:
         return here.open("rb")
@@ -200,6 +204,8 @@ def open_file(source: CopySource, path: str) -> BinaryIO:
 
 
 class _Ranged(io.RawIOBase):
+    """A raw stream that reads ranges of a remote file."""
+
     def __init__(self, reader: RangeReader, size: int) -> None:
         self._reader, self._size, self._at = reader, size, 0
 
@@ -245,14 +251,14 @@ def _from_hub(dataset: Dataset, address: HubAddress, hub: HubAccess, revision: s
 
 
 def is_unreachable(error: Exception) -> bool:
-    """Whether the hub gave no answer, or none of its own."""
+    """Whether the hub did not answer, or answered with a server error."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return is_server_error(error) or not isinstance(error, HfHubHTTPError)
 
 
 def _from_hub_cache(dataset: Dataset, address: HubAddress, reason: str) -> CopySource:
-    """What was downloaded before, where the hub cannot be asked."""
+    """The hub's local cache as the source. Raises CopyError with `reason` if it holds no complete snapshot."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -261,13 +267,14 @@ def _from_hub_cache(dataset: Dataset, address: HubAddress, reason: str) -> CopyS
         folder = Path(snapshot_download(repo.name, repo_type=repo.kind, revision=repo.revision, local_files_only=True))
     except LocalEntryNotFoundError:
         found = f"{repo.words}: {reason}, and there is no complete copy in {repo.cache_folder}"
-        hint = f"{repo.command} on a machine with network, and bring its hub cache here (HF_HOME)"
+        hint = f"{repo.command} on a machine with network access, then copy its hub cache here (HF_HOME)"
         raise CopyError.of(dataset.id, found=found, expected="a hub that answers", hint=hint) from None
     return FolderSource(folder / address.folder, address=dataset.path, revision=folder.name)
 
 
 @contextmanager
 def _hub_explained(dataset: Dataset, repo: Repo, hub: HubAccess) -> Iterator[None]:
+    """Turn the hub's errors about the repository into CopyError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
@@ -277,7 +284,7 @@ def _hub_explained(dataset: Dataset, repo: Repo, hub: HubAccess) -> Iterator[Non
         hint = "check the spelling"
         raise CopyError.of(dataset.id, found=found, expected="an id such as OWNER/NAME", hint=hint) from error
     except FileNotFoundError as error:
-        # fsspec's way to say it: the hub's own words are its cause.
+        # fsspec wraps the hub's error, which is the cause and has the real reason.
         if isinstance(error.__cause__, HfHubHTTPError):
             raise CopyError(refusal(f"dataset {dataset.id}", repo, error.__cause__)) from error
         raise

@@ -1,7 +1,8 @@
-"""Which files of a dataset belong to a split, by the rules of the hub's `datasets` library.
+"""Assigning files to splits by the rules of the hub's `datasets` library.
 
-In this order: the `configs` of the dataset card (README.md), names such as `train-00000-of-00012`, folders named for a
-split, and for tables and archives a word in the file's name. Where none of these names a split, everything is `train`.
+The rules apply in this order: the `configs` of the dataset card (README.md), names such as `train-00000-of-00012`,
+folders named after a split, and for tables and archives a word in the file name. If none of them names a split, all
+files belong to `train`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ KEYWORDS: Final[dict[str, frozenset[str]]] = {
     "test": frozenset(["test", "testing", "eval", "evaluation"]),
 }
 ALL: Final = "train"
-"""What everything belongs to where nothing names a split."""
+"""The split of all files if no rule names one."""
 _SHARD = re.compile(r"(?:^|.*/)(?P<split>\w+(?:\.\w+)*)-\d{5}-of-\d{5}[^/]*")
 _PART = re.compile(r"(?P<name>[^\[\]+]+)(?:\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
 
 class SplitError(ValueError):
-    """The split that was asked for cannot be found; `found` and `expected` say why, `option` and `value` a way out."""
+    """The requested split does not exist. `found` and `expected` say why; setting `option` to `value` is a remedy."""
 
     def __init__(self, found: str, expected: str, option: str, value: str) -> None:
         self.found, self.expected, self.option, self.value = found, expected, option, value
@@ -36,7 +37,7 @@ class SplitError(ValueError):
 
 @dataclass(frozen=True)
 class SplitPart:
-    """`train[10%:20%]`: a split, and which of its samples."""
+    """A split and a range of its samples, such as `train[10%:20%]`."""
 
     name: str
     start: str | None = None
@@ -47,16 +48,17 @@ class SplitPart:
         return self.start is None and self.stop is None
 
     def bounds(self, count: int) -> range:
-        """Of `count` samples."""
+        """The range of positions among `count` samples."""
         first = 0 if self.start is None else _position(self.start, count)
         last = count if self.stop is None else _position(self.stop, count)
         return range(first, max(first, last))
 
 
 def parse_split(text: str) -> tuple[SplitPart, ...]:
+    """Parse `train[:10%]+test` into its parts. Raises SplitError."""
     parts = []
-    for one in text.split("+"):
-        found = _PART.fullmatch(one.strip())
+    for part in text.split("+"):
+        found = _PART.fullmatch(part.strip())
         if found is None:
             raise SplitError(f"`{text}`", "a split such as train, train[:100] or train+test",
                              "local_copy.split", "train")  # fmt: skip
@@ -65,13 +67,14 @@ def parse_split(text: str) -> tuple[SplitPart, ...]:
 
 
 def _position(text: str, count: int) -> int:
+    """A bound such as `100`, `-5` or `10%` as a position; negative numbers count from the end."""
     number = int(text.removesuffix("%"))
     at = round(number * count / 100) if text.endswith("%") else number
     return min(count, max(0, at + count if at < 0 else at))
 
 
 def splits_of(files: Iterable[str], card: Mapping[str, Any], subset: str | None) -> dict[str, list[str]]:
-    """The files of each split, in their order. SplitError where the card has no such subset."""
+    """The files of each split, in order. Raises SplitError if the card does not have the subset."""
     names = sorted(files)
     listed = _by_card(names, card, subset)
     if listed is not None:
@@ -102,7 +105,7 @@ def _by_folder(name: str) -> str | None:
 
 
 def _by_file_name(name: str) -> str | None:
-    """Of tables and archives alone: a picture called `test_01.jpg` says nothing about a split."""
+    """For tables and archives only: an image named `test_01.jpg` does not belong to a test split."""
     file = name.rpartition("/")[2]
     holds_many = file.lower().endswith((".parquet", ".tar", ".tar.gz", ".tgz", ".zip", ".csv", ".jsonl", ".json"))
     return _split_named(file) if holds_many else None
@@ -117,13 +120,13 @@ def _split_named(text: str) -> str | None:
 
 
 def read_card(text: str) -> Mapping[str, Any]:
-    """The YAML between the first two `---` of a README; nothing where there is none that can be read."""
+    """The YAML header between the first two `---` of a README; empty if there is none or it is invalid."""
     found = re.match(r"\s*---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     if found is None:
         return {}
     try:
         value = yaml.safe_load(found[1])
-    except yaml.YAMLError:  # people write these by hand, and the hub takes them as they are
+    except yaml.YAMLError:  # cards are written by hand, and the hub accepts invalid ones
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -136,7 +139,7 @@ def _by_card(names: Sequence[str], card: Mapping[str, Any], subset: str | None) 
         chosen = chosen or next((one for one in configs if one.get("config_name", "default") == "default"), None)
         chosen = chosen or (configs[0] if len(configs) == 1 else None)
         if chosen is None and configs:
-            raise SplitError(f"several subsets: {', '.join(known)}", "one of them",
+            raise SplitError(f"several subsets: {', '.join(known)}", "the name of one of them",
                              "local_copy.subset", known[0])  # fmt: skip
     else:
         chosen = next((one for one in configs if str(one.get("config_name", "default")) == subset), None)
@@ -161,7 +164,7 @@ def _data_files(names: Sequence[str], config: Mapping[str, Any]) -> dict[str, li
 
 
 def _pattern(glob: str) -> str:
-    """`*` does not cross folders, `**` does."""
+    """A glob as a regular expression. `*` does not match `/`, but `**` does."""
     return "".join(_WILDCARDS.get(piece, re.escape(piece)) for piece in re.split(r"(\*\*/|\*\*|\*|\?)", glob))
 
 

@@ -1,4 +1,4 @@
-"""Tables beside or instead of media: `metadata.csv` and its like in a folder of pictures, and lists of addresses."""
+"""Tables in a source: `metadata.csv` and the like in a folder of images, and lists of URLs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def is_metadata(path: str) -> bool:
 
 @dataclass(frozen=True)
 class FolderRows:
-    """What the tables of a folder say about its files."""
+    """The rows of all tables in a folder of files."""
 
     rows: Mapping[str, Mapping[str, Any]]
-    """By the file's path; each has `file_name`, the same path."""
+    """By the file's path, which is also the value of `file_name`."""
     columns: tuple[str, ...]
     chosen: bool
-    """Whether the media column is one of several: then only files that it names are samples."""
+    """Whether the media column is one of several. Then only the files it names are samples."""
 
 
 def folder_rows(dataset: Dataset, tables: Mapping[str, bytes], media: str | None) -> FolderRows:
-    """Rows name their files relative to their table's folder, in `file_name`, or for a column `x` in `x_file_name`."""
+    """Read the tables of a folder. Rows name files relative to their table, in `file_name` or `<media>_file_name`."""
     rows: dict[str, Mapping[str, Any]] = {}
     columns: dict[str, None] = {}
     chosen = False
@@ -51,18 +51,18 @@ def folder_rows(dataset: Dataset, tables: Mapping[str, bytes], media: str | None
                 continue
             chosen = chosen or of_several
             file = str(PurePosixPath(*_clean(folder / name.strip().replace("\\", "/"), where)))
-            told = {key: plain(value) for key, value in row.items() if not key.endswith(FILE_NAME)}
-            rows[file] = {**told, FILE_NAME: file}
+            values = {key: plain(value) for key, value in row.items() if not key.endswith(FILE_NAME)}
+            rows[file] = {**values, FILE_NAME: file}
     if tables and not rows:
         wanted = f"{media}_{FILE_NAME}" if media else FILE_NAME
-        found = f"no column `{wanted}` in {', '.join(tables)}; there is {', '.join(columns)}"
+        found = f"no column `{wanted}` in {', '.join(tables)}; the columns are {', '.join(columns)}"
         hint = f"local_copy.media_column may be {_media_columns(columns)}"
         raise CopyError.of(dataset.id, found=found, expected="the files' names", hint=hint)
     return FolderRows(rows, tuple(columns), chosen)
 
 
 def check_table_columns(dataset: str, columns: Iterable[str], wanted: Mapping[str, str]) -> None:
-    """`wanted`: the option that names each column."""
+    """Raise CopyError if a column is missing. `wanted` maps each column to the option that names it."""
     known = [*columns]
     for column, option in wanted.items():
         if column not in known and column.partition(".")[0] not in known:
@@ -70,6 +70,7 @@ def check_table_columns(dataset: str, columns: Iterable[str], wanted: Mapping[st
 
 
 def _file_of(row: Mapping[str, Any], media: str | None) -> tuple[str | None, bool]:
+    """The file that a row names, and whether the media column is one of several."""
     if media is not None:
         for column in (f"{media}_{FILE_NAME}", media):
             if isinstance(row.get(column), str):
@@ -86,6 +87,7 @@ def _media_columns(columns: Iterable[str]) -> str:
 
 
 def _clean(path: PurePosixPath, where: str) -> Iterator[str]:
+    """The parts of a path with `..` resolved. Raises CopyError if it leads out of the dataset."""
     parts: list[str] = []
     for part in path.parts:
         if part == "..":
@@ -97,29 +99,32 @@ def _clean(path: PurePosixPath, where: str) -> Iterator[str]:
     yield from parts
 
 
-# -- lists of addresses -----------------------------------------------------------------------------------------------
+# -- lists of URLs ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Address:
+    """A row with a URL."""
+
     number: int
+    """The row's number in the table."""
     url: str
     row: Mapping[str, Any]
 
 
 def read_addresses(dataset: str, data: bytes, path: str, column: str) -> list[Address]:
-    """One for each address, the last row of several."""
+    """The URLs of a table. If several rows have the same URL, the last one counts."""
     kind = table_kind(path)
     if kind is None:
-        found, expected = f"{path}, which is no table", "a csv, jsonl, json or parquet file with a column of addresses"
+        found, expected = f"{path}, which is not a table", "a csv, jsonl, json or parquet file with a column of URLs"
         raise CopyError.of(dataset, found=found, expected=expected, hint="check the dataset's path")
     found_rows: dict[str, Address] = {}
     for number, (where, row) in enumerate(read_rows(data, kind, path)):
         if column not in row:
             near = nearest(column, [str(name) for name in row])
             hint = set_option(dataset, "local_copy.media_column", near or next(iter(row), "url"))
-            found = f"{where}: no column `{column}`; it has {', '.join(map(str, row))}"
-            raise CopyError.of(dataset, found=found, expected="a column of addresses", hint=hint)
+            found = f"{where}: no column `{column}`; the columns are {', '.join(map(str, row))}"
+            raise CopyError.of(dataset, found=found, expected="a column of URLs", hint=hint)
         url = row[column]
         if isinstance(url, str) and url.strip():
             others = {key: plain(value) for key, value in row.items() if key != column}

@@ -1,4 +1,4 @@
-"""Decoding: what a file shows or sounds like, as tensors. `load` turns one `SampleRef` into one `Sample`."""
+"""Decoding images, video and audio to tensors. `load` turns a `SampleRef` into a `Sample`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _KINDS: dict[str, Kind] = {extension: kind for kind, names in EXTENSIONS.items()
 
 
 def extension_of(path: str) -> str:
-    """Lower case, without the dot; empty for `name`, `.name` and `name.`."""
+    """The extension in lower case without the dot; empty for `name`, `.name` and `name.`."""
     return split_suffix(path)[1][1:].lower()
 
 
 def kind_of(path: str) -> Kind | None:
-    """What a file is by its name; None for captions, sidecars and everything else."""
+    """The kind of media by file extension; None for captions, sidecars and all other files."""
     return _KINDS.get(extension_of(path))

@@ -1,11 +1,11 @@
-"""Sound: a window of a file at the rate and with the channels a model wants.
+"""Decoding audio: a window of a file at the sample rate and with the channels of the model.
 
-libsndfile reads wav, flac, ogg and mp3; what it does not know (m4a, opus in webm, the sound of a video) goes through
-FFmpeg. Resampling is libswresample's (over 100 dB clean), with some of the sound around the window, so that a window is
-exactly a piece of the whole file resampled.
+libsndfile reads wav, flac, ogg and mp3. FFmpeg reads everything else (m4a, opus in webm, the audio track of a video).
+libswresample resamples with noise below -100 dB. Some audio around the window is resampled with it, so that the window
+equals the same part of the whole file resampled.
 
-Padding is explicit: sound that ends before its window does is an error, unless the clip says `pad`. Only one frame of a
-codec (`SLACK`) is always filled with silence: containers round their lengths to that.
+Padding is explicit: audio that ends before its window is an error unless the clip sets `pad`. Only a gap of up to one
+codec frame (`SLACK`) is always filled with silence, because containers round lengths to whole frames.
 """
 
 from __future__ import annotations
@@ -33,51 +33,53 @@ Sound = NDArray[np.float32]
 """[channels, samples]"""
 
 SLACK = 0.05
-"""Seconds of silence a file's end may lack: more than a frame of AAC (1024 samples) or mp3 (1152) at 32 kHz."""
+"""Seconds that may be missing at the end: more than a frame of AAC (1024 samples) or mp3 (1152) at 32 kHz."""
 _PREROLL = 0.2
-"""Seconds decoded before a window: lossy codecs overlap their frames."""
+"""Seconds decoded before a window, because the frames of lossy codecs overlap."""
 _JITTER = 0.002
-"""Matroska writes whole milliseconds: frames that lie this close to the end of the one before follow it directly."""
+"""In seconds. Matroska rounds times to milliseconds, so a frame this close to the end of the previous one follows it
+directly."""
 _MARGIN = 64
-"""Samples at the lower rate that the resampling filter looks to either side, generously."""
+"""An upper bound on the reach of the resampling filter to either side, in samples at the lower rate."""
 _LAYOUTS = {1: "mono", 2: "stereo", 3: "2.1", 4: "quad", 5: "5.0", 6: "5.1", 7: "6.1", 8: "7.1"}
 
 
 def decode_audio(stream: BinaryIO, path: str, clip: Clip, bucket: Bucket) -> Sound:
-    """[bucket.audio_channels, bucket.audio_samples] in [-1, 1], from `clip.start` on."""
+    """Decode a clip: [bucket.audio_channels, bucket.audio_samples] in [-1, 1], from `clip.start` on."""
     if clip.sample_rate is None:
-        raise DataError(f"{path}: its clip names no sample rate")
+        raise DataError(f"{path}: its clip has no sample rate")
     with opened_sound(stream, path) as source:
         window = _window(source, round(clip.start * clip.sample_rate), bucket.audio_samples, clip.sample_rate)
         total = source.length / source.rate
     if not np.isfinite(window).all():
-        raise UnreadableMediaError(path, "some of its samples are no numbers")
+        raise UnreadableMediaError(path, "it contains non-finite samples")
     missing = bucket.audio_samples - window.shape[1]
     if window.shape[1] == 0 or (missing > SLACK * clip.sample_rate and not clip.pad):
-        piece = f"{clip.start:.2f} to {clip.start + bucket.audio_samples / clip.sample_rate:.2f} s"
-        raise UnreadableMediaError(path, f"ends after {total:.2f} s, and the clip needs {piece}")
+        needed = f"{clip.start:.2f} to {clip.start + bucket.audio_samples / clip.sample_rate:.2f} s"
+        raise UnreadableMediaError(path, f"ends after {total:.2f} s, but the clip needs {needed}")
     full = np.pad(_mixed(window, bucket.audio_channels, path), ((0, 0), (0, missing)))
     return np.clip(full, -1.0, 1.0)
 
 
 class SoundSource(Protocol):
-    """An open file. Lengths and positions are in samples of its own rate."""
+    """An open audio file. Lengths and positions are in samples at its own rate."""
 
     rate: int
     channels: int
     length: int
 
     def read(self, start: int, count: int) -> Sound:
-        """Fewer samples than asked for only at the end of the file."""
+        """Read [channels, count]. Returns fewer samples only at the end of the file."""
         ...
 
     def check_end(self) -> None:
-        """Raise UnreadableMediaError where the file's header promises more than is there, as far as that is cheap."""
+        """Raise UnreadableMediaError if the file is shorter than its header says, if that is cheap to check."""
         ...
 
 
 @contextmanager
 def opened_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
+    """Open an audio file with libsndfile, or with FFmpeg if libsndfile does not know the format."""
     stream.seek(0)
     callbacks = _Callbacks(stream)
     try:
@@ -97,7 +99,7 @@ def opened_sound(stream: BinaryIO, path: str) -> Iterator[SoundSource]:
 
 
 class _Callbacks:
-    """A stream as libsndfile uses it. What a callback raises would be printed and lost, so it is kept for `check`."""
+    """A stream for libsndfile. Exceptions in its callbacks would be printed and lost, so `check` raises them later."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -107,7 +109,7 @@ class _Callbacks:
         try:
             self._stream.seek(offset, whence)
         except ValueError:
-            pass  # a damaged file points before its beginning; libsndfile sees that nothing moved
+            pass  # a damaged file contains negative offsets; libsndfile notices that the position did not change
         except (OSError, GracetuneError) as error:
             self._error = error
 
@@ -124,12 +126,14 @@ class _Callbacks:
         return len(data)
 
     def check(self) -> None:
-        """Raise what reading the stream itself raised: that is no fault of the file's content."""
+        """Raise an exception of the stream itself, which is not caused by the file's content."""
         if self._error is not None:
             raise self._error
 
 
 class _FileSound:
+    """An audio file read by libsndfile."""
+
     def __init__(self, file: Any, path: str, callbacks: _Callbacks) -> None:
         self._file, self._path, self._callbacks = file, path, callbacks
         self.rate: int = file.samplerate
@@ -137,35 +141,37 @@ class _FileSound:
         self.length: int = file.frames
 
     def read(self, start: int, count: int) -> Sound:
-        # mp3 is silent for a moment after seeking; for the others the detour costs next to nothing.
+        # An mp3 decoder returns silence for a moment after seeking, so start earlier. Other formats lose little by it.
         begin = max(0, min(start, self.length) - round(_PREROLL * self.rate))
         expected = max(0, min(start + count, self.length) - begin)
         self._file.seek(begin)
         found: Sound = self._file.read(expected, dtype="float32", always_2d=True).T
         self._callbacks.check()
         if expected - found.shape[1] > SLACK * self.rate:
-            got = (begin + found.shape[1]) / self.rate
-            raise UnreadableMediaError(self._path, f"breaks off after {got:.2f} of {self.length / self.rate:.2f} s")
+            end = (begin + found.shape[1]) / self.rate
+            raise UnreadableMediaError(self._path, f"truncated after {end:.2f} of {self.length / self.rate:.2f} s")
         return found[:, start - begin :]
 
     def check_end(self) -> None:
-        """Of flac and mp3 the length is what the header says; there may be nothing to be read there."""
+        """Read the end: for flac and mp3 the length comes from the header, and the data may be missing."""
         count = min(self.length, round(4 * SLACK * self.rate))
         try:
             self.read(self.length - count, count)
         except (soundfile.LibsndfileError, UnreadableMediaError) as error:
             self._callbacks.check()
-            reason = f"cut off: its end, at {self.length / self.rate:.2f} s, cannot be read"
+            reason = f"truncated: its end, at {self.length / self.rate:.2f} s, cannot be read"
             raise UnreadableMediaError(self._path, reason) from error
 
 
 class _ContainerSound:
+    """The first audio stream of a container read by FFmpeg."""
+
     def __init__(self, container: InputContainer, path: str) -> None:
         if not container.streams.audio:
-            raise UnreadableMediaError(path, "there is no sound in it")
+            raise UnreadableMediaError(path, "it contains no audio")
         stream = container.streams.audio[0]
         if stream.codec_context is None or not stream.rate or not stream.channels:
-            raise UnreadableMediaError(path, "its sound is of a kind FFmpeg cannot decode, or damaged")
+            raise UnreadableMediaError(path, "FFmpeg cannot decode its audio: the codec is unsupported or damaged")
         self._container, self._stream, self._path = container, stream, path
         self.rate = stream.rate
         self.channels = stream.channels
@@ -193,9 +199,10 @@ class _ContainerSound:
         return sound[:, :end]
 
     def check_end(self) -> None:
-        """What FFmpeg reads are containers, whose own account of their length has been looked at, or bare streams."""
+        """Nothing to do: `refuse_cut_off` has already checked a container, and a bare stream has no length."""
 
     def _measured(self) -> int:
+        """The length in samples, from the header or else from all packets."""
         if self._stream.duration:
             return round(self._stream.duration * self._tick * self.rate)
         packets = [packet for packet in self._container.demux(self._stream) if packet.pts is not None]
@@ -211,16 +218,17 @@ class _ContainerSound:
 
     def _values(self, frame: AudioFrame) -> Sound:
         if frame.sample_rate != self.rate or frame.layout.nb_channels != self.channels:
-            raise UnreadableMediaError(self._path, "its rate or its channels change on the way; convert it to wav")
+            raise UnreadableMediaError(self._path, "its sample rate or channels change midway; convert it to wav")
         return _joined(AudioResampler(format="fltp").resample(frame), self.channels)
 
 
 def _window(source: SoundSource, first: int, count: int, rate: int) -> Sound:
-    """Samples first .. first + count at another rate, or as many of them as there are."""
+    """The samples from `first` to `first + count` at `rate`, or as many as exist."""
     if source.rate == rate:
         return source.read(first, count)
     common = math.gcd(source.rate, rate)
-    # Whole blocks of the source are whole blocks of the result: cutting there keeps the filter's phase.
+    # `block` samples of the source last exactly as long as `block_out` samples of the result. Starting at a multiple
+    # of `block` gives the resampling filter the same phase as resampling the whole file.
     block, block_out = source.rate // common, rate // common
     margin = _MARGIN * math.ceil(max(1, source.rate / rate))
     skipped_blocks = max(0, first * block // block_out - margin) // block
@@ -232,13 +240,15 @@ def _window(source: SoundSource, first: int, count: int, rate: int) -> Sound:
 
 
 def resampled(sound: Sound, rate: int, target: int) -> Sound:
+    """Resample each channel separately."""
     if sound.shape[1] == 0:
         return sound
     return np.stack([_converted(channel[None], rate, "mono", target, "mono")[0] for channel in sound])
 
 
 def _mixed(sound: Sound, channels: int, path: str) -> Sound:
-    """One channel is copied to all; many become one by their mean, or two by FFmpeg's table for surround sound."""
+    """Convert to a number of channels: mono is copied to all, several are averaged to mono, and surround sound becomes
+    stereo by FFmpeg's mixing table."""
     found = sound.shape[0]
     if found == channels:
         return sound
@@ -247,12 +257,14 @@ def _mixed(sound: Sound, channels: int, path: str) -> Sound:
     if found == 1:
         return np.repeat(sound, channels, axis=0)
     if channels == 2 and found in _LAYOUTS:
-        # Any rate: it stays the same.
+        # The rate does not matter, because input and output have the same.
         return _converted(sound, 48_000, _LAYOUTS[found], 48_000, "stereo")
-    raise UnreadableMediaError(path, f"{found} channels cannot become {channels}; mix it down to {channels}, 2 or 1")
+    reason = f"{found} channels cannot be converted to {channels}; mix it down to {channels}, 2 or 1"
+    raise UnreadableMediaError(path, reason)
 
 
 def _converted(sound: Sound, rate: int, layout: str, target: int, target_layout: str) -> Sound:
+    """Convert rate and channel layout with libswresample, including the samples still buffered at the end."""
     frame = AudioFrame.from_ndarray(np.ascontiguousarray(sound), format="fltp", layout=layout)
     frame.sample_rate, frame.pts, frame.time_base = rate, 0, Fraction(1, rate)
     resampler = AudioResampler(format="fltp", layout=target_layout, rate=target)

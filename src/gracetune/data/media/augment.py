@@ -1,9 +1,10 @@
-"""Flips, and the `transforms` of a dataset: the small set of albumentations' methods that makes sense for fine-tuning.
+"""Flips and the `transforms` of a dataset: a few of albumentations' methods that are useful for fine-tuning.
 
 Entries are written as in ai-toolkit (`{"method": "ColorJitter", "params": {"hue": 0.1, "p": 0.5}}`) or flat
-(`{"method": "ColorJitter", "hue": 0.1, "p": 0.5}`), with albumentations' option names, meanings and defaults. What is
-drawn depends on the sample's `Augmentation` and digest alone; all frames of a video get the same draw, and a mask is
-turned with its picture. On pictures that are not square, `RandomRotate90` makes half turns only: the bucket stays.
+(`{"method": "ColorJitter", "hue": 0.1, "p": 0.5}`), with albumentations' option names, meanings and defaults. Random
+values depend only on the sample's `Augmentation` and digest. All frames of a video get the same values, and a mask is
+flipped and rotated with its image. For images that are not square, `RandomRotate90` only makes half turns, because the
+bucket must not change.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ Effect = Callable[[Image.Image, Values], Image.Image]
 class _Option:
     default: Range
     widen: Callable[[float], Range] | None
-    """The range a single number stands for; None where a pair has to be written."""
+    """The range that a single number means; None if only a pair is allowed."""
     limits: Range
+    """The smallest and the largest allowed value."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,19 @@ class _Method:
     effect: Effect
     options: Mapping[str, _Option] = field(default_factory=dict)
     moves: bool = False
-    """It moves pixels, so masks have to follow."""
+    """Whether it moves pixels, so that it must be applied to masks too."""
 
 
 @dataclass(frozen=True)
 class Happening:
-    """A transform that takes place, with its values."""
+    """A transform that is applied to this sample, with its random values."""
 
     method: str
     values: Values
 
 
 def read_transforms(entries: Sequence[Mapping[str, Any]], where: str) -> tuple[Transform, ...]:
-    """Check what a config says and fill in what it leaves out; `where` names the list in the messages."""
+    """Validate the `transforms` of a config and fill in defaults. `where` names the list in messages."""
     problems: list[Problem] = []
     transforms = [_read(entry, f"{where}[{number}]", problems) for number, entry in enumerate(entries)]
     if problems:
@@ -59,19 +61,20 @@ def read_transforms(entries: Sequence[Mapping[str, Any]], where: str) -> tuple[T
 
 
 def augmented(pictures: Sequence[Image.Image], augmentation: Augmentation, digest: str) -> list[Image.Image]:
-    """The pictures of one sample: one image, or the frames of a video."""
+    """Apply the augmentation to one image, or to all frames of a video."""
     happenings = list(happening(augmentation, digest))
     return [_changed(picture, augmentation, happenings) for picture in pictures]
 
 
 def augmented_mask(mask: Image.Image, augmentation: Augmentation, digest: str) -> Image.Image:
+    """Apply the flips and the transforms that move pixels."""
     return _changed(
         mask, augmentation, [found for found in happening(augmentation, digest) if METHODS[found.method].moves]
     )
 
 
 def happening(augmentation: Augmentation, digest: str) -> Iterator[Happening]:
-    """Which transforms take place in this variant of the sample."""
+    """The transforms that are applied to this variant of the sample."""
     if augmentation.seed is None:
         return
     subject = augmentation.of if augmentation.of is not None else digest
@@ -137,17 +140,18 @@ def _blur(picture: Image.Image, values: Values) -> Image.Image:
 
 
 def _gaussian_blur(picture: Image.Image, values: Values) -> Image.Image:
-    # OpenCV's rule for a kernel whose sigma is not given.
-    of_kernel = 0.3 * ((_odd(values["blur_limit"]) - 1) * 0.5 - 1) + 0.8
-    return picture.filter(ImageFilter.GaussianBlur(values["sigma_limit"] or of_kernel))
+    # OpenCV's formula for the sigma of a kernel size, used if no sigma is given.
+    kernel_sigma = 0.3 * ((_odd(values["blur_limit"]) - 1) * 0.5 - 1) + 0.8
+    return picture.filter(ImageFilter.GaussianBlur(values["sigma_limit"] or kernel_sigma))
 
 
 def _by_table(picture: Image.Image, level: Callable[[int], float]) -> Image.Image:
+    """Map every color level by a function, rounded and clipped."""
     return picture.point([min(255, max(0, round(level(value)))) for value in range(256)] * 3)
 
 
 def _shifted(picture: Image.Image, hue: int, saturation: int, value: int) -> Image.Image:
-    """Hue goes round in a circle of 256, the others stop at black and white."""
+    """Shift in HSV. Hue wraps around at 256; saturation and value are clipped."""
     if not (hue or saturation or value):
         return picture
     table = [(level + hue) % 256 for level in range(256)]
@@ -157,6 +161,7 @@ def _shifted(picture: Image.Image, hue: int, saturation: int, value: int) -> Ima
 
 
 def _odd(size: float) -> int:
+    """The nearest odd kernel size."""
     return 2 * round((size - 1) / 2) + 1
 
 
@@ -202,14 +207,14 @@ METHODS: Mapping[str, _Method] = {
         {"blur_limit": _KERNEL, "sigma_limit": _Option((0, 0), lambda sigma: (0.0, sigma), (0, 100))},
     ),
 }
-_CHANCE = 0.5
+_PROBABILITY = 0.5
 
 
 def _read(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Transform | None:
-    said = {key: value for key, value in entry.items() if key not in ("method", "params")}
+    given = {key: value for key, value in entry.items() if key not in ("method", "params")}
     params = entry.get("params", {})
     if isinstance(params, Mapping):
-        said |= params
+        given |= params
     else:
         problems.append(Problem(f"{where}.params", repr(params), "the method's options", "write {p: 0.5}"))
     name = entry.get("method")
@@ -219,16 +224,16 @@ def _read(entry: Mapping[str, Any], where: str, problems: list[Problem]) -> Tran
         problems.append(Problem(f"{where}.method", repr(name), f"one of {', '.join(METHODS)}", hint))
         return None
     options = METHODS[name].options
-    problems += [_unknown(f"{where}.{key}", key, name) for key in said if key not in {*options, "p", "always_apply"}]
-    chance = 1.0 if said.get("always_apply") is True else said.get("p", _CHANCE)
-    if not _is_number(chance) or not 0 <= chance <= 1:
-        problems.append(Problem(f"{where}.p", repr(chance), "a chance from 0 to 1", f"write {_CHANCE}"))
-        chance = _CHANCE
+    problems += [_unknown(f"{where}.{key}", key, name) for key in given if key not in {*options, "p", "always_apply"}]
+    probability = 1.0 if given.get("always_apply") is True else given.get("p", _PROBABILITY)
+    if not _is_number(probability) or not 0 <= probability <= 1:
+        problems.append(Problem(f"{where}.p", repr(probability), "a probability from 0 to 1", f"write {_PROBABILITY}"))
+        probability = _PROBABILITY
     ranges = {
-        key: _range(said[key], option, f"{where}.{key}", problems) if key in said else option.default
+        key: _range(given[key], option, f"{where}.{key}", problems) if key in given else option.default
         for key, option in options.items()
     }
-    return Transform(name, float(chance), tuple(sorted(ranges.items())))
+    return Transform(name, float(probability), tuple(sorted(ranges.items())))
 
 
 def _unknown(where: str, key: str, method: str) -> Problem:
@@ -243,9 +248,10 @@ def _range(value: Any, option: _Option, where: str, problems: list[Problem]) -> 
     low, high = option.limits
     if found is not None and low <= found[0] <= found[1] <= high:
         return found
-    forms = "two numbers, the smaller first" if option.widen is None else "a number, or two, the smaller first"
+    forms = "two numbers, the smaller first" if option.widen is None else "one number, or two with the smaller first"
     first, last = option.default
-    problems.append(Problem(where, repr(value), f"{forms}, within {low:g} to {high:g}", f"write [{first:g}, {last:g}]"))
+    expected = f"{forms}, from {low:g} to {high:g}"
+    problems.append(Problem(where, repr(value), expected, f"write [{first:g}, {last:g}]"))
     return option.default
 
 

@@ -1,8 +1,8 @@
-"""Videos and sounds whose end is missing, found by what their containers say about their own length.
+"""Detecting truncated video and audio files by the lengths stored in their containers.
 
-An interrupted download of most formats plays without complaint, only shorter. Judged are mp4 and mov (m4a too), mkv and
-webm, avi, wmv and wma, wav, aiff and ogg; streams without a length (ts, mpg, raw aac) cannot be. A file whose writer
-left its length open is not judged either, and neither is what somebody appended to a whole one.
+After an interrupted download, most formats play without an error but end early. Checked are mp4, mov and m4a, mkv and
+webm, avi, wmv and wma, wav, aiff, and ogg. Streams that store no length (ts, mpg, raw aac) cannot be checked, nor can
+files whose writer left the length open. Data appended to a complete file is ignored.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ _ASF = b"\x30\x26\xb2\x75\x8e\x66\xcf\x11"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"styp")
 _MEDIA_BOXES = (b"moov", b"moof", b"mdat")
 _OPEN_LENGTH = 0x7FFFF000
-"""From here on a 32-bit length is what programs write that do not know it yet: FFmpeg 2^32 - 1, SoX nearly 2^31."""
+"""32-bit lengths from here on mean "unknown": FFmpeg writes 2^32 - 1 to streams and SoX nearly 2^31."""
 _OGG_HEADER, _OGG_LARGEST = 27, 27 + 255 + 255 * 255
 
 
 def refuse_cut_off(stream: BinaryIO, path: str) -> None:
+    """Raise UnreadableMediaError if the file is shorter than its container says."""
     size = stream.seek(0, io.SEEK_END)
-    whole = whole_size(stream)
-    if whole is not None and whole > size:
-        raise UnreadableMediaError(path, f"cut off: {size} of at least {whole} bytes")
+    complete = whole_size(stream)
+    if complete is not None and complete > size:
+        raise UnreadableMediaError(path, f"truncated: {size} of at least {complete} bytes")
 
 
 def whole_size(stream: BinaryIO) -> int | None:
-    """How many bytes a file has at least, by its own account; None where it gives none."""
+    """The minimum size of the complete file according to its container; None if it does not say."""
     head = _at(stream, 0, 12)
     if head[4:8] in _BOXES:
         return _end_of_boxes(stream)
@@ -49,53 +50,61 @@ def whole_size(stream: BinaryIO) -> int | None:
     return None
 
 
-def _at(stream: BinaryIO, place: int, count: int) -> bytes:
-    stream.seek(place)
+def _at(stream: BinaryIO, offset: int, count: int) -> bytes:
+    stream.seek(offset)
     return stream.read(count)
 
 
 def _end_of_boxes(stream: BinaryIO) -> int | None:
-    """The end of the last box with media in it."""
-    place, end = 0, None
-    while len(head := _at(stream, place, 16)) >= 8:
+    """MP4 and MOV: the end of the last box with media.
+
+    A box is a 32-bit big-endian length that includes itself, four letters, and the content. Length 1 means that a
+    64-bit length follows the letters.
+    """
+    offset, end = 0, None
+    while len(head := _at(stream, offset, 16)) >= 8:
         length = int.from_bytes(head[:4], "big")
         if length == 1:
             length = int.from_bytes(head[8:], "big")
-        if length < 8:  # 0: up to the end of the file; anything else is no box
+        if length < 8:  # 0: the box extends to the end of the file; other values are invalid
             break
-        place += length
+        offset += length
         if head[4:8] in _MEDIA_BOXES:
-            end = place
+            end = offset
     return end
 
 
 def _end_of_segment(stream: BinaryIO) -> int | None:
-    """Of Matroska's one segment, behind the file's header."""
-    header, place = _number(stream, 4)
-    place += header or 0
-    if _at(stream, place, 4) != _SEGMENT:
+    """Matroska and WebM: the end of the segment, the single element after the file's header."""
+    header, offset = _number(stream, 4)
+    offset += header or 0
+    if _at(stream, offset, 4) != _SEGMENT:
         return None
-    length, start = _number(stream, place + 4)
+    length, start = _number(stream, offset + 4)
     return None if length is None else start + length
 
 
-def _number(stream: BinaryIO, place: int) -> tuple[int | None, int]:
-    """EBML's numbers say in their first bits how long they are. All ones: unknown. Also where the number ends."""
-    data = _at(stream, place, 8)
+def _number(stream: BinaryIO, offset: int) -> tuple[int | None, int]:
+    """Read an EBML number. Returns its value, None for the reserved "unknown", and the offset after it.
+
+    The number of leading zero bits in the first byte tells the width in bytes. After the first one bit, 7 bits per byte
+    are the value. All ones mean "unknown".
+    """
+    data = _at(stream, offset, 8)
     width = 9 - data[0].bit_length() if data and data[0] else 8
     value = int.from_bytes(data[:width], "big") & ((1 << 7 * width) - 1)
-    return (None if value == (1 << 7 * width) - 1 else value), place + width
+    return (None if value == (1 << 7 * width) - 1 else value), offset + width
 
 
 def _end_of_asf(stream: BinaryIO) -> int | None:
-    """The header is one object, the packets are the next; an index may follow."""
+    """WMV and WMA: the header is one object and the packets are the next; an index may follow."""
     header = int.from_bytes(_at(stream, 16, 8), "little")
     packets = int.from_bytes(_at(stream, header + 16, 8), "little")
     return header + packets if packets else None
 
 
 def _end_of_page(stream: BinaryIO) -> int | None:
-    """Of the last page of an Ogg file."""
+    """Ogg: the end of the last page, from its header and the table of its segment sizes."""
     start = max(0, stream.seek(0, io.SEEK_END) - _OGG_LARGEST)
     tail = _at(stream, start, _OGG_LARGEST)
     page = tail.rfind(b"OggS\0")
@@ -109,28 +118,29 @@ def _end_of_page(stream: BinaryIO) -> int | None:
 
 
 def _end_of_avi(stream: BinaryIO) -> int | None:
-    """A large one is several RIFF chunks in a row."""
-    ends = [end for kind, place, end in _chunks(stream, 0, "little") if kind == b"RIFF" and end - place < _OPEN_LENGTH]
-    return max(ends, default=None)
+    """AVI: the end of the last RIFF chunk. Large files have several."""
+    chunks = _chunks(stream, 0, "little")
+    return max((end for kind, start, end in chunks if kind == b"RIFF" and end - start < _OPEN_LENGTH), default=None)
 
 
 def _end_of_sound(stream: BinaryIO, order: Literal["little", "big"], wanted: bytes) -> int | None:
+    """WAV and AIFF: the end of the chunk with the samples."""
     long_length = None
-    for kind, place, end in _chunks(stream, 12, order):
-        if kind == b"ds64":  # of a wav above 4 GiB
-            long_length = int.from_bytes(_at(stream, place + 16, 8), "little")
+    for kind, start, end in _chunks(stream, 12, order):
+        if kind == b"ds64":  # the 64-bit lengths of a wav file above 4 GiB
+            long_length = int.from_bytes(_at(stream, start + 16, 8), "little")
         if kind != wanted:
             continue
         if long_length is not None:
-            return place + 8 + long_length
-        length = end - place - 8
+            return start + 8 + long_length
+        length = end - start - 8
         return end if 0 < length < _OPEN_LENGTH else None
     return None
 
 
-def _chunks(stream: BinaryIO, place: int, order: Literal["little", "big"]) -> Iterator[tuple[bytes, int, int]]:
-    """The name, beginning and end of each."""
-    while len(head := _at(stream, place, 8)) == 8:
+def _chunks(stream: BinaryIO, offset: int, order: Literal["little", "big"]) -> Iterator[tuple[bytes, int, int]]:
+    """The name, start and end of each RIFF or IFF chunk. Chunks are padded to an even length."""
+    while len(head := _at(stream, offset, 8)) == 8:
         length = int.from_bytes(head[4:], order)
-        yield head[:4], place, place + 8 + length
-        place += 8 + length + length % 2
+        yield head[:4], offset, offset + 8 + length
+        offset += 8 + length + length % 2

@@ -1,12 +1,11 @@
-"""Pictures: any file Pillow reads becomes upright 8-bit RGB as it is meant to be seen, then the bucket's exact size.
+"""Decoding images: any file Pillow reads becomes upright 8-bit sRGB in the exact size of its bucket.
 
-Decisions, each for a reason:
-- Transparent places are filled with white, except where the alpha channel is the loss mask: there the file's own
-  colours stay, since what the mask leaves out is not learnt anyway and white would bleed into the edges.
-- An ICC profile is applied. Photographs in Display P3 or Adobe RGB read as if they were sRGB come out dull, CMYK comes
-  out wrong, and the model would learn that. A profile that cannot be used is ignored, as every viewer does.
-- Of an animation, the first frame.
-- 16-bit pictures are scaled to 8 bits (Pillow's own conversion of grey ones clips them to white).
+- Transparent areas become white. If the alpha channel is the loss mask, they keep the file's own colors instead: masked
+  areas are not trained on, and white would bleed into the edges.
+- ICC profiles are applied. Photographs in Display P3 or Adobe RGB would look dull if read as sRGB, CMYK would be wrong,
+  and the model would learn that. A profile that cannot be used is ignored, as image viewers do.
+- Only the first frame of an animation is used.
+- 16-bit images are scaled to 8 bits. Pillow's own conversion of grayscale ones clips them to white.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from gracetune.data.refs import Bucket, Canny, Fit
 
 Bytes = bytes | memoryview
 MAX_PIXELS = 89_478_485
-"""Where Pillow begins to warn: a quarter of a GiB of RGB. Larger files are scans, mistakes or traps."""
+"""Pillow's limit for its decompression bomb warning: a quarter of a GiB of RGB. Larger files are scans, mistakes or
+attacks."""
 
-# What Pillow's format readers raise for damaged files, as found by feeding them such files.
+# The exceptions Pillow's format readers raise for damaged files, as observed with such files.
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error, IndexError, KeyError, TypeError, OverflowError,
            zlib.error, RuntimeError, Image.DecompressionBombError)  # fmt: skip
-_ORIENTATION = 274
+_ORIENTATION = 274  # the EXIF tag
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -45,14 +45,14 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What brings a picture of each EXIF orientation upright."""
+"""The transposition that makes an image of each EXIF orientation upright."""
 
 
 class _BombsUnsaid:
-    """Pillow does not warn of large pictures while one of ours is opened: we refuse them, by name.
+    """Suppresses Pillow's warning about large images. We reject them with an error that names the file instead.
 
-    Filters for warnings belong to the whole process. So the first thread in sets ours and the last one out puts back
-    what was there; a `catch_warnings` for each thread would restore them in the wrong order.
+    Warning filters belong to the whole process. The first thread to enter sets the filter, and the last one to leave
+    restores the previous state. One `catch_warnings` per thread would restore them in the wrong order.
     """
 
     def __init__(self) -> None:
@@ -86,20 +86,20 @@ def decode_image(
     canny: Canny | None = None,
     max_pixels: int = MAX_PIXELS,
 ) -> Image.Image:
-    """RGB of exactly the bucket's size. `own_colours` keeps what lies under transparency instead of white. `canny` asks
-    for the picture's edges, found before it is scaled."""
+    """Decode to RGB in the bucket's size. `own_colours` keeps the colors of transparent areas instead of white. With
+    `canny`, the result is the edges of the image, found before it is scaled."""
     picture = open_rgb(data, path, own_colours=own_colours, max_pixels=max_pixels)
     return fit_to_bucket(picture if canny is None else canny_edges(picture, canny), path, fit, bucket)
 
 
 def open_rgb(data: Bytes, path: str, *, own_colours: bool = False, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The same at the file's own size."""
+    """Decode to RGB at the file's own size."""
     with damage_named(path):
         return _rgb(open_upright(data, path, max_pixels), path, own_colours)
 
 
 def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The alpha channel at the file's own size; white all over where the file has none."""
+    """The alpha channel at the file's own size; all white if the file has none."""
     with damage_named(path):
         picture = open_upright(data, path, max_pixels)
         if not picture.has_transparency_data:
@@ -108,7 +108,7 @@ def decode_alpha(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.
 
 
 def open_upright(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The first frame in the file's own mode, turned as its EXIF orientation says."""
+    """Decode the first frame in the file's own mode, with its EXIF orientation applied."""
     picture = open_header(stream_over(memoryview(data)), path, max_pixels)  # without a copy of a staged file
     picture.load()
     transpose = UPRIGHT.get(_orientation(picture))
@@ -116,7 +116,7 @@ def open_upright(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> Image.
 
 
 def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A picture that is not decoded yet and known to be small enough for it."""
+    """Open an image without decoding it. Raises UnreadableMediaError if it has too many pixels."""
     if stream.seek(0, io.SEEK_END) == 0:
         raise UnreadableMediaError(path, "the file is empty (0 bytes)")
     stream.seek(0)
@@ -129,43 +129,44 @@ def open_header(stream: BinaryIO, path: str, max_pixels: int = MAX_PIXELS) -> Im
 
 
 def size_upright(picture: Image.Image, stream: BinaryIO) -> tuple[int, int]:
-    """Width and height after EXIF orientation, decoding nothing unless the file hides its EXIF behind the pixels."""
-    if picture.format == "TIFF":  # Pillow has swapped the sides already
+    """Width and height after EXIF orientation. Decodes only files that store their EXIF after the pixels."""
+    if picture.format == "TIFF":  # Pillow has already swapped the sides
         return picture.size
     if picture.format == "PNG" and "exif" not in picture.info and not _png_describes_itself_late(stream):
         return picture.size
-    sideways = _orientation(picture) >= 5
+    sideways = _orientation(picture) >= 5  # 5 to 8 swap width and height
     return (picture.height, picture.width) if sideways else picture.size
 
 
 def fit_to_bucket(
     picture: Image.Image, path: str, fit: Fit, bucket: Bucket, method: Image.Resampling = Image.Resampling.LANCZOS
 ) -> Image.Image:
-    """Scaled with antialiasing, then cut out. The size is checked: a crop of another picture would teach nonsense."""
+    """Scale with antialiasing, then crop. Checks the size first, because the crop is valid only for this image."""
     if picture.size != fit.original:
         raise DataError(
             f"{path}: {picture.width}x{picture.height} now, {fit.original[0]}x{fit.original[1]} when the dataset was "
-            "read; start the run again so that it is read anew"
+            "scanned; start the run again to scan it again"
         )
     right, bottom = fit.left + bucket.width, fit.top + bucket.height
     if min(fit.left, fit.top) < 0 or right > fit.resized[0] or bottom > fit.resized[1]:
-        raise DataError(f"{path}: the crop {(fit.left, fit.top, right, bottom)} leaves the {fit.resized} picture")
+        crop = (fit.left, fit.top, right, bottom)
+        raise DataError(f"{path}: the crop {crop} extends beyond the scaled image {fit.resized}")
     resized = picture if picture.size == fit.resized else picture.resize(fit.resized, method)
     return resized.crop((fit.left, fit.top, right, bottom))
 
 
 @contextmanager
 def damage_named(path: str) -> Iterator[None]:
-    """Turn whatever Pillow raises for a bad file into the one error that names it."""
+    """Turn any exception of Pillow for a damaged file into UnreadableMediaError."""
     try:
         yield
     except Image.DecompressionBombError as error:
-        megapixels = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6  # where Pillow stops reading the header
+        megapixels = 2 * (Image.MAX_IMAGE_PIXELS or 0) / 1e6  # Pillow's hard limit is twice its warning limit
         raise UnreadableMediaError(path, f"more than {megapixels:.0f} megapixels; scale it down") from error
     except UnidentifiedImageError as error:
-        raise UnreadableMediaError(path, "not a picture of a kind we read, or its beginning is damaged") from error
+        raise UnreadableMediaError(path, "not an image of a supported format, or its header is damaged") from error
     except _DAMAGE as error:
-        raise UnreadableMediaError(path, f"the picture cannot be decoded: {error}") from error
+        raise UnreadableMediaError(path, f"the image cannot be decoded: {error}") from error
 
 
 def too_large(size: str, pixels: int, max_pixels: int) -> str:
@@ -188,15 +189,16 @@ def _rgb(picture: Image.Image, path: str, own_colours: bool) -> Image.Image:
 
 
 def eight_bits(picture: Image.Image, path: str) -> Image.Image:
-    """Grey of 16 bits, or of 32 bits with values we can know the meaning of."""
+    """Convert 16-bit or 32-bit grayscale to 8 bits, if the range of its values has a clear meaning."""
     values = np.asarray(picture)
     low, high = values.min(), values.max()
     if picture.mode == "F":
-        if not (low >= 0 and high <= 1):  # also false for nan
+        if not (low >= 0 and high <= 1):  # NaN fails this comparison too
             raise UnreadableMediaError(path, f"floats from {low} to {high}, expected 0 to 1; save it with 8 or 16 bits")
         return Image.fromarray(np.rint(values * 255).astype(np.uint8))
     if low < 0 or high > 65535:
-        raise UnreadableMediaError(path, f"grey values from {low} to {high}, expected 0 to 65535; save it with 16 bits")
+        raise UnreadableMediaError(path, f"gray values from {low} to {high}, expected 0 to 65535; save it with 16 bits")
+    # 65535 maps to 255, rounded to nearest in integers.
     return Image.fromarray(((values.astype(np.uint32) * 255 + 32767) // 65535).astype(np.uint8))
 
 
@@ -212,12 +214,12 @@ def _srgb(picture: Image.Image, profile: object) -> Image.Image:
         target = ImageCms.createProfile("sRGB")
         mode = "RGB" if picture.mode == "CMYK" else picture.mode
         return ImageCms.profileToProfile(picture, source, target, outputMode=mode) or picture
-    except (ImageCms.PyCMSError, OSError, ValueError):  # the profile is damaged, not the picture
+    except (ImageCms.PyCMSError, OSError, ValueError):  # the profile is damaged, but not the image
         return picture
 
 
 def _orientation(picture: Image.Image) -> int:
-    """1 to 8. EXIF that cannot be read says nothing; the picture itself may still be whole."""
+    """The EXIF orientation from 1 to 8. Unreadable EXIF counts as 1, because the image itself may be intact."""
     try:
         value = picture.getexif().get(_ORIENTATION, 1)
     except (SyntaxError, struct.error, ValueError, KeyError, IndexError, TypeError):
@@ -229,7 +231,7 @@ _DESCRIBING = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}
 
 
 def _png_describes_itself_late(stream: BinaryIO) -> bool:
-    """Whether text or EXIF follows the pixels, which Pillow finds only by decoding them. Reads chunk headers alone."""
+    """Whether text or EXIF follows the pixels, where Pillow finds it only by decoding. Reads chunk headers only."""
     stream.seek(8)
     after_pixels = False
     while len(header := stream.read(8)) == 8:

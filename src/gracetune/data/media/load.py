@@ -1,12 +1,12 @@
-"""One `SampleRef` becomes one `Sample`: what the ref says, all of it, and nothing else decides.
+"""Loading: decodes a `SampleRef` to a `Sample`. The reference alone decides the result.
 
-Shapes (C = 3 colours in RGB order, F = frames, H = bucket height, W = bucket width):
+Shapes (C = 3 color channels in RGB order, F = frames, H = bucket height, W = bucket width):
 
     image         pixels        [C, H, W]             float32 in [-1, 1]
     video         pixels        [C, F, H, W]          float32 in [-1, 1]
     audio         audio         [channels, samples]   float32 in [-1, 1]
     masked loss   mask          [1, H, W]             float32 in [min_weight, 1]
-    edit pairs    conditioning  one Sample each, in the order of the ref's
+    edit pairs    conditioning  one Sample for each of the reference's `conditioning`, in order
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """A decoded sample on the CPU. A picture or a sound, never both."""
+    """A decoded sample on the CPU. It has either `pixels` or `audio`."""
 
     ref: SampleRef
     pixels: Tensor | None
@@ -46,16 +46,15 @@ class Sample:
 @dataclass(frozen=True)
 class DecodeLimits:
     max_pixels: int = MAX_PIXELS
-    """Of one picture or frame; larger ones are refused before they are decoded."""
+    """Limit for an image or a video frame. Larger ones are rejected before decoding."""
     video_threads: int = 1
-    """Per video. The loader decodes several samples at once, so more would only get into each other's way."""
+    """Decoder threads per video. Several samples are decoded at once, so more threads would compete for the cores."""
 
 
 def load(ref: SampleRef, backend_of: Callable[[str], Backend], limits: DecodeLimits | None = None) -> Sample:
-    """Decode one sample; `backend_of` finds a dataset's backend by its id.
+    """Decode one sample. `backend_of` returns a dataset's backend by its id.
 
-    Raises UnreadableMediaError naming the file that cannot be decoded and its dataset: the sample's, a mask's or a
-    reference's.
+    Raises UnreadableMediaError with the file (the sample, a mask or a reference) and its dataset.
     """
     limits = limits or DecodeLimits()
     conditioning = tuple(load(other, backend_of, limits) for other in ref.conditioning)
@@ -72,6 +71,7 @@ def load(ref: SampleRef, backend_of: Callable[[str], Backend], limits: DecodeLim
 
 @contextmanager
 def _belonging_to(dataset: str) -> Iterator[None]:
+    """Add the dataset to UnreadableMediaError."""
     try:
         yield
     except UnreadableMediaError as error:
@@ -104,13 +104,13 @@ def _audio(ref: SampleRef, backend: Backend) -> Tensor:
     import torch
 
     if ref.clip is None:
-        raise DataError(f"{ref.path}: a reference to sound without a clip")
+        raise DataError(f"{ref.path}: a reference to audio without a clip")
     with backend.open(ref.path) as stream:
         return torch.from_numpy(decode_audio(stream, ref.path, ref.clip, ref.bucket))
 
 
 def to_pixels(pictures: Sequence[Image.Image]) -> Tensor:
-    """[C, F, H, W] in [-1, 1], contiguous."""
+    """Images as a contiguous tensor [C, F, H, W] in [-1, 1]."""
     import torch
 
     frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))  # [F, H, W, C], 0 to 255

@@ -1,4 +1,4 @@
-"""Masks of the masked loss: a picture's weights, cut and turned exactly as the picture is."""
+"""Masks for the masked loss: per-pixel weights, cropped and flipped exactly like their image."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from gracetune.data.media.image import (
 from gracetune.data.refs import Bucket, Fit, MaskRef
 
 _SAME_SHAPE = 0.02
-"""How far the proportions of mask and picture may differ, as a share: the rounding of two small sizes."""
+"""Relative tolerance between the aspect ratios of mask and image, for rounded sizes."""
 
 
 def decode_mask(data: Bytes, ref: MaskRef, fit: Fit, bucket: Bucket, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Grey of exactly the bucket's size; white is learnt. Masks may be smaller or larger than their pictures."""
+    """Decode a mask to grayscale in the bucket's size. White areas are trained on. Its resolution may differ from the
+    image's."""
     mask = decode_alpha(data, ref.path, max_pixels) if ref.from_alpha else _brightness(data, ref.path, max_pixels)
     width, height = fit.original
     if abs(mask.width * height / (mask.height * width) - 1) > _SAME_SHAPE:
-        reason = f"a mask of {mask.width}x{mask.height} for a picture of {width}x{height}; give it the same proportions"
+        reason = f"a mask of {mask.width}x{mask.height} for an image of {width}x{height}; use the same aspect ratio"
         raise UnreadableMediaError(ref.path, reason)
     same = Fit(mask.size, fit.resized, fit.left, fit.top)
-    # Bilinear, which antialiases too: Lanczos would ring along the edges.
+    # Bilinear, because Lanczos would cause ringing along sharp edges.
     return fit_to_bucket(mask, ref.path, same, bucket, Image.Resampling.BILINEAR)
 
 
 def weights(mask: Image.Image, ref: MaskRef) -> NDArray[np.float32]:
-    """[H, W] in [min_weight, 1]."""
+    """The mask as loss weights: [H, W] in [min_weight, 1]."""
     share = np.asarray(mask, np.float32) / 255
     if ref.invert:
         share = 1 - share
@@ -43,7 +44,7 @@ def weights(mask: Image.Image, ref: MaskRef) -> NDArray[np.float32]:
 
 
 def _brightness(data: Bytes, path: str, max_pixels: int) -> Image.Image:
-    """Transparent places of a mask are black: white drawn on nothing is the usual export."""
+    """A mask image as grayscale. Transparent areas become black, because many editors export white on transparency."""
     with damage_named(path):
         mask = open_upright(data, path, max_pixels)
         if mask.mode.startswith(("I", "F")):

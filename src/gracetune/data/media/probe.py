@@ -1,9 +1,8 @@
-"""What a file is, without decoding it whole: enough to find its bucket.
+"""Probing a file: reads what is needed to find its bucket, without decoding it completely.
 
-Of pictures and sound, the header. The frames of a video are counted by walking through its packets, which reads the
-file but decodes nothing: headers leave the number out (mkv, webm, ts), get it wrong (avi), or get the duration wrong
-(mp4 of a variable rate). What was cut off is recognised where the format says how long it is; other damage behind the
-beginning is found only by decoding.
+For images and audio the header is enough. The frames of a video are counted by reading its packets without decoding,
+because headers omit the number (mkv, webm, ts), get it wrong (avi), or get the duration wrong (mp4 with a variable
+rate). Truncation is detected if the format stores a length. Other damage after the header is found only by decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gracetune.data.media.video import Video, opened, shown_packets, size_shown
 class ImageFacts:
     width: int
     height: int
-    """Both after EXIF orientation."""
+    """Width and height after EXIF orientation."""
     has_alpha: bool
 
 
@@ -32,14 +31,14 @@ class ImageFacts:
 class VideoFacts:
     width: int
     height: int
-    """Both upright and with square pixels."""
+    """Width and height upright and with square pixels."""
     frames: int
     duration: float
-    """Seconds from the first frame's appearance to the last one's end."""
+    """Seconds from the start of the first frame to the end of the last."""
 
     @property
     def fps(self) -> float:
-        """On average, which is all a variable rate has."""
+        """The average frame rate."""
         return self.frames / self.duration
 
 
@@ -61,7 +60,7 @@ def probe_image(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Im
 
 
 def image_facts(data: Bytes, path: str, max_pixels: int = MAX_PIXELS) -> ImageFacts:
-    """The same of a file that is in memory already."""
+    """The same as `probe_image` for a file in memory."""
     with stream_over(memoryview(data)) as stream:
         return _image_facts(stream, path, max_pixels)
 
@@ -76,10 +75,10 @@ def probe_video(backend: Backend, path: str, max_pixels: int = MAX_PIXELS) -> Vi
     with backend.open(path) as stream:
         refuse_cut_off(stream, path)
         with opened(stream, path) as video:
-            # One frame is decoded: how it is turned is known to it alone, and a file without any is no video.
+            # Decode one frame: only the frame holds its rotation, and a video must have at least one.
             first = next(video.container.decode(video.stream), None)
             if first is None:
-                raise UnreadableMediaError(path, "there are no frames in it")
+                raise UnreadableMediaError(path, "it contains no frames")
             width, height = size_shown(video.stream, first)
         if width * height > max_pixels:
             raise UnreadableMediaError(path, too_large(f"{width}x{height}", width * height, max_pixels))
@@ -92,16 +91,16 @@ def probe_audio(backend: Backend, path: str) -> AudioFacts:
         refuse_cut_off(stream, path)
         with opened_sound(stream, path) as source:
             if source.length < 1:
-                raise UnreadableMediaError(path, "there are no samples in it")
+                raise UnreadableMediaError(path, "it contains no samples")
             source.check_end()
             return AudioFacts(source.rate, source.channels, source.length)
 
 
 def _length(video: Video) -> tuple[int, float]:
-    """Frames and seconds, from the packets. What headers say is often missing and sometimes wrong."""
+    """Frames and seconds from the packets, because headers are often incomplete and sometimes wrong."""
     shown = shown_packets(video)
-    (first, _), (last, lasting) = shown[0], shown[-1]
-    if not lasting:
+    (first, _), (last, last_duration) = shown[0], shown[-1]
+    if not last_duration:
         rate = video.stream.guessed_rate or video.stream.average_rate
-        lasting = round(1 / rate / video.tick) if rate else (last - first) // max(1, len(shown) - 1)
-    return len(shown), float(max(1, last + lasting - first) * video.tick)
+        last_duration = round(1 / rate / video.tick) if rate else (last - first) // max(1, len(shown) - 1)
+    return len(shown), float(max(1, last + last_duration - first) * video.tick)

@@ -1,9 +1,9 @@
-"""Video: the frames a clip asks for, by their timestamps, upright and in sRGB-like colours.
+"""Decoding video: the frames of a clip, selected by timestamp, upright and in sRGB-like colors.
 
-Times count from the first frame shown, whatever the container starts with. "The frame at t" is the one on screen then:
-the last whose timestamp is not after t. That is right for variable frame rates, where counting frames is not.
-Only what lies between the keyframe before a clip and its end is decoded. HDR (PQ, HLG) is brought to BT.709 with HDR's
-reference white as white; what is brighter is clipped.
+Times count from the first displayed frame, whatever the container's start time is. The frame at time t is the one
+displayed then: the last with a timestamp not after t. This is correct for variable frame rates, where counting frames
+is not. Only the part from the keyframe before a clip to its end is decoded. HDR (PQ, HLG) is converted to BT.709, which
+maps HDR's reference white to white and clips brighter values.
 """
 
 from __future__ import annotations
@@ -31,71 +31,73 @@ from gracetune.data.media.image import MAX_PIXELS, fit_to_bucket, too_large
 from gracetune.data.refs import Bucket, Clip, Fit
 
 EARLY = 0.001
-"""Matroska writes whole milliseconds: a frame this much after a time still counts as on screen."""
+"""In seconds. Matroska rounds times to milliseconds, so a frame that starts this much after a time still counts as
+displayed."""
 _FAR = 4.0
-"""Seconds between two wanted frames from which on looking for a keyframe in between beats decoding everything."""
-_UNSPECIFIED = 2  # what a stream that says nothing about its colours has in `colorspace`
+"""In seconds. If two wanted frames are farther apart, seeking to a keyframe is faster than decoding all in between."""
+_UNSPECIFIED = 2  # the `colorspace` of a stream without color information
 _HDR = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
 
 
 def decode_video(
     stream: BinaryIO, path: str, clip: Clip, fit: Fit, bucket: Bucket, *, threads: int = 1, max_pixels: int = MAX_PIXELS
 ) -> list[Image.Image]:
-    """`bucket.frames` pictures of exactly the bucket's size. One thread: the loader's workers are the parallelism."""
+    """Decode a clip to `bucket.frames` images in the bucket's size, by default with one thread."""
     reading = _Reading()
     times = None if clip.numbers is None else _times_of(stream, path, clip.numbers)
     while True:
         with opened(stream, path, seeks=reading.seeks) as video:
             video.stream.codec_context.thread_count = threads
-            painter = _Painter(video, max_pixels)
+            converter = _FrameConverter(video, max_pixels)
             pictures: list[Image.Image] = []
             previous = None
             try:
-                # Frames are let go of one by one: a clip of them at full size may not fit into memory.
+                # Scale each frame at once and release it: a clip of full-size frames may not fit into memory.
                 for frame in _wanted(video, clip, bucket.frames, reading, times):
-                    # A frame that is on screen twice is converted once.
-                    again = frame is previous
-                    pictures.append(pictures[-1] if again else _fitted(painter.picture(frame), path, fit, bucket))
+                    # A frame that is displayed at several times is converted once.
+                    is_same = frame is previous
+                    pictures.append(pictures[-1] if is_same else _fitted(converter.picture(frame), path, fit, bucket))
                     previous = frame
-            except _AgainError as other:
-                reading = other.reading
+            except _RetryError as error:
+                reading = error.reading
                 continue
             return pictures
 
 
 def _fitted(picture: Image.Image, path: str, fit: Fit, bucket: Bucket) -> Image.Image:
-    """Damage can hit what a frame says about its own shape: another size is this file's fault, not the run's."""
+    """Scale and crop a frame. A frame of a different size means a damaged file, not an error of the run."""
     if picture.size != fit.original:
         found, known = (f"{width}x{height}" for width, height in (picture.size, fit.original))
-        raise UnreadableMediaError(path, f"a frame of {found} in a video of {known}: it is damaged or was exchanged")
+        reason = f"a frame of {found} in a video of {known}: the file is damaged or was replaced"
+        raise UnreadableMediaError(path, reason)
     return fit_to_bucket(picture, path, fit, bucket)
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a file is read through for a clip. The usual way first; what it meets may ask for another."""
+    """How to read a file for a clip. The defaults are tried first."""
 
     seeks: bool = True
     skipped: int | None = None
-    """Frames behind the keyframe that are not taken; None where the clip's start decides."""
+    """Frames after the keyframe to skip; None if the clip's start time decides."""
 
 
-class _AgainError(Exception):
-    """The clip has to be read in another way. Never raised for the ways it leads to, so there is an end."""
+class _RetryError(Exception):
+    """The clip must be read in another way. The other ways never raise this, so the loop ends."""
 
     def __init__(self, reading: _Reading) -> None:
         super().__init__(f"to be read again: {reading}")
         self.reading = reading
 
 
-def _missed() -> _AgainError:
-    """Seeking led past what is wanted (MPEG-TS has no table to seek by): read from the first frame on instead."""
-    return _AgainError(_Reading(seeks=False))
+def _missed() -> _RetryError:
+    """Seeking went past the wanted frame, because MPEG-TS has no seek table: read from the first frame instead."""
+    return _RetryError(_Reading(seeks=False))
 
 
 @dataclass(frozen=True)
 class Video:
-    """An open file and the stream of it that is shown."""
+    """An open file and its displayed video stream."""
 
     path: str
     container: InputContainer
@@ -104,26 +106,28 @@ class Video:
 
     @property
     def origin(self) -> Fraction:
+        """The container's time of the first frame, in seconds."""
         return (self.stream.start_time or 0) * self.tick
 
     @property
     def tick(self) -> Fraction:
+        """The unit of timestamps, in seconds."""
         return self.stream.time_base or Fraction(1, av.time_base)
 
     def at(self, frame: VideoFrame) -> float:
-        """Seconds since the first frame."""
+        """The time of a frame in seconds since the first."""
         if frame.pts is None:
-            raise UnreadableMediaError(self.path, "its frames carry no timestamps; put it into an mp4 or mkv file")
+            raise UnreadableMediaError(self.path, "its frames have no timestamps; convert it to mp4 or mkv")
         return float(frame.pts * (frame.time_base or self.tick) - self.origin)
 
     def end(self, frame: VideoFrame) -> float:
-        """When a frame leaves the screen, if no other follows."""
+        """The time until which a frame is displayed if no other follows."""
         rate = self.stream.average_rate or self.stream.guessed_rate
         shown = frame.duration * self.tick if frame.duration else 1 / rate if rate else Fraction(0)
         return self.at(frame) + float(shown)
 
     def read_from(self, time: float) -> Iterator[VideoFrame]:
-        """Every frame from the last keyframe before a time on. Without seeking, good for one call only."""
+        """Yield every frame from the last keyframe before `time` on. Without seeking, this works only once."""
         if not self.seeks or time <= 0:
             yield from self.container.decode(self.stream)
             return
@@ -140,43 +144,45 @@ class Video:
 
 @contextmanager
 def opened(stream: BinaryIO, path: str, *, seeks: bool = True) -> Iterator[Video]:
-    """Whatever FFmpeg finds wrong, now or while decoding, becomes the one error that names the file."""
+    """Open a video. Every error of FFmpeg inside the `with` block becomes UnreadableMediaError."""
     with container_of(stream, path) as container:
         shown = [found for found in container.streams.video if not found.disposition & Disposition.attached_pic]
         if not shown:
-            raise UnreadableMediaError(path, "there is no video in it")
+            raise UnreadableMediaError(path, "it contains no video")
         if shown[0].codec_context is None:
-            raise UnreadableMediaError(path, "its video is of a kind FFmpeg cannot decode, or damaged")
+            raise UnreadableMediaError(path, "FFmpeg cannot decode its video: the codec is unsupported or damaged")
         yield Video(path, container, shown[0], seeks)
 
 
 @contextmanager
 def container_of(stream: BinaryIO, path: str) -> Iterator[InputContainer]:
+    """Open a container with FFmpeg and turn its errors into UnreadableMediaError."""
     try:
         stream.seek(0)
         with av.open(stream, "r", metadata_errors="replace") as container:
             yield container
     except FFmpegError as error:
-        what = "the file is empty (0 bytes)" if _is_empty(stream) else f"cannot be decoded: {error.strerror}"
-        raise UnreadableMediaError(path, what) from error
-    except IndexError as error:  # PyAV's, for a stream that appears only in the middle of a damaged MPEG-TS
-        raise UnreadableMediaError(path, "cannot be decoded: it changes its streams on the way") from error
+        reason = "the file is empty (0 bytes)" if _is_empty(stream) else f"cannot be decoded: {error.strerror}"
+        raise UnreadableMediaError(path, reason) from error
+    except IndexError as error:  # raised by PyAV if a stream first appears in the middle of a damaged MPEG-TS file
+        raise UnreadableMediaError(path, "cannot be decoded: its streams change midway") from error
 
 
 def orientation_of(frame: VideoFrame) -> Image.Transpose | None:
-    """What brings a frame upright, from the container's display matrix."""
+    """The transposition that makes a frame upright, from the container's display matrix."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if not isinstance(matrix, SideData):
         return None
+    # A 3x3 matrix of fixed-point numbers that maps a point (x, y), with y pointing down, to (a x + c y, b x + d y).
+    # Other angles are rounded to the nearest quarter turn.
     a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
-    # A point (x, y), y downwards, goes to (a x + c y, b x + d y); slanted ones are taken for the nearest quarter turn.
     upright = abs(a) >= abs(b)
     signs = (_sign(a), 0, 0, _sign(d)) if upright else (0, _sign(b), _sign(c), 0)
     return _TRANSPOSES.get(signs)
 
 
 def size_shown(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
-    """Width and height with square pixels, upright."""
+    """Width and height upright and with square pixels."""
     width, height = _square(stream, frame)
     return (height, width) if orientation_of(frame) in _SIDEWAYS else (width, height)
 
@@ -185,7 +191,7 @@ _TRANSPOSES = {
     (-1, 0, 0, 1): Image.Transpose.FLIP_LEFT_RIGHT,
     (1, 0, 0, -1): Image.Transpose.FLIP_TOP_BOTTOM,
     (-1, 0, 0, -1): Image.Transpose.ROTATE_180,
-    (0, 1, -1, 0): Image.Transpose.ROTATE_270,  # Pillow turns counterclockwise
+    (0, 1, -1, 0): Image.Transpose.ROTATE_270,  # Pillow rotates counterclockwise
     (0, -1, 1, 0): Image.Transpose.ROTATE_90,
     (0, 1, 1, 0): Image.Transpose.TRANSPOSE,
     (0, -1, -1, 0): Image.Transpose.TRANSVERSE,
@@ -194,19 +200,19 @@ _SIDEWAYS = {turn for signs, turn in _TRANSPOSES.items() if signs[0] == 0}
 
 
 def shown_packets(video: Video) -> list[tuple[int, int]]:
-    """Time and duration of every frame that is shown, in ticks and in the order they are shown. Decodes nothing."""
+    """Time and duration of every displayed frame, in ticks and in display order, without decoding."""
     shown = [
         (packet.pts, packet.duration or 0)
         for packet in video.container.demux(video.stream)
         if packet.pts is not None and packet.size and not packet.is_discard
     ]
     if not shown:
-        raise UnreadableMediaError(video.path, "its frames carry no timestamps; put it into an mp4 or mkv file")
+        raise UnreadableMediaError(video.path, "its frames have no timestamps; convert it to mp4 or mkv")
     return sorted(shown)
 
 
 def _times_of(stream: BinaryIO, path: str, numbers: tuple[int, ...]) -> list[float]:
-    """When the frames with these numbers are shown; behind the end, the last one."""
+    """The times of the frames with these numbers. Numbers beyond the end mean the last frame."""
     with opened(stream, path) as video:
         shown = shown_packets(video)
         times = (shown[min(number, len(shown) - 1)][0] for number in numbers)
@@ -216,11 +222,12 @@ def _times_of(stream: BinaryIO, path: str, numbers: tuple[int, ...]) -> list[flo
 def _wanted(
     video: Video, clip: Clip, count: int, reading: _Reading, times: list[float] | None = None
 ) -> Iterator[VideoFrame]:
+    """The frames of a clip, by the way it selects them."""
     if times is not None:
         return _shown_at(video, clip, times)
-    if clip.spread:
-        slice_ = clip.duration / count
-        return _shown_at(video, clip, [clip.start + (index + 0.5) * slice_ for index in range(count)])
+    if clip.spread:  # the middle of each of `count` equal intervals
+        interval = clip.duration / count
+        return _shown_at(video, clip, [clip.start + (index + 0.5) * interval for index in range(count)])
     if clip.fps is not None:
         return _shown_at(video, clip, [clip.start + index / clip.fps for index in range(count)])
     if reading.skipped is not None:
@@ -229,7 +236,9 @@ def _wanted(
 
 
 def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFrame]:
+    """The frame displayed at each of the times, which must be in order."""
     frames = video.read_from(times[0])
+    # `shown` is the frame displayed so far, `following` the next one, read ahead to know when `shown` ends.
     shown, following = None, next(frames, None)
     for time in times:
         if video.seeks and following is not None and time - video.at(following) > _FAR:
@@ -243,9 +252,10 @@ def _shown_at(video: Video, clip: Clip, times: list[float]) -> Iterator[VideoFra
 
 
 def _in_a_row(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
-    """Consecutive frames from the one on screen at the start.
+    """Consecutive frames from the one displayed at the start of the clip.
 
-    Where a variable rate leaves fewer than that until the end, the last ones of the file: it is long enough.
+    With a variable frame rate fewer than `count` may be left from there. Then the last `count` frames of the file are
+    used, which has enough in all.
     """
     seen = taken = 0
     last: VideoFrame | None = None
@@ -267,20 +277,20 @@ def _in_a_row(video: Video, clip: Clip, count: int) -> Iterator[VideoFrame]:
         yield shown
         return
     if seen >= count:
-        raise _AgainError(_Reading(video.seeks, skipped=seen - count))
+        raise _RetryError(_Reading(video.seeks, skipped=seen - count))
     if video.seeks and clip.start > 0:
-        raise _missed()  # the frames before the keyframe are needed too
+        raise _missed()  # frames before the keyframe are needed too
     raise _short(video, clip, last, f"{count} frames")
 
 
 def _short(video: Video, clip: Clip, last: VideoFrame | None, what: str = "frames") -> UnreadableMediaError:
     end = 0.0 if last is None else video.end(last)
-    piece = f"{clip.start:.2f} to {clip.start + clip.duration:.2f} s"
-    return UnreadableMediaError(video.path, f"ends after {end:.2f} s, and the clip needs {what} from {piece}")
+    needed = f"{clip.start:.2f} to {clip.start + clip.duration:.2f} s"
+    return UnreadableMediaError(video.path, f"ends after {end:.2f} s, but the clip needs {what} from {needed}")
 
 
-class _Painter:
-    """Turns frames into pictures; keeps one converter, whose tables for HDR take a second to build."""
+class _FrameConverter:
+    """Converts frames to images. It reuses one converter, because building its HDR tables takes a second."""
 
     def __init__(self, video: Video, max_pixels: int) -> None:
         self._video, self._max_pixels = video, max_pixels
@@ -288,7 +298,7 @@ class _Painter:
         self._turn: tuple[Image.Transpose | None] | None = None
 
     def picture(self, frame: VideoFrame) -> Image.Image:
-        if frame.is_corrupt:  # FFmpeg has filled in what it could not decode
+        if frame.is_corrupt:  # FFmpeg has concealed the parts it could not decode
             raise UnreadableMediaError(self._video.path, f"the frame at {self._video.at(frame):.2f} s is damaged")
         square = _square(self._video.stream, frame)
         pixels = frame.height * max(frame.width, square[0])
@@ -307,19 +317,20 @@ class _Painter:
         picture = Image.fromarray(rgb.to_ndarray())
         if picture.size != square:
             picture = picture.resize(square, Image.Resampling.LANCZOS)
-        # Once per file: asking a frame for it ties the frame into a cycle, which holds its pixels until the next
-        # garbage collection.
+        # Read the orientation once per file: accessing a frame's side data puts the frame into a reference cycle, which
+        # keeps its pixels in memory until the next garbage collection.
         self._turn = self._turn or (orientation_of(frame),)
         return picture if self._turn[0] is None else picture.transpose(self._turn[0])
 
 
 def _square(stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:
+    """Width and height of a frame with square pixels."""
     shape = stream.sample_aspect_ratio
     return (max(1, round(frame.width * shape)) if shape else frame.width, frame.height)
 
 
 def _colorspace(frame: VideoFrame) -> Colorspace | None:
-    """Players take silent files of more than standard definition for BT.709; FFmpeg alone would take BT.601."""
+    """BT.709 for large files without color information, as video players assume. FFmpeg itself would assume BT.601."""
     large = frame.width >= 1280 or frame.height > 576
     return Colorspace.ITU709 if frame.colorspace == _UNSPECIFIED and large else None
 

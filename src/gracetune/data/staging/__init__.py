@@ -1,1 +1,1 @@
-"""Staging: a dataset's files are copied into host memory before training."""
+"""Staging: copying a dataset's files into host memory before training."""

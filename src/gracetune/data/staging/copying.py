@@ -1,14 +1,14 @@
-"""Reading a dataset's files into sealed segments, in parallel.
+"""Copying a dataset's files into sealed segments, in parallel.
 
-Small files (up to one chunk) are read whole, packed and placed one after the other. Large ones get a place as long as
-the file and are written chunk by chunk; where compression makes them shorter, the rest of the place stays a hole that
-takes no memory. So a thread holds one chunk at a time, whatever the size of the file.
+Small files (up to one chunk) are read whole, compressed and stored one after the other. For a large file, space of its
+full size is reserved and written chunk by chunk. If compression makes it shorter, the rest of the space stays a hole,
+which uses no memory. A thread thus holds a single chunk in memory, whatever the size of the file.
 
-The kernel lets one thread at a time write to a memory file. With one file for all threads staging would be a third
-slower on two cores, and no faster on seventy; so the threads are spread over a few segments.
+The kernel serializes writes to a memory file. With one file for all threads, staging would be a third slower on two
+cores and no faster on seventy, so the threads are spread over several segments.
 
-A file that cannot be read is staged as the reason why, which everybody who asks for it is told, as its own storage
-would have done. How many of them are too many is decided by those who know which files are samples.
+For a file that cannot be read, the reason is staged instead, and reading it raises the error that its own storage would
+have raised. Callers who know which files are samples decide whether too many are unreadable.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from gracetune.units import MIB
 MOST_THREADS: Final = 72
 MOST_SEGMENTS: Final = 8
 SEGMENT_BYTES: Final = 32 * MIB
-"""Less than that is not worth a segment of its own."""
+"""The minimum size that is worth a segment of its own."""
 ATTEMPTS: Final = 3
-"""A file that changes while it is read is read again, but not for ever."""
+"""How often a file is read that changes while it is read."""
 _PROGRESS_SECONDS: Final = 0.1
 
 
@@ -72,53 +72,53 @@ def stage(
     choice: NodeChoice,
     on_progress: OnProgress = unwatched,
 ) -> tuple[list[Segment], StagingReport]:
-    """All files of `listing` in memory. Whatever goes wrong, no memory and no descriptor stays behind."""
+    """Copy all files of `listing` into memory. If this raises, all memory and descriptors are released."""
     codec = codec_for(options.compression)
     estimate = estimate_stored(source, listing.files, codec)
     unchecked = guard.check(estimate)
     started = time.perf_counter()
     with ExitStack() as stack:
         capacity = capacity_for(facts.size for facts in listing.files.values())
-        shelves = [
-            _Shelf(stack.enter_context(ArenaWriter(capacity, choice)))
+        open_segments = [
+            _OpenSegment(stack.enter_context(ArenaWriter(capacity, choice)))
             for _ in range(segments_for(estimate.raw, options.threads))
         ]
         run = _Run(source, guard, codec, options, listing.files)
-        unreadable = run.fill(shelves, on_progress)
-        segments = _sealed(shelves)
-    report = _report(options, shelves, estimate, unreadable, listing, time.perf_counter() - started, unchecked)
+        unreadable = run.fill(open_segments, on_progress)
+        segments = _sealed(open_segments)
+    report = _report(options, open_segments, estimate, unreadable, listing, time.perf_counter() - started, unchecked)
     return segments, report
 
 
 @dataclass(frozen=True)
-class _Shelf:
-    """A segment being filled, and what is in it so far."""
+class _OpenSegment:
+    """A segment that is being filled, and its entries so far."""
 
     writer: ArenaWriter
     entries: list[Entry] = field(default_factory=list)
 
 
-def _sealed(shelves: list[_Shelf]) -> list[Segment]:
+def _sealed(open_segments: list[_OpenSegment]) -> list[Segment]:
     with ExitStack() as stack:
         segments = []
-        for shelf in shelves:
-            segment = Segment(shelf.writer.finish(shelf.entries))
+        for filled in open_segments:
+            segment = Segment(filled.writer.finish(filled.entries))
             stack.callback(segment.close)
             segments.append(segment)
-        stack.pop_all()
+        stack.pop_all()  # all succeeded: leave the segments open
         return segments
 
 
 def _report(
     options: StagingOptions,
-    shelves: list[_Shelf],
+    open_segments: list[_OpenSegment],
     estimate: Estimate,
     unreadable: tuple[LeftOut, ...],
     listing: Listing,
     seconds: float,
     unchecked: str | None,
 ) -> StagingReport:
-    staged = [entry for shelf in shelves for entry in shelf.entries if not entry.unreadable]
+    staged = [entry for segment in open_segments for entry in segment.entries if not entry.unreadable]
     return StagingReport(
         dataset=options.dataset,
         files=len(staged),
@@ -132,17 +132,17 @@ def _report(
         unreadable=unreadable,
         left_out=listing.left_out,
         unselected=listing.unselected,
-        numa=together(shelf.writer.numa for shelf in shelves),
+        numa=together(segment.writer.numa for segment in open_segments),
         notes=() if unchecked is None else (unchecked,),
     )
 
 
 class _StoppedError(DataError):
-    """Another thread has already failed; never seen outside."""
+    """Another thread has failed. This never leaves the module."""
 
 
 class _Run:
-    """What the threads share: the files still to do, what went wrong, how far we are."""
+    """The state shared by all threads: the queue of files, the unreadable ones, and the progress."""
 
     def __init__(
         self,
@@ -155,15 +155,15 @@ class _Run:
         self.source, self.guard, self.codec = source, guard, codec
         self._options = options
         self._files, self._bytes = len(files), sum(facts.size for facts in files.values())
-        # The largest first: a long video started last would keep one thread busy and all others waiting.
+        # Largest files first: a long video started last would keep one thread busy while all others wait.
         self._queue = iter(sorted(files.items(), key=lambda item: (-item[1].size, item[0])))
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._done = self._read = 0
         self._unreadable: list[LeftOut] = []
 
-    def fill(self, shelves: list[_Shelf], on_progress: OnProgress) -> tuple[LeftOut, ...]:
-        """Run the threads until all files are on a shelf. Returns those of which that is only the reason."""
+    def fill(self, open_segments: list[_OpenSegment], on_progress: OnProgress) -> tuple[LeftOut, ...]:
+        """Run the threads until all files are stored. Returns the unreadable files."""
         started = time.perf_counter()
 
         def report() -> None:
@@ -173,7 +173,7 @@ class _Run:
         count = self._options.threads
         with ThreadPoolExecutor(count, thread_name_prefix="gracetune-staging") as pool:
             try:
-                workers = [_Worker(self, shelves[number % len(shelves)]) for number in range(count)]
+                workers = [_Worker(self, open_segments[number % len(open_segments)]) for number in range(count)]
                 _wait([pool.submit(worker.run) for worker in workers], report)
             finally:
                 self._stop.set()
@@ -184,8 +184,8 @@ class _Run:
         with self._lock:
             return None if self._stop.is_set() else next(self._queue, None)
 
-    def went_on(self, *, read: int = 0, done: int = 0) -> None:
-        """A thread reports progress, and learns here that it should stop."""
+    def advance(self, *, read: int = 0, done: int = 0) -> None:
+        """Record a thread's progress. Raises _StoppedError if the thread should stop."""
         if self._stop.is_set():
             raise _StoppedError
         with self._lock:
@@ -199,28 +199,29 @@ class _Run:
 
 
 class _Worker:
-    """One thread: a chunk of memory, and the shelf it puts files on."""
+    """One thread, with a buffer of one chunk and the segment it writes to."""
 
-    def __init__(self, run: _Run, shelf: _Shelf) -> None:
-        self._run, self._shelf = run, shelf
+    def __init__(self, run: _Run, segment: _OpenSegment) -> None:
+        self._run, self._segment = run, segment
         self._buffer = memoryview(bytearray(CHUNK))
 
     def run(self) -> None:
-        """File after file until there are none, or somebody failed."""
+        """Store one file after another until none is left or another thread fails."""
         while (following := self._run.next_file()) is not None:
             path, facts = following
             try:
-                self._shelf.entries.append(self._stage(path, facts))
-                self._run.went_on(done=1)
+                self._segment.entries.append(self._stage(path, facts))
+                self._run.advance(done=1)
             except _StoppedError:
                 return
             except UnreadableMediaError as error:
-                self._shelf.entries.append(self._reason(path, facts, error.reason))
+                self._segment.entries.append(self._reason(path, facts, error.reason))
                 self._run.unreadable(path, error.reason)
 
     def _reason(self, path: str, facts: FileStat, reason: str) -> Entry:
+        """Store the reason in place of an unreadable file."""
         text = reason.encode(errors="backslashreplace")
-        offset = self._shelf.writer.reserve(len(text))
+        offset = self._segment.writer.reserve(len(text))
         stored = self._write_all(offset, [text])
         return Entry(path, UNREADABLE, offset, stored, facts.size, facts.modified_ns, bytes(16))
 
@@ -229,11 +230,11 @@ class _Worker:
         for _ in range(ATTEMPTS):
             try:
                 with source.open(path) as stream:
-                    # The contract's streams are the io module's, all of which can read into a buffer.
+                    # The streams of backends come from the io module, so they all have `readinto`.
                     entry = self._store(path, facts, cast("io.BufferedIOBase", stream))
                 now = source.stat(path)
             except MissingFileError as error:
-                raise UnreadableMediaError(path, "it vanished while the dataset was being staged") from error
+                raise UnreadableMediaError(path, "it was removed while the dataset was being staged") from error
             except OSError as error:
                 raise UnreadableMediaError(path, f"{error.strerror or error}") from error
             if now == facts and entry.size == facts.size:
@@ -243,15 +244,15 @@ class _Worker:
         raise UnreadableMediaError(path, f"it kept changing while it was read ({ATTEMPTS} times)")
 
     def _store(self, path: str, facts: FileStat, stream: io.BufferedIOBase) -> Entry:
-        """What the stream holds, up to the size we were told of; `size` is one more where there was more."""
+        """Store the stream, up to the expected size. The entry's `size` is one larger if the stream has more bytes."""
         digest = xxhash.xxh3_128()
         chunks = self._chunks(stream, facts.size, digest)
         codec, first = self._decided(next(chunks, memoryview(b"")))
         if facts.size <= CHUNK:
-            offset = self._shelf.writer.reserve(len(first))
+            offset = self._segment.writer.reserve(len(first))
             stored = self._write_all(offset, [first])
         else:
-            offset = self._shelf.writer.reserve(facts.size + -(-facts.size // CHUNK) * CHUNK_OVERHEAD)
+            offset = self._segment.writer.reserve(facts.size + -(-facts.size // CHUNK) * CHUNK_OVERHEAD)
             pack = codec.pack if codec is not None else memoryview
             stored = self._write_all(offset, chain([first], map(pack, chunks)))
         return Entry(
@@ -265,7 +266,7 @@ class _Worker:
         )
 
     def _decided(self, first: memoryview) -> tuple[Codec | None, bytes | memoryview]:
-        """The first chunk decides whether the file is compressed. Returns it in the form in which it is stored."""
+        """Decide by the first chunk whether to compress the file. Returns the codec and the chunk in stored form."""
         codec = self._run.codec
         if codec is not None and first:
             packed = codec.pack(first)
@@ -279,14 +280,17 @@ class _Worker:
             for piece in pieces:
                 self._run.guard.take(len(piece))
                 stored += len(piece)
-                self._shelf.writer.write(offset + stored - len(piece), piece)
+                self._segment.writer.write(offset + stored - len(piece), piece)
         except BaseException:
             self._forget(offset, stored)
             raise
         return stored
 
     def _chunks(self, stream: io.BufferedIOBase, size: int, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
-        """Up to `size` bytes. Each chunk is good until the next; a stream may hand it out in smaller pieces."""
+        """Yield up to `size` bytes in chunks. All share one buffer, so a chunk is valid only until the next.
+
+        A stream may return less than requested, so each chunk is filled in a loop.
+        """
         left = size
         while left > 0:
             room = self._buffer[: min(left, CHUNK)]
@@ -296,17 +300,18 @@ class _Worker:
             if not done:
                 return
             digest.update(room[:done])
-            self._run.went_on(read=done)
+            self._run.advance(read=done)
             left -= done
             yield room[:done]
 
     def _forget(self, offset: int, stored: int) -> None:
-        self._shelf.writer.discard(offset, stored)
+        """Release the memory of a file that is not kept."""
+        self._segment.writer.discard(offset, stored)
         self._run.guard.give_back(stored)
 
 
 def _wait(threads: list[Future[None]], report: Callable[[], None]) -> None:
-    """Until all are done, or one has failed: then its error is raised here."""
+    """Wait until all threads have finished. If one fails, raise its error at once."""
     pending = set(threads)
     while pending:
         done, pending = wait(pending, timeout=_PROGRESS_SECONDS, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""How much memory staged files will take, before they are staged: sizes, and how far a sample of each kind shrinks."""
+"""Estimating the memory of staged files in advance, from their sizes and from compressing a few files of each kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gracetune.hostmem.compression import CHUNK, Codec, shrinks
 
 SAMPLES_PER_KIND: Final = 4
 KINDS: Final = 16
-"""The extensions with most bytes are sampled; the rest count as they are."""
+"""The number of extensions that are sampled, those with the most bytes first. The others count uncompressed."""
 
 
 @dataclass(frozen=True)
@@ -25,18 +25,19 @@ class Estimate:
     stored: int
     compression: str = "none"
     ratios: Mapping[str, float] = field(default_factory=dict)
-    """Stored size over size, by extension, where it was sampled."""
+    """Compressed size divided by size, by extension, for the sampled ones."""
 
     def __str__(self) -> str:
-        told = f"{counted(self.files, 'file')} of {decimal(self.raw)}"
+        text = f"{counted(self.files, 'file')} of {decimal(self.raw)}"
         if self.compression == "none":
-            return told
+            return text
         kinds = ", ".join(f"{kind or 'no extension'} {ratio:.0%}" for kind, ratio in self.ratios.items())
-        return f"{told}; {self.compression} leaves {self.stored / max(1, self.raw):.0%} (sampled: {kinds or 'nothing'})"
+        share = self.stored / max(1, self.raw)
+        return f"{text}; {self.compression} leaves {share:.0%} (sampled: {kinds or 'nothing'})"
 
 
 def decimal(count: int) -> str:
-    """In the units of `memory_limit_gb`: powers of ten."""
+    """Format bytes in powers of ten, the units of `memory_limit_gb`."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"
@@ -44,6 +45,7 @@ def decimal(count: int) -> str:
 
 
 def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: Codec | None) -> Estimate:
+    """Estimate the stored size. Without a codec it is exact."""
     raw = sum(facts.size for facts in files.values())
     if codec is None:
         return Estimate(len(files), raw, raw)
@@ -58,7 +60,7 @@ def estimate_stored(source: Backend, files: Mapping[str, FileStat], codec: Codec
 
 
 def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], codec: Codec) -> float:
-    """Of a few files spread over the sizes, their first chunk each: what staging decides by, too."""
+    """The compression ratio of a few files of different sizes, by their first chunk, as staging decides too."""
     by_size = sorted(paths, key=lambda path: (files[path].size, path))
     step = max(1, len(by_size) // SAMPLES_PER_KIND)
     raw = stored = 0
@@ -67,7 +69,7 @@ def _ratio(source: Backend, paths: list[str], files: Mapping[str, FileStat], cod
             with source.open(path) as stream:
                 chunk = memoryview(stream.read(CHUNK))
         except (DataError, OSError):
-            continue  # staging meets the same file again, and reports it
+            continue  # staging reads the file again and reports the error
         packed = len(codec.pack(chunk))
         raw += len(chunk)
         stored += packed if shrinks(packed, len(chunk)) else len(chunk)

@@ -1,4 +1,4 @@
-"""Whether the files fit into memory: asked with an estimate before staging, and again for every byte while it runs."""
+"""Memory limits of staging: checked with an estimate before staging, and again while it runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gracetune.data.staging.estimate import Estimate, decimal
 from gracetune.units import MIB, format_bytes
 
 ASK_EVERY: Final = 128 * MIB
-"""Main memory is looked at again after so many staged bytes."""
+"""Free main memory is measured again each time this many bytes have been staged."""
 
 
 class MemoryGuard:
-    """Counts what is staged against the dataset's own limit, the control group and main memory. Used by all threads.
+    """Checks staged bytes against the dataset's limit, the control group and main memory. Thread-safe.
 
-    `headroom` says what this process can still take (None: unknown); `reserve` of it is never touched.
+    `headroom` returns the bytes this process can still allocate (None if unknown). `reserve` bytes of it stay free.
     """
 
     def __init__(
@@ -31,34 +31,34 @@ class MemoryGuard:
     ) -> None:
         self._dataset = dataset
         self._limit, self._headroom, self._reserve = limit, headroom, reserve
-        self._used, self._asked_at, self._ask_every = 0, 0, ask_every
+        self._used, self._measured_at, self._measure_every = 0, 0, ask_every
         self._lock = threading.Lock()
 
     def check(self, estimate: Estimate) -> str | None:
-        """Refuse what cannot fit, before anything is read. Returns what could not be checked."""
+        """Raise MemoryLimitError if the estimate does not fit. Returns a note if something could not be checked."""
         wanted = self._used + estimate.stored
         if self._limit is not None and wanted > self._limit:
-            raise MemoryLimitError(self._over_limit(f"about {decimal(wanted)} to keep: {estimate}", wanted))
+            raise MemoryLimitError(self._over_limit(f"about {decimal(wanted)} to stage: {estimate}", wanted))
         left = self._headroom()
         if left is None:
-            return "main memory: how much is free is unknown, so only memory_limit_gb was checked"
+            return "main memory: the free amount is unknown, so only memory_limit_gb was checked"
         if estimate.stored > left - self._reserve:
-            raise MemoryLimitError(self._over_headroom(f"about {decimal(estimate.stored)} to keep: {estimate}", left))
+            raise MemoryLimitError(self._over_headroom(f"about {decimal(estimate.stored)} to stage: {estimate}", left))
         return None
 
     def take(self, count: int) -> None:
-        """Before these bytes are written."""
+        """Count bytes before they are written. Raises MemoryLimitError if they do not fit."""
         with self._lock:
             self._used += count
             used = self._used
-            ask = used - self._asked_at >= self._ask_every
-            if ask:
-                self._asked_at = used
+            measure = used - self._measured_at >= self._measure_every
+            if measure:
+                self._measured_at = used
         if self._limit is not None and used > self._limit:
-            raise MemoryLimitError(self._over_limit(f"{decimal(used)} staged, and there is more to come", used))
-        left = self._headroom() if ask else None
+            raise MemoryLimitError(self._over_limit(f"{decimal(used)} staged, with more to come", used))
+        left = self._headroom() if measure else None
         if left is not None and left < self._reserve:
-            raise MemoryLimitError(self._over_headroom(f"{decimal(used)} staged, and there is more to come", left))
+            raise MemoryLimitError(self._over_headroom(f"{decimal(used)} staged, with more to come", left))
 
     def give_back(self, count: int) -> None:
         with self._lock:
@@ -82,7 +82,7 @@ class MemoryGuard:
         return told(
             f"dataset {self._dataset}: main memory",
             found=found,
-            expected=f"at most {decimal(usable)}: {format_bytes(left)} is free in main memory and our control group, "
-            f"less a reserve of {format_bytes(self._reserve)}",
+            expected=f"at most {decimal(usable)}: {format_bytes(left)} is free in main memory and the control group, "
+            f"minus a reserve of {format_bytes(self._reserve)}",
             hint="type: local, compression: zstd, fewer file_extensions, or more memory for the container",
         )

@@ -1,4 +1,4 @@
-"""A dataset of type `in_memory`: its folder or URL, staged, and shared by the processes of the machine."""
+"""Opening a dataset of type `in_memory`: its folder or URL is staged and shared by the processes of the machine."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from gracetune.hardware import Machine, probe
 
 
 def open_staged(opening: Opening) -> InMemoryBackend:
-    """Staged by the first of the machine's processes; the others map the same pages."""
+    """Stage the dataset in local rank 0. The other ranks of the machine map the same pages."""
     dataset, ranks = opening.dataset, opening.ranks
     if ranks is not None and ranks.rank > 0:
         handle, files = fetch_staged(ranks, dataset.id)
         return attach(handle, files)
 
-    def make() -> Stager:
+    def make_stager() -> Stager:
         machine = opening.machine or probe()
         return stager_for(dataset, machine, opening.on_progress, selection=opening.selection)
 
-    return make().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make)
+    return make_stager().open() if ranks is None or ranks.count == 1 else open_for(ranks, dataset.id, make_stager)
 
 
 BACKEND: Final = DatasetBackend("in_memory", open=open_staged)
@@ -36,7 +36,7 @@ BACKEND: Final = DatasetBackend("in_memory", open=open_staged)
 def stager_for(
     dataset: Dataset, machine: Machine, on_progress: OnProgress = unwatched, *, selection: Selection | None = None
 ) -> Stager:
-    """How a dataset of type `in_memory` is staged."""
+    """The stager of a dataset of type `in_memory`."""
     options = dataset.in_memory
     return Stager(
         source=plain_backend(dataset.path, dataset.storage),
@@ -53,5 +53,5 @@ def stager_for(
 
 
 def plain_backend(root: str, access: StorageAccess | None = None) -> LocalBackend | UrlBackend:
-    """A folder or URL, read from where it lies."""
+    """The backend of a folder or URL without staging."""
     return UrlBackend(root, access) if "://" in root else LocalBackend(root)

@@ -1,4 +1,4 @@
-"""How far staging is, as a value; and a bar that shows it."""
+"""The progress of staging, as a value with a one-line text form."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ class StagingProgress:
     read: int
     """Bytes read from the source so far."""
     total: int
+    """Bytes to read in all."""
     stored: int
+    """Bytes of memory used so far."""
     seconds: float
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second; None before there is anything to go by."""
+        """Bytes per second; None before anything was read."""
         return self.read / self.seconds if self.read and self.seconds > 0 else None
 
     @property
@@ -44,4 +46,4 @@ OnProgress: TypeAlias = Callable[[StagingProgress], None]
 
 
 def unwatched(progress: StagingProgress) -> None:
-    """Nobody looks."""
+    """Ignore progress."""

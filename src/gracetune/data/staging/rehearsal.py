@@ -1,4 +1,4 @@
-"""Whether a run could stage its datasets, found out without staging anything."""
+"""Checking whether a run could stage its datasets, without staging them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gracetune.hardware import Machine, probe
 
 
 class Rehearsal:
-    """Opens datasets where they lie, in place of `BackendPool`, and refuses what the run would refuse.
+    """Replaces `BackendPool` for a dry run: opens datasets without staging and raises the errors that a run would.
 
-    What one dataset will take of main memory is no longer free for the next.
+    Memory that one dataset will need counts as used for the next.
     """
 
     def __init__(self, datasets: Iterable[Dataset] = (), machine: Machine | None = None) -> None:
         self._machine = machine
         self._folders = [*shared_folders(datasets)]
         self.estimates: dict[str, Estimate] = {}
-        """Of what is to be staged, by the first dataset's id; the masks of a dataset have an id of their own."""
+        """The estimate of each folder to be staged, by the id of its first dataset. Mask folders have their own ids."""
         self.notes = [*sharing_notes(self._folders)]
 
     def open(self, dataset: Dataset) -> Backend:

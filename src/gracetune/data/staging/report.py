@@ -1,4 +1,4 @@
-"""What staging did, for people and for the run's report."""
+"""The result of staging a dataset, for the terminal and for the run's report."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ class StagingReport:
     stored: int
     compression: str
     compressed_files: int
-    """The others did not shrink enough and lie as they are, readable without a copy."""
+    """The other files did not shrink enough. They are stored uncompressed and can be read without a copy."""
     threads: int
     seconds: float
     estimate: Estimate
     unreadable: tuple[LeftOut, ...]
-    """Kept with the reason, which whoever reads them is told."""
+    """Files that could not be read. Reading them from the staged data raises the reason."""
     left_out: tuple[LeftOut, ...]
-    """By the storage."""
+    """Files that the storage gave no access to."""
     unselected: tuple[LeftOut, ...]
+    """Files that the dataset does not need."""
     numa: Hint
     notes: tuple[str, ...] = ()
 
@@ -38,20 +39,20 @@ class StagingReport:
         return self.raw / self.seconds if self.seconds > 0 else 0.0
 
     def lines(self) -> list[str]:
-        """For a terminal: one line of result, then whatever the user should know."""
+        """Text for a terminal: the result in one line, then details and notes."""
         shrank = counted(self.compressed_files, "file")
         kept = f" as {format_bytes(self.stored)} ({self.compression}, {shrank} shrank)"
         staged = f"{counted(self.files, 'file')}, {format_bytes(self.raw)}{kept if self.compression != 'none' else ''}"
         threads = counted(self.threads, "thread")
         estimated = [f"estimated beforehand: {self.estimate}"] if self.compression != "none" else []
-        told = [
+        lines = [
             f"{self.dataset}: {staged} staged in {format_duration(self.seconds)} "
             f"({self.rate / 1e9:.2f} GB/s, {threads})",
             f"memory: {self.numa.reason}",
             *estimated,
             *self.notes,
         ]
-        told += [f"unreadable: {item.path}: {item.reason}" for item in self.unreadable]
+        lines += [f"unreadable: {item.path}: {item.reason}" for item in self.unreadable]
         others = reasons((*self.left_out, *self.unselected))
-        told += [f"left out, {counted(count, 'file')}: {reason}" for reason, count in others]
-        return told
+        lines += [f"left out, {counted(count, 'file')}: {reason}" for reason, count in others]
+        return lines

@@ -1,8 +1,8 @@
-"""Which files of a folder a dataset needs in memory: its media, and whatever may describe them.
+"""Selecting the files of a folder that a dataset needs in memory: its media and the files that may describe them.
 
-Captions, tables and other sidecars are taken by extension, whether or not a medium of the same name is among the
-chosen ones: they are small, and what belongs to what is decided later, by those who read captions. Hidden files are not
-data: macOS writes a `._photo.jpg` beside every photo it copies. What is not staged is counted in the staging report.
+Captions, tables and other sidecars are selected by extension, whether or not a media file of the same name is selected:
+they are small, and the code that reads captions decides later what belongs together. Hidden files are excluded: macOS
+writes a `._photo.jpg` next to every photo it copies. The staging report counts the files that are not staged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def dotted(extension: str) -> str:
-    """`JPG`, `.jpg` and `*.jpg` all mean `.jpg`."""
+    """Normalize an extension: `JPG`, `.jpg` and `*.jpg` become `.jpg`."""
     return "." + extension.strip().lower().lstrip("*").lstrip(".")
 
 
@@ -34,7 +34,7 @@ SIDECARS: Final = frozenset([
 _OF_DATASET: Final[dict[str, tuple[Kind, ...]]] = {
     "image": ("image",),
     "eval": ("image", "video", "audio"),
-    "video": ("video", "image", "audio"),  # first frames, masks and soundtracks lie beside the clips
+    "video": ("video", "image", "audio"),  # first frames, masks and soundtracks are stored next to the clips
     "audio": ("audio",),
     "conditioning": ("image", "video", "audio"),
 }
@@ -48,7 +48,7 @@ class Selection:
     sidecars: frozenset[str] = SIDECARS
 
     def apply(self, listing: Listing) -> Listing:
-        """The chosen files, and why each of the others is not."""
+        """The listing reduced to the selected files. The others are in `unselected` with the reason."""
         unselected = []
         chosen = {}
         for path, facts in listing.files.items():
@@ -60,7 +60,7 @@ class Selection:
         return Listing(chosen, listing.left_out, tuple(unselected))
 
     def covers(self, other: Selection) -> bool:
-        """Whether everything the other chooses is chosen here too."""
+        """Whether this selects every file that the other selects."""
         return other.media <= self.media | self.sidecars and other.sidecars <= self.media | self.sidecars
 
     def _refusal(self, path: str) -> str | None:
@@ -69,11 +69,11 @@ class Selection:
         suffix = suffix_of(path)
         if suffix in self.media or suffix in self.sidecars:
             return None
-        return f"not staged: {suffix or 'no extension'} is neither a chosen medium nor a sidecar"
+        return f"not staged: {suffix or 'no extension'} is neither a selected media type nor a sidecar"
 
 
 def select(media: Iterable[Kind], *, extensions: Iterable[str] | None = None, also: Iterable[str] = ()) -> Selection:
-    """`extensions` replaces the media's own; captions and sidecars are always taken, and so is `also`."""
+    """Select media by kind, or by `extensions` instead. Sidecars and the extensions in `also` are always selected."""
     if extensions is None:
         chosen = frozenset[str]().union(*(MEDIA[kind] for kind in media))
     else:
@@ -82,13 +82,14 @@ def select(media: Iterable[Kind], *, extensions: Iterable[str] | None = None, al
 
 
 def selection_for(dataset: Dataset) -> Selection:
+    """The files that a dataset needs."""
     captions = dataset.captions
-    also = [captions.extension.rpartition(".")[2]]  # of `tags.md`, what `suffix_of` will see
+    also = [captions.extension.rpartition(".")[2]]  # only the last part of `tags.md`, as `suffix_of` returns it
     if captions.table is not None and suffix_of(captions.table.path):
         also.append(suffix_of(captions.table.path))
     return select(_OF_DATASET[dataset.dataset_type], extensions=dataset.in_memory.file_extensions, also=also)
 
 
 def reasons(left_out: Iterable[LeftOut]) -> list[tuple[str, int]]:
-    """Each reason once with its count, the most frequent first."""
+    """Each distinct reason with its count, the most frequent first."""
     return Counter(item.reason for item in left_out).most_common()

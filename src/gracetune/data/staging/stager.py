@@ -1,4 +1,4 @@
-"""Everything that decides how one dataset is staged, kept together so that a refresh does it the same way again."""
+"""The settings and actions of staging one dataset: survey its files, estimate the memory, and stage them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ class Stager:
     options: StagingOptions
     machine: Machine
     limit: int | None = None
-    """Bytes the staged files may take; main memory and the control group set their own limits besides."""
+    """Maximum bytes of the staged files, in addition to the limits of main memory and the control group."""
     on_progress: OnProgress = unwatched
 
     def survey(self) -> Listing:
-        """What should be staged, as the source has it now."""
+        """The files to stage, from the source's current content."""
         return self.selection.apply(survey(self.source))
 
     def estimate(self, *, spoken_for: int = 0) -> tuple[Estimate, str | None]:
-        """What staging would take, and what could not be checked; refused where staging would refuse it.
+        """Estimate the memory, and return a note if something could not be checked.
 
-        `spoken_for` is what other datasets will have taken of main memory by then.
+        Raises MemoryLimitError if staging would. `spoken_for` is the main memory that other datasets will use by then.
         """
         estimate = estimate_stored(self.source, self.survey().files, codec_for(self.options.compression))
         return estimate, self._guard(spoken_for=spoken_for).check(estimate)
@@ -74,9 +74,10 @@ class Stager:
 
 
 def open_for(ranks: LocalRanks, name: str, make: Callable[[], Stager]) -> InMemoryBackend:
-    """Stage as local rank 0, and hand the same pages to the other ranks as they ask for them.
+    """Stage as local rank 0 and share the pages with the other ranks.
 
-    The stager is made here, because that can fail too (its folder may be missing), and the others wait for an answer.
+    `make` is called after the offer is open. It can fail too, for example if the folder is missing, and the waiting
+    ranks must then receive the error.
     """
     offer = Offer(ranks, name)
     with offer.refusing():
@@ -95,5 +96,5 @@ def threads_for(machine: Machine, asked: int | None) -> int:
 
 
 def limit_for(gigabytes: float | None) -> int | None:
-    """`memory_limit_gb` is decimal, as everywhere in the configuration."""
+    """`memory_limit_gb` in bytes. It is decimal, as everywhere in the configuration."""
     return None if gigabytes is None else int(gigabytes * 1e9)

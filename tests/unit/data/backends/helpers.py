@@ -1,4 +1,4 @@
-"""Folders made on the spot, the memory this process holds, and processes of our own."""
+"""Temporary folders, the memory this process holds, and child processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def fill(folder: Path, files: Mapping[str, bytes]) -> Path:
 
 
 def put(url: str, path: str, data: bytes) -> None:
-    """Into the storage behind a URL, past the backend: that only reads."""
+    """Write to the storage behind a URL directly, because the backend is read-only."""
     store, base = fsspec.core.url_to_fs(url)
     store.pipe_file(f"{base.rstrip('/')}/{path}", data)
 
@@ -68,7 +68,7 @@ def held() -> tuple[int, int]:
 
 
 class Child:
-    """A python process that runs `code`, talks line by line, and never outlives its test."""
+    """A Python process that runs `code`, communicates line by line, and ends with its test."""
 
     def __init__(self, code: str, *arguments: str) -> None:
         self.process = subprocess.Popen(

@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return fill(tmp_path / "data", FILES)
 
 
-def test_the_source_is_not_asked_again(folder: Path) -> None:
+def test_the_source_is_not_accessed_again(folder: Path) -> None:
     source = SlowBackend(LocalBackend(folder))
     with staged(source) as backend:
         asked = source.requests
@@ -39,14 +39,14 @@ def test_the_source_is_not_asked_again(folder: Path) -> None:
 
 
 class TestSnapshot:
-    def test_what_changes_afterwards_is_not_seen(self, folder: Path) -> None:
+    def test_later_changes_are_not_seen(self, folder: Path) -> None:
         with staged(folder) as backend:
             (folder / "a.txt").write_bytes(b"edited")
             (folder / "b/c.png").unlink()
             fill(folder, {"d.png": b"D"})
             assert contents(backend) == FILES
 
-    def test_what_was_not_staged_is_not_there(self, folder: Path) -> None:
+    def test_unstaged_files_are_missing(self, folder: Path) -> None:
         fill(folder, {"notes.psd": b"P"})
         with staged(folder) as backend, pytest.raises(MissingFileError, match="not among the staged files"):
             backend.read("notes.psd")
@@ -64,7 +64,7 @@ class TestSnapshot:
         with staged(folder) as backend:
             assert backend.read("a.txt") == b"edited"
 
-    def test_what_was_left_out_stays_visible(self, folder: Path) -> None:
+    def test_left_out_files_stay_listed(self, folder: Path) -> None:
         fill(folder, {"notes.psd": b"P"})
         (folder / "out.png").symlink_to("/etc/hostname")
         with staged(folder) as backend:
@@ -75,7 +75,7 @@ class TestSnapshot:
 
 
 class TestRelease:
-    def test_closing_gives_everything_back(self, folder: Path) -> None:
+    def test_closing_frees_everything(self, folder: Path) -> None:
         before = held()
         backend = staged(folder)
         assert held() > before
@@ -83,20 +83,20 @@ class TestRelease:
         backend.close()
         assert held() == before
 
-    def test_a_forgotten_backend_gives_everything_back(self, folder: Path) -> None:
+    def test_garbage_collection_frees_everything(self, folder: Path) -> None:
         before = held()
         backend = staged(folder)
         with pytest.warns(ResourceWarning):
             del backend
         assert held() == before
 
-    def test_an_exception_gives_everything_back(self, folder: Path) -> None:
+    def test_an_exception_frees_everything(self, folder: Path) -> None:
         before = held()
         with pytest.raises(ZeroDivisionError), staged(folder):
             raise ZeroDivisionError
         assert held() == before
 
-    def test_a_closed_backend_says_so(self, folder: Path) -> None:
+    def test_a_closed_backend_raises(self, folder: Path) -> None:
         backend = staged(folder)
         backend.close()
         for call in (backend.read, backend.stat, backend.open, backend.exists):
@@ -141,12 +141,12 @@ class TestHandle:
         [
             ({"pid": 2**22 + 1}, "has ended"),
             ({"started": 1}, "has ended"),
-            ({"descriptor": 10**6}, "it has closed it"),
+            ({"descriptor": 10**6}, "has closed it"),
             ({"identity": "00" * 16}, "other staged data"),
             ({"size": 5}, "other staged data"),
         ],
     )
-    def test_one_that_leads_elsewhere_is_refused(self, folder: Path, changes: dict[str, object], why: str) -> None:
+    def test_a_wrong_handle_is_rejected(self, folder: Path, changes: dict[str, object], why: str) -> None:
         with staged(folder) as backend:
             handle = backend.handle()
             own = {key: value for key, value in changes.items() if key in StagedHandle.model_fields}
@@ -157,16 +157,16 @@ class TestHandle:
                 attach_backend(handle.model_copy(update={**own, "segments": segments}))
             assert held() == before
 
-    def test_a_descriptor_that_means_something_else_by_now(self, folder: Path) -> None:
+    def test_a_reused_descriptor_number_is_rejected(self, folder: Path) -> None:
         with staged(folder) as backend, (folder / "a.txt").open("rb") as file:
             handle = backend.handle()
             segments = (handle.segments[0].model_copy(update={"descriptor": file.fileno()}),)
-            with pytest.raises(StagingError, match="it has closed it"):
+            with pytest.raises(StagingError, match="has closed it"):
                 attach_backend(handle.model_copy(update={"segments": segments}))
 
     @pytest.mark.parametrize("text", ["", "{}", '{"kind": "s3"}', '{"kind": "local", "root": "x", "more": 1}'])
-    def test_text_that_is_none_is_refused(self, text: str) -> None:
-        with pytest.raises(StagingError, match=r"no handle.*\n  try"):
+    def test_invalid_handles_are_rejected(self, text: str) -> None:
+        with pytest.raises(StagingError, match=r"handle cannot be read.*\n  try"):
             from_json(text)
 
 

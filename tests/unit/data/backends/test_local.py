@@ -40,8 +40,8 @@ class TestRoot:
         (tmp_path / "link").unlink()
         assert relative.read("b.jpg") == linked.read("b.jpg") == b"B"
 
-    def test_a_home_folder_of_nobody(self) -> None:
-        with pytest.raises(StorageError, match="nothing there"):
+    def test_the_home_folder_of_an_unknown_user(self) -> None:
+        with pytest.raises(StorageError, match="no such folder"):
             LocalBackend("~no-such-user-here/data")
 
     def test_tilde_is_the_home_folder(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ class TestRoot:
         assert LocalBackend("~/data").read("b.jpg") == b"B"
 
     @pytest.mark.parametrize(
-        ("root", "found"), [("nowhere", "nothing there"), ("data/b.jpg", "a file"), ("da\0ta", "nothing there")]
+        ("root", "found"), [("nowhere", "no such folder"), ("data/b.jpg", "a file"), ("da\0ta", "no such folder")]
     )
     def test_must_be_a_folder(self, folder: Path, root: str, found: str) -> None:
         with pytest.raises(StorageError, match=f"(?s){found}.*expected  a folder.*try"):
@@ -57,7 +57,7 @@ class TestRoot:
 
 
 class TestListing:
-    def test_hides_nothing_silently(self, folder: Path, tmp_path: Path) -> None:
+    def test_everything_is_listed_or_reported(self, folder: Path, tmp_path: Path) -> None:
         outside = fill(tmp_path / "outside", {"secret.jpg": b"S"})
         (folder / "out.jpg").symlink_to(outside / "secret.jpg")
         (folder / "outdir").symlink_to(outside)
@@ -80,7 +80,7 @@ class TestListing:
         }  # fmt: skip
         assert "out of the folder" in reasons["out.jpg"]
         assert "out of the folder" in reasons["outdir"]
-        assert "its own name" in reasons["loop"]
+        assert "their own path" in reasons["loop"]
         assert "UTF-8" in reasons["latin-\\udce4.jpg"]
 
     def test_sizes_and_times_are_the_files(self, folder: Path) -> None:
@@ -118,7 +118,7 @@ class TestReading:
         assert not backend.exists("n" * 300)
 
     @pytest.mark.parametrize("path", ["missing", "a", "b.jpg/x", "n" * 300])
-    def test_what_is_no_file_is_missing(self, folder: Path, path: str) -> None:
+    def test_folders_are_missing_files(self, folder: Path, path: str) -> None:
         backend = LocalBackend(folder)
         for call in (backend.read, backend.open, backend.stat):
             with pytest.raises(MissingFileError):

@@ -1,4 +1,4 @@
-"""Every backend behaves like a dict of bytes, and no string whatever leads out of its root."""
+"""Every backend behaves like a dict of bytes, and no path leads out of its root."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TestNoWayOut:
     @example("deep/out/secret.txt")
     @example("../root2/a")
     @example("out.txt")
-    def test_nothing_outside_is_read(self, tree: Path, path: str) -> None:
+    def test_no_path_leads_out_of_the_root(self, tree: Path, path: str) -> None:
         backends: list[Any] = [LocalBackend(tree), staged(tree, threads=1)]
         for backend in backends:
             for call in (backend.read, backend.stat, backend.exists, backend.open):

@@ -70,7 +70,7 @@ class TestConfiguredDatasets:
         with pytest.raises(MemoryLimitError, match=r"dataset pets: in_memory\.memory_limit_gb"):
             open_backend(dataset, machine=this_machine())
 
-    def test_the_machine_is_looked_at_where_none_is_given(self, folder: Path) -> None:
+    def test_the_machine_is_probed_by_default(self, folder: Path) -> None:
         with open_backend(Dataset(id="pets", path=str(folder), type="in_memory")) as backend:
             assert len(backend.list()) == 3
 
@@ -143,7 +143,7 @@ class TestPool:
             assert set(contents(small)) == {"a.jpg", "a.txt", "b.PNG", "clip.mp4", "song.wav"}
         assert held() == before
 
-    def test_what_is_staged_otherwise_is_staged_again(self, folder: Path, tmp_path: Path) -> None:
+    def test_different_compression_is_staged_again(self, folder: Path, tmp_path: Path) -> None:
         other = fill(tmp_path / "other", {"a.jpg": b""})
         variants = [
             self.dataset(folder, "a"),
@@ -159,8 +159,8 @@ class TestPool:
             assert len({id(pool.open(variant)) for variant in variants}) == 4
             assert len(pool.opened) == 4
 
-    def test_what_no_dataset_named_is_opened_as_well(self, folder: Path) -> None:
-        """The masks of a dataset are a folder of their own."""
+    def test_mask_folders_are_opened_as_well(self, folder: Path) -> None:
+        """The masks of a dataset are in a separate folder."""
         with BackendPool([self.dataset(folder, "a")], machine=this_machine()) as pool:
             wide = self.dataset(folder, "masks", dataset_type="video")
             assert pool.open(wide) is not pool.open(self.dataset(folder, "a"))
@@ -170,7 +170,7 @@ class TestPool:
         with BackendPool([self.dataset(folder, "a", disabled=True)], machine=this_machine()) as pool:
             assert not pool.folders
 
-    def test_a_dataset_that_fails_leaves_nothing_of_the_others(self, folder: Path) -> None:
+    def test_a_failing_dataset_closes_the_others(self, folder: Path) -> None:
         before = held()
         with BackendPool(machine=this_machine()) as pool:
             pool.open(self.dataset(folder, "a"))
@@ -202,7 +202,7 @@ class TestSelection:
         listing = selection_for(Dataset(id="x", path="x", dataset_type=kind)).apply(LocalBackend(folder).survey())
         assert set(listing.files) == staged
 
-    def test_everything_a_decoder_takes_is_staged(self) -> None:
+    def test_every_decodable_extension_is_staged(self) -> None:
         assert all(kind_of(f"x{extension}") for extensions in MEDIA.values() for extension in extensions)
 
     def test_captions_and_tables_with_names_of_their_own(self) -> None:
@@ -232,7 +232,7 @@ class TestNameOfTheGuides:
             assert backend.root == str(folder)
             assert len(backend.list()) == 5
 
-    def test_all_wrong_options_are_told_at_once(self, folder: Path) -> None:
+    def test_all_wrong_options_are_reported_at_once(self, folder: Path) -> None:
         with pytest.raises(ConfigError) as refused:
             GH200InMemoryBackend(folder, compression="gzip", num_workers=0, memory_limit_gb=-1)
         assert [problem.key for problem in refused.value.problems] == ["compression", "num_workers", "memory_limit_gb"]
@@ -283,12 +283,12 @@ class TestRehearsal:
         assert [*rehearsal.estimates] == ["a"]
         assert rehearsal.notes == [f"datasets a, b share {folder}: it is staged once"]
 
-    def test_what_is_not_staged_is_not_estimated(self, folder: Path) -> None:
+    def test_unstaged_datasets_are_not_estimated(self, folder: Path) -> None:
         rehearsal = Rehearsal(machine=this_machine())
         rehearsal.open(Dataset(id="pets", path=str(folder)))
         assert rehearsal.estimates == {}
 
-    def test_what_others_will_have_taken_is_no_longer_free(self, folder: Path) -> None:
+    def test_memory_of_other_datasets_counts_as_used(self, folder: Path) -> None:
         stager = stager_for(Dataset(id="pets", path=str(folder), type="in_memory"), this_machine())
         free = HostSensor(this_machine().gpus).read().headroom
         assert free is not None

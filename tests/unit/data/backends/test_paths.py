@@ -33,7 +33,7 @@ def test_a_path_below_a_root(path: str) -> None:
         ("\udcff.jpg", "UTF-8"),
     ],
 )
-def test_everything_else_is_refused_with_the_reason(path: str, why: str) -> None:
+def test_invalid_paths_are_rejected_with_the_reason(path: str, why: str) -> None:
     with pytest.raises(OutsideRootError, match="root") as refused:
         checked(path, "root")
     assert why in str(refused.value)

@@ -1,4 +1,4 @@
-"""Staged pages in several processes: real ones, started afresh."""
+"""Staged pages in several real processes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class TestWorkers:
             reader.kill()
             assert eventually(lambda: _staged_pages() - before < 10 * MIB)
 
-    def test_a_handle_that_comes_too_late_is_refused_in_words(self, folder: Path) -> None:
+    def test_an_outdated_handle_is_rejected(self, folder: Path) -> None:
         with staged(folder) as backend:
             handle = to_json(backend.handle())
         with Child(READER) as reader:
@@ -170,7 +170,7 @@ class TestRanks:
             first.tell("")
             assert first.process.wait(timeout=30) == 0
 
-    def test_what_stops_rank_zero_is_told_to_the_others(self, folder: Path, key: str) -> None:
+    def test_errors_of_rank_zero_reach_the_other_ranks(self, folder: Path, key: str) -> None:
         with self.rank(folder, 1, 2, key) as first:
             dataset = Dataset(id="pets", path=str(folder), type="in_memory", in_memory=InMemory(memory_limit_gb=0.001))
             with pytest.raises(MemoryLimitError) as refused:
@@ -178,7 +178,7 @@ class TestRanks:
             said = " ".join(str(refused.value).split())
             assert first.hear() == f"refused: rank 0 could not stage the dataset: {said}"
 
-    def test_a_folder_that_only_rank_zero_misses_is_told_at_once(self, folder: Path, tmp_path: Path, key: str) -> None:
+    def test_a_missing_folder_reaches_the_other_ranks_at_once(self, folder: Path, tmp_path: Path, key: str) -> None:
         with self.rank(folder, 1, 2, key) as first:
             dataset = Dataset(id="pets", path=str(tmp_path / "nowhere"), type="in_memory")
             began = time.monotonic()
@@ -187,7 +187,7 @@ class TestRanks:
             assert "rank 0 could not stage the dataset" in first.hear()
             assert time.monotonic() - began < 30  # and not the 60 s that a rank waits for rank 0
 
-    def test_a_refusal_waits_for_nobody_for_long_and_frees_the_name(self, tmp_path: Path, key: str) -> None:
+    def test_a_refusal_ends_soon_and_frees_the_name(self, tmp_path: Path, key: str) -> None:
         offer = Offer(LocalRanks(0, 3, key), "pets")
         began = time.monotonic()
         offer.refuse("no", linger=0.2)
@@ -208,7 +208,7 @@ class TestRanks:
         assert said == ["rank 0 could not stage the dataset: still no"]
         assert "gracetune-share" not in [thread.name for thread in threading.enumerate()]
 
-    def test_rank_zero_killed_while_staging_is_noticed_at_once(self, key: str) -> None:
+    def test_rank_zero_killed_while_staging_is_detected_at_once(self, key: str) -> None:
         code = (
             "import sys, time\nfrom gracetune.hostmem.sharing import LocalRanks, Offer\n"
             "offer = Offer(LocalRanks(0, 2, sys.argv[1]), 'pets')\nprint('offered', flush=True)\ntime.sleep(60)"
@@ -229,7 +229,7 @@ class TestRanks:
             assert asking.is_alive()
             zero.kill()
             asking.join(timeout=10)
-        assert outcome == ["rank 0 ended before local rank 1 had its data\n  try  look at its messages"]
+        assert outcome == ["rank 0 ended before it answered local rank 1\n  try  look at its messages"]
 
     def test_a_rank_zero_that_never_comes(self, key: str) -> None:
         with pytest.raises(StagingError, match=r"(?s)local rank 3 found no rank 0 .* within 0\.2 s.*try"):
@@ -242,7 +242,7 @@ class TestRanks:
         Offer(LocalRanks(0, 2, key), "cats").close()
         offer.close()
 
-    def test_alone_nothing_is_offered(self, folder: Path, key: str) -> None:
+    def test_a_single_process_opens_no_socket(self, folder: Path, key: str) -> None:
         dataset = Dataset(id="pets", path=str(folder), type="in_memory")
         threads = threading.active_count()
         with open_backend(dataset, machine=this_machine(), ranks=LocalRanks(0, 1, key)) as backend:
@@ -270,7 +270,7 @@ class TestRanks:
             assert held() < inside
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user, which only root can")
-    def test_another_user_gets_nothing_and_takes_nobodys_turn(self, folder: Path, key: str) -> None:
+    def test_another_user_is_rejected_and_does_not_count(self, folder: Path, key: str) -> None:
         dataset = Dataset(id="pets", path=str(folder), type="in_memory")
         ranks = LocalRanks(0, 2, key)
         with open_backend(dataset, machine=this_machine(), ranks=ranks), socket.socket(socket.AF_UNIX) as stranger:

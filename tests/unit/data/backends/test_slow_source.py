@@ -1,4 +1,4 @@
-"""A run on staged data does not notice what becomes of its source."""
+"""A run on staged data does not depend on the speed of its source."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class TestWithEveryCodec:
                 with backend.open(path) as stream:
                     assert (stream.seek(len(data) // 2), stream.read()) == (len(data) // 2, data[len(data) // 2 :])
 
-    def test_files_that_do_not_shrink_lie_as_they_are(self, tmp_path: Path, compression: str) -> None:
+    def test_files_that_do_not_shrink_are_stored_uncompressed(self, tmp_path: Path, compression: str) -> None:
         files = mixed_files()
         with staged(fill(tmp_path, files), compression=compression) as backend:
             report = backend.report
@@ -194,7 +194,7 @@ class TestLimits:
         assert opened == []
         assert str(refused.value) == (
             "dataset pets: in_memory.memory_limit_gb\n"
-            "  found     about 4.19 MB to keep: 4 files of 4.19 MB\n"
+            "  found     about 4.19 MB to stage: 4 files of 4.19 MB\n"
             "  expected  at most 3.15 MB\n"
             "  try       memory_limit_gb: 1 or more, fewer file_extensions, compression: zstd, or type: local"
         )
@@ -210,7 +210,7 @@ class TestLimits:
         flattering = b"\0" * CHUNK + os.urandom(3 * CHUNK)  # only the first chunk is sampled
         fill(tmp_path, {f"{number}.bmp": flattering for number in range(6)})
         before = held()
-        with pytest.raises(MemoryLimitError, match=r"MB staged, and there is more to come"):
+        with pytest.raises(MemoryLimitError, match=r"MB staged, with more to come"):
             staged(tmp_path, limit=8 * MIB, compression="lz4")
         assert held() == before
 
@@ -225,7 +225,7 @@ class TestLimits:
         answers = iter([GIB, 500, 99])  # somebody else takes it
         guard = MemoryGuard("pets", limit=None, headroom=lambda: next(answers), reserve=100, ask_every=2 * MIB)
         before = held()
-        with pytest.raises(MemoryLimitError, match=r"4\.19 MB staged, and there is more to come"):
+        with pytest.raises(MemoryLimitError, match=r"4\.19 MB staged, with more to come"):
             run(tmp_path, guard, threads=1)
         assert held() == before
 
@@ -287,15 +287,17 @@ class TestUnreadableFiles:
         size = (folder / "07.png").stat().st_size
         with staged(source) as backend, attach_backend(backend.handle()) as elsewhere:
             assert backend.report is not None
-            assert backend.report.unreadable == (LeftOut("07.png", "it vanished while the dataset was being staged"),)
+            assert backend.report.unreadable == (
+                LeftOut("07.png", "it was removed while the dataset was being staged"),
+            )
             assert backend.report.files == 19
-            assert any("07.png: it vanished" in line for line in backend.report.lines())
+            assert any("07.png: it was removed" in line for line in backend.report.lines())
             for reader in (backend, elsewhere):
                 assert len(reader.list()) == 20
                 assert reader.stat("07.png").size == size
-                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it vanished"):
+                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it was removed"):
                     reader.read("07.png")
-                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it vanished"):
+                with pytest.raises(UnreadableMediaError, match=r"^07\.png: it was removed"):
                     reader.open("07.png")
             assert backend.digest("07.png") is None
 

@@ -47,13 +47,13 @@ class TestOpening:
         ("url", "why"),
         [
             ("s4://bucket/pets", "Protocol not known: s4"),
-            ("pets", "no URL"),
-            ("/data/pets", "no URL"),
+            ("pets", "not a URL"),
+            ("/data/pets", "not a URL"),
             ("file:///data/pets", "type: local"),
             ("local:///data/pets", "type: local"),
             ("simplecache::file:///data/pets", "type: local"),
             ("dir::file:///data/pets", "type: local"),
-            ("https://host/pets?token=1", "leave out the rest"),
+            ("https://host/pets?token=1", "remove everything from"),
         ],
     )
     def test_what_is_no_url_of_ours_says_what_to_write(self, url: str, why: str) -> None:
@@ -86,7 +86,7 @@ class TestContract:
         assert not backend.exists("a")
 
     @pytest.mark.parametrize("path", ["missing.txt", "a"])
-    def test_what_is_no_file_is_missing(self, url: str, path: str) -> None:
+    def test_folders_are_missing_files(self, url: str, path: str) -> None:
         backend = UrlBackend(url)
         put(url, "a/b.txt", b"")
         for call in (backend.stat, backend.read, backend.open):

@@ -1,4 +1,4 @@
-"""Small remote datasets, and configs that name them."""
+"""Small remote datasets, and configs for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FROM_COLUMNS = {"path": "metadata.jsonl", "filename_column": "file_name"}
 
 
 def picture(number: int, size: tuple[int, int] = (64, 64)) -> bytes:
-    """Each another one."""
+    """Each is different."""
     buffer = io.BytesIO()
     image = Image.new("RGB", size, (number * 37 % 256, number * 91 % 256, number * 13 % 256))
     image.putpixel((0, 0), (number % 256, number // 256, 7))
@@ -44,7 +44,7 @@ def parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def rows(count: int, first: int = 0, **more: Any) -> list[dict[str, Any]]:
-    """As `datasets` writes pictures: their bytes and the name they had."""
+    """An image as the `datasets` library stores it: its bytes and its name."""
     return [
         {"image": {"bytes": picture(number), "path": f"{number}.png"}, "text": f"caption {number}", **more}
         for number in range(first, first + count)
@@ -70,7 +70,7 @@ def zipped(members: Mapping[str, bytes]) -> bytes:
 
 
 def shard(count: int, first: int = 0) -> dict[str, bytes]:
-    """Members as WebDataset has them."""
+    """Members named as in WebDataset."""
     members: dict[str, bytes] = {}
     for number in range(first, first + count):
         members[f"{number:06d}.png"] = picture(number)
@@ -88,18 +88,18 @@ def config(folder: Path, *datasets: Mapping[str, Any]) -> RunConfig:
 
 
 def copies(run: RunConfig) -> Copies:
-    """With the environment as it is now."""
+    """With the current environment."""
     return Copies(run, HubAccess.of(Environment.capture()))
 
 
 def captions(run: RunConfig) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Of every file of every dataset, as a run would train it."""
+    """For every file of every dataset, as a run would train on it."""
     index = build_index(run, GEOMETRY)
     return {one.id: {item.path: item.captions for item in one.items} for one in index.datasets}
 
 
 def fetched(run: RunConfig) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Made, and read as a run reads it."""
+    """Make the copy and read it as a run does."""
     found = copies(run)
     found.make(patience=QUICK)
     return captions(found.localized())

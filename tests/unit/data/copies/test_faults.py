@@ -31,7 +31,7 @@ def folder_of(run: Any) -> CopyFolder:
 
 @pytest.fixture
 def small_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small file takes several requests."""
+    """Makes a small file take several requests."""
     monkeypatch.setattr(transfer, "RANGE", 4096)
 
 
@@ -42,7 +42,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_ranges", "no_waiting")
-def test_broken_connections_are_gone_on_with(hub: HubServer, tmp_path: Path) -> None:
+def test_broken_connections_are_resumed(hub: HubServer, tmp_path: Path) -> None:
     members = shard(4) | {"noise.bin": os.urandom(40_000)}
     hub.dataset(NAME, {"0.tar": tar(members)})
     hub.faults.break_after += [100, 2000]
@@ -53,7 +53,7 @@ def test_broken_connections_are_gone_on_with(hub: HubServer, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("small_ranges", "no_waiting")
-def test_a_server_that_keeps_breaking_off_is_an_error_and_nothing_is_lost(
+def test_persistent_failures_are_an_error_and_keep_the_data(
     hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = tar({"a.png": picture(1), "noise.bin": os.urandom(60_000)})
@@ -64,7 +64,7 @@ def test_a_server_that_keeps_breaking_off_is_an_error_and_nothing_is_lost(
     with pytest.raises(CopyError) as failed:
         copies(run).make(patience=QUICK)
     assert "cannot be reached" in str(failed.value)
-    assert "what was downloaded stays" in str(failed.value)
+    assert "the download continues where it stopped" in str(failed.value)
     folder = folder_of(run)
     assert not folder.is_complete()
     assert [*folder.data.rglob("*")] == []
@@ -74,7 +74,7 @@ def test_a_server_that_keeps_breaking_off_is_an_error_and_nothing_is_lost(
     assert hub.sent - before <= len(data) - 4 * 4096
 
 
-def test_wrong_content_is_fetched_again_and_then_refused(hub: HubServer, tmp_path: Path) -> None:
+def test_wrong_content_is_fetched_again_then_rejected(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"0.tar": tar(shard(2))})
     hub.faults.corrupt = 1
     assert len(fetched(config(tmp_path, {"path": PETS}))["d0"]) == 2
@@ -95,12 +95,12 @@ def test_a_size_that_is_not_the_one_in_the_listing(hub: HubServer, tmp_path: Pat
         copies(config(tmp_path, {"path": PETS})).make(patience=QUICK)
 
 
-def test_a_file_that_vanishes_between_listing_and_download(hub: HubServer, tmp_path: Path) -> None:
+def test_a_file_removed_between_listing_and_download(hub: HubServer, tmp_path: Path) -> None:
     repo = hub.dataset(NAME, {"a.png": picture(1), "b.png": picture(2)})
     found = copies(config(tmp_path, {"path": PETS}))
     plans = found.plans()
     hub.faults.statuses += [404]
-    with pytest.raises(CopyError, match=r"nothing there|answered 404"):
+    with pytest.raises(CopyError, match=r"no data at this address|answered 404"):
         making.make_copy(plans[0], patience=QUICK)
     assert repo.files
 
@@ -133,7 +133,7 @@ def test_a_damaged_archive_names_the_member(hub: HubServer, tmp_path: Path) -> N
     assert not (folder_of(run).data / "unpacked/0").exists()
 
 
-def test_members_that_lead_out_of_the_archive_are_left_out(hub: HubServer, tmp_path: Path) -> None:
+def test_members_outside_the_archive_are_left_out(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"0.tar": tar({"../../evil.png": picture(1), "/abs.png": picture(2), "good.png": picture(3)})})
     run = config(tmp_path, {"path": PETS, "corrupt_threshold": 0.9})
     assert [*fetched(run)["d0"]] == ["unpacked/0/good.png"]
@@ -156,7 +156,7 @@ def test_damaged_rows_count(hub: HubServer, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_disk_that_fills_up(hub: HubServer, tmp_path: Path) -> None:
-    """A limit on file sizes is as near to a full disk as a process can be brought."""
+    """A limit on file sizes is the closest a test can come to a full disk."""
     script = """
 import resource, signal, sys
 from pathlib import Path
@@ -170,7 +170,7 @@ copies(run).make()
     done = _process(script, tmp_path, hub)
     assert done.returncode == 1
     assert "File too large" in done.stderr
-    assert "then start again: it goes on" in done.stderr
+    assert "then start again: it continues where it stopped" in done.stderr
     assert len(fetched(config(tmp_path, {"path": PETS}))["d0"]) == 2
 
 
@@ -206,7 +206,7 @@ def _process(script: str, tmp_path: Path, hub: HubServer) -> subprocess.Complete
 
 
 @pytest.mark.full
-def test_a_killed_process_leaves_no_half_file_and_is_gone_on_with(hub: HubServer, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_no_partial_file_and_is_resumed(hub: HubServer, tmp_path: Path) -> None:
     noise = os.urandom(2 * MIB)
     data = tar({"a.png": picture(1), "noise.bin": noise})
     hub.dataset(NAME, {"0.tar": data, "1.tar": tar(shard(2))})
@@ -248,7 +248,7 @@ def test_two_processes_make_one_copy(hub: HubServer, tmp_path: Path) -> None:
     assert folder_of(config(tmp_path, {"path": PETS})).is_complete()
 
 
-def test_a_copy_that_somebody_changed_is_repaired(hub: HubServer, tmp_path: Path) -> None:
+def test_a_modified_copy_is_repaired(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"a.png": picture(1), "b.png": picture(2)})
     run = config(tmp_path, {"path": PETS})
     fetched(run)

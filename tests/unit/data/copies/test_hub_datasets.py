@@ -1,4 +1,4 @@
-"""Datasets of a hub: what becomes of tables, folders and archives, and which of their samples are taken."""
+"""Hub datasets: tables, folders and archives, and the samples taken from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_tables_with_pictures_and_captions(hub: HubServer, tmp_path: Path) -> No
     assert pixels == set(range(8))
 
 
-def test_a_complete_copy_asks_nobody(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_copy_sends_no_request(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.dataset(NAME, {"train.parquet": parquet(rows(2))})
     run = config(tmp_path, {"path": PETS, "captions": TEXT})
     first = fetched(run)
@@ -251,10 +251,10 @@ def test_several_captions_and_values_inside_columns(hub: HubServer, tmp_path: Pa
 # -- what is refused, before anything is downloaded -------------------------------------------------------------------
 
 
-def test_a_column_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
+def test_a_missing_column(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"train.parquet": parquet(rows(3, score=0.5))})
     said = refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "imagee"}}))
-    assert "no column `imagee` in train.parquet; it has image, text, score" in said
+    assert "no column `imagee` in train.parquet; the columns are image, text, score" in said
     assert "local_copy.media_column=image" in said
     other = {"strategy": "jsonl", "table": {**FROM_COLUMNS, "caption_column": "texts"}}
     assert "--set 'datasets[d0].captions.table.caption_column=text'" in refusal(
@@ -263,7 +263,7 @@ def test_a_column_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
     assert "no column `quality`" in refusal(
         config(tmp_path, {"path": PETS, "local_copy": {"filter": [{"column": "quality", "minimum": 1}]}})
     )
-    assert "holds string" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
+    assert "has the type string" in refusal(config(tmp_path, {"path": PETS, "local_copy": {"media_column": "text"}}))
 
 
 def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_column_that_a_folders_table_lacks(hub: HubServer, tmp_path: Path) -> 
     assert not any("a.png" in request.path for request in hub.requests)
 
 
-def test_a_split_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
+def test_a_missing_split(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"data/test-00000-of-00001.parquet": parquet(rows(1))})
     said = refusal(config(tmp_path, {"path": PETS}))
     assert "no split train" in said
@@ -283,17 +283,15 @@ def test_a_split_that_is_not_there(hub: HubServer, tmp_path: Path) -> None:
 
 def test_nothing_to_train_on(hub: HubServer, tmp_path: Path) -> None:
     hub.dataset(NAME, {"notes.pdf": b"x" * 300, "README.md": b"#"})
-    assert "there is 1 x .md, 1 x .pdf" in refusal(config(tmp_path, {"path": PETS}))
+    assert "it holds 1 x .md, 1 x .pdf" in refusal(config(tmp_path, {"path": PETS}))
     hub.dataset(NAME, {"train.parquet": parquet([{"image": {"bytes": None, "path": "x"}, "text": "a"}])})
     # A column that is all empty has no type that says what it could hold.
-    with pytest.raises(CopyError, match=r"no image in|holds struct"):
+    with pytest.raises(CopyError, match=r"no image in|has the type struct"):
         copies(config(tmp_path, {"path": PETS})).make()
 
 
-def test_a_dataset_nobody_has_and_one_that_is_private(
-    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert "knows no such dataset or hides it" in refusal(config(tmp_path, {"path": "hf://datasets/owner/none"}))
+def test_a_missing_and_a_private_dataset(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "has no such dataset, or it is private" in refusal(config(tmp_path, {"path": "hf://datasets/owner/none"}))
     hub.dataset(NAME, {"a.png": picture(1)}, private=True)
     said = refusal(config(tmp_path, {"path": PETS}))
     assert "https://huggingface.co/datasets/owner/pets" in said
@@ -309,7 +307,7 @@ def test_a_licence_and_a_revision(hub: HubServer, tmp_path: Path) -> None:
         config(tmp_path, {"path": PETS})
     )
     hub.dataset(NAME, {"a.png": picture(1)})
-    assert "v9 of owner/pets" in refusal(config(tmp_path, {"path": f"{PETS}@v9"}))
+    assert "v9, which owner/pets does not have" in refusal(config(tmp_path, {"path": f"{PETS}@v9"}))
 
 
 def test_a_disk_that_is_too_small(hub: HubServer, tmp_path: Path) -> None:
@@ -343,7 +341,7 @@ def test_offline_the_hubs_cache_is_read(hub: HubServer, tmp_path: Path, monkeypa
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run = config(tmp_path, {"path": PETS, "captions": TEXT})
     said = refusal(run)
-    assert "HF_HUB_OFFLINE=1 forbids asking the hub" in said
+    assert "HF_HUB_OFFLINE=1 forbids access to the hub" in said
     assert "hf download owner/pets --repo-type dataset" in said
     assert hub.requests == []
     snapshot_download(NAME, repo_type="dataset", endpoint=hub.url)

@@ -19,7 +19,7 @@ from gracetune.data.copies.splits import SplitError, SplitPart, parse_split, rea
         (["trainer/a.png"], {"train": ["trainer/a.png"]}),
     ],
 )  # fmt: skip
-def test_names_tell_splits(files: list[str], expected: dict[str, list[str]]) -> None:
+def test_splits_from_file_names(files: list[str], expected: dict[str, list[str]]) -> None:
     assert splits_of(files, {}, None) == expected
 
 
@@ -66,7 +66,7 @@ def test_percentages_split_without_a_rest(count: int, one: int, other: int) -> N
     assert [number for part in parts for number in part.bounds(count)] == [*range(count)]
 
 
-def test_what_is_no_split() -> None:
+def test_invalid_splits() -> None:
     assert parse_split("train + test[:3]") == (SplitPart("train"), SplitPart("test", None, "3"))
     for text in ("", "train[", "train[1]", "+", "train[a:b]"):
         with pytest.raises(SplitError):

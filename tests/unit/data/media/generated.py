@@ -1,4 +1,4 @@
-"""Media made on the spot, and the smallest backend there is."""
+"""Generated media, and a minimal backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BITS = 8
 
 @dataclass
 class DictBackend:
-    """Files in a dictionary."""
+    """A backend over a dictionary."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     root: str = "memory"
@@ -49,7 +49,7 @@ class DictBackend:
 
 
 class CountingStream(io.BytesIO):
-    """Knows how much of it was read."""
+    """Counts how much was read."""
 
     bytes_read = 0
 
@@ -60,12 +60,12 @@ class CountingStream(io.BytesIO):
 
 
 def whole(width: int, height: int, frames: int = 1) -> tuple[Fit, Bucket]:
-    """Nothing scaled, nothing cut."""
+    """A fit without scaling or cropping."""
     return Fit((width, height), (width, height)), Bucket(width, height, frames)
 
 
 def picture(width: int = 24, height: int = 16, seed: int = 0) -> Image.Image:
-    """Smooth, coloured, and different in each corner."""
+    """A smooth color image with different corners."""
     y, x = np.mgrid[0:height, 0:width].astype(float)
     red = 255 * x / max(1, width - 1)
     green = 255 * y / max(1, height - 1)
@@ -80,7 +80,7 @@ def image_bytes(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:
-    """For what Pillow cannot write: 16 bits a colour, or a header that promises more than the file holds."""
+    """For files Pillow cannot write: 16 bits per channel, or a header that declares more than the file holds."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -90,7 +90,7 @@ def png(width: int, height: int, depth: int, colour: int, rows: bytes) -> bytes:
 
 
 def numbered(number: int, width: int, height: int) -> NDArray[np.uint8]:
-    """A frame that says its number in eight black or white stripes, so that no codec can blur it away."""
+    """A frame with its number in eight black or white stripes, which survive any codec."""
     stripes = [(number >> bit) & 1 for bit in range(BITS)]
     columns = np.repeat(stripes, width // BITS)
     row = np.pad(columns, (0, width - len(columns)), mode="edge")
@@ -98,7 +98,7 @@ def numbered(number: int, width: int, height: int) -> NDArray[np.uint8]:
 
 
 def number_of(frame: NDArray[Any]) -> int:
-    """The number of a [H, W, C] frame, whatever its range of values."""
+    """The number of an [H, W, C] frame, for any range of values."""
     middle = (float(frame.max()) + float(frame.min())) / 2
     stripes = np.array_split(frame.mean(axis=(0, 2)), BITS)
     return sum(int(stripe.mean() > middle) << bit for bit, stripe in enumerate(stripes))
@@ -118,7 +118,7 @@ def video_bytes(
     options: dict[str, str] | None = None,
     sound: NDArray[np.float32] | None = None,
 ) -> bytes:
-    """A video whose frames appear at the given seconds; numbered ones unless others are given."""
+    """A video with frames at the given seconds, by default numbered ones."""
     buffer = io.BytesIO()
     tick = Fraction(1, 1000)
     with av.open(buffer, "w", format=container) as output:

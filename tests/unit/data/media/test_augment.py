@@ -1,4 +1,4 @@
-"""Flips and transforms: what is written in a config, what is drawn, what it does."""
+"""Flips and transforms: config entries, random values and effects."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_two_ways_to_write_an_entry_mean_the_same() -> None:
     assert nested == flat == (Transform("ColorJitter", 0.3, options),)
 
 
-def test_what_is_left_out_has_albumentations_defaults() -> None:
+def test_missing_options_have_albumentations_defaults() -> None:
     (found,) = read_transforms([{"method": "RandomBrightnessContrast"}], WHERE)
     assert found == Transform(
         "RandomBrightnessContrast", 0.5, (("brightness_limit", (-0.2, 0.2)), ("contrast_limit", (-0.2, 0.2)))
@@ -83,7 +83,7 @@ def test_an_unknown_method_lists_the_known_ones() -> None:
         ({"method": ["HorizontalFlip"]}, "method", "choose one of them, or remove the entry"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(entry: dict[str, Any], key: str, hint: str) -> None:
+def test_invalid_entries_are_rejected(entry: dict[str, Any], key: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_transforms([entry], WHERE)
     (problem,) = caught.value.problems
@@ -151,13 +151,13 @@ JITTER = read_transforms([{"method": "ColorJitter", "p": 0.5}, {"method": "Rando
 
 
 @given(st.integers(0, 2**32), st.integers(0, 100), st.text(max_size=8))
-def test_draws_depend_on_seed_epoch_and_digest_alone(seed: int, epoch: int, digest: str) -> None:
+def test_random_values_depend_only_on_seed_epoch_and_digest(seed: int, epoch: int, digest: str) -> None:
     augmentation = Augmentation(seed=seed, epoch=epoch, transforms=JITTER)
     assert list(happening(augmentation, digest)) == list(happening(replace(augmentation, flip_x=True), digest))
     assert list(happening(replace(augmentation, of=digest), "another")) == list(happening(augmentation, digest))
 
 
-def test_other_seeds_epochs_and_digests_draw_otherwise() -> None:
+def test_other_seeds_epochs_and_digests_give_other_values() -> None:
     base = Augmentation(seed=1, transforms=JITTER)
     draws = {
         str(list(happening(replace(base, seed=seed, epoch=epoch), digest)))
@@ -169,17 +169,17 @@ def test_other_seeds_epochs_and_digests_draw_otherwise() -> None:
     assert 40 < len(draws) < 60
 
 
-def test_a_transform_happens_as_often_as_its_chance() -> None:
+def test_a_transform_is_applied_with_its_probability() -> None:
     base = Augmentation(seed=1, transforms=read_transforms([{"method": "ToGray", "p": 0.3}], WHERE))
     share = np.mean([len(list(happening(base, str(number)))) for number in range(4000)])
     assert share == pytest.approx(0.3, abs=0.03)
 
 
-def test_no_seed_draws_nothing() -> None:
+def test_without_a_seed_nothing_is_applied() -> None:
     assert list(happening(replace(always("ToGray"), seed=None), "d")) == []
 
 
-def test_all_frames_get_the_same_draw() -> None:
+def test_all_frames_get_the_same_values() -> None:
     augmentation = replace(always("ColorJitter"), epoch=3)
     image = picture(16, 16)
     frames = augmented([image, image.copy(), image.copy()], augmentation, "d")

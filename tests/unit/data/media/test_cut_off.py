@@ -1,4 +1,4 @@
-"""Videos and sounds that lack their end are named, not taken for shorter ones."""
+"""Truncated video and audio files are rejected by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SOUNDS = {
     "m4a": ("ipod", "aac"),
 }
 CUTS = (0.3, 0.5, 0.8, 0.95)
-"""Where less is missing, it may be an index or less than a codec's frame."""
+"""A smaller part may be an index, or less than a codec frame."""
 
 
 @cache
@@ -80,23 +80,23 @@ def facts(data: bytes, probe: Callable[[DictBackend, str], VideoFacts | AudioFac
 
 @pytest.mark.parametrize("share", CUTS)
 @pytest.mark.parametrize("name", VIDEOS)
-def test_a_video_without_its_end_is_named(name: str, share: float) -> None:
+def test_a_truncated_video_is_rejected(name: str, share: float) -> None:
     data = a_video(name)
-    with pytest.raises(UnreadableMediaError, match=r"^a file: cut off: \d+ of at least \d+ bytes"):
+    with pytest.raises(UnreadableMediaError, match=r"^a file: truncated: \d+ of at least \d+ bytes"):
         facts(data[: int(share * len(data))], probe_video)
 
 
 @pytest.mark.parametrize("share", CUTS)
 @pytest.mark.parametrize("name", SOUNDS)
-def test_a_sound_without_its_end_is_named(name: str, share: float) -> None:
+def test_truncated_audio_is_rejected(name: str, share: float) -> None:
     data = a_sound(name)
-    with pytest.raises(UnreadableMediaError, match=r"^a file: cut off: "):
+    with pytest.raises(UnreadableMediaError, match=r"^a file: truncated: "):
         facts(data[: int(share * len(data))], probe_audio)
 
 
 @pytest.mark.parametrize("junk", [b"", b"\0" * 3000, b"appended by somebody " * 40])
 @pytest.mark.parametrize("name", VIDEOS)
-def test_a_whole_video_is_whole_whatever_follows_it(name: str, junk: bytes) -> None:
+def test_a_complete_video_with_trailing_data_is_accepted(name: str, junk: bytes) -> None:
     found = facts(a_video(name) + junk, probe_video)
     assert isinstance(found, VideoFacts)
     assert found.frames == FRAMES
@@ -104,18 +104,18 @@ def test_a_whole_video_is_whole_whatever_follows_it(name: str, junk: bytes) -> N
 
 @pytest.mark.parametrize("junk", [b"", b"\0" * 3000, b"appended by somebody " * 40])
 @pytest.mark.parametrize("name", SOUNDS)
-def test_a_whole_sound_is_whole_whatever_follows_it(name: str, junk: bytes) -> None:
+def test_complete_audio_with_trailing_data_is_accepted(name: str, junk: bytes) -> None:
     assert facts(a_sound(name) + junk, probe_audio).duration == pytest.approx(SECONDS, abs=0.05)
 
 
 @pytest.mark.parametrize("length", [0, 0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_wav_whose_writer_did_not_know_its_length_is_not_judged(length: int) -> None:
+def test_a_wav_with_an_open_length_is_not_checked(length: int) -> None:
     data = a_sound("wav")
     place = data.index(b"data") + 4
     assert whole_size(io.BytesIO(data[:place] + length.to_bytes(4, "little") + data[place + 4 :])) is None
 
 
-def test_a_matroska_stream_without_a_length_is_not_judged() -> None:
+def test_a_matroska_stream_without_a_length_is_not_checked() -> None:
     data = a_video("matroska")
     place = data.index(b"\x18\x53\x80\x67") + 4
     assert whole_size(io.BytesIO(data[:place] + b"\x01" + b"\xff" * 7 + data[place + 8 :])) is None
@@ -123,11 +123,11 @@ def test_a_matroska_stream_without_a_length_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize("head", [b"", b"RIFF", b"OggS", b"\0\0\0\x08ftyp", b"\x1a\x45\xdf\xa3", b"FORM\0\0\0\0AIFF"])
-def test_a_beginning_alone_is_no_account_of_anything(head: bytes) -> None:
+def test_a_header_alone_has_no_length(head: bytes) -> None:
     whole_size(io.BytesIO(head))  # says something or nothing, and does not fall over
 
 
-def test_boxes_that_reach_nowhere_end_the_walk() -> None:
+def test_invalid_boxes_end_the_search() -> None:
     for length in (0, 2, 7):
         assert (
             whole_size(io.BytesIO(b"\0\0\0\x10ftypisom\0\0\0\0" + bytes([0, 0, 0, length]) + b"mdat" + b"x" * 50))

@@ -1,4 +1,4 @@
-"""A ref becomes a sample, and the same ref the same sample."""
+"""Loading a reference gives a sample, and the same reference always the same sample."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_a_mask_of_another_size_fits_and_of_another_shape_does_not() -> None:
     sample = load(replace(IMAGE, mask=MaskRef("m", "a", "d")), lambda name: small if name == "m" else TARGETS)
     assert sample.mask is not None
     assert torch.equal(sample.mask, torch.ones(1, 16, 16))
-    with pytest.raises(UnreadableMediaError, match=r"^dataset m: b: a mask of 16x16 for a picture of 24x16; give"):
+    with pytest.raises(UnreadableMediaError, match=r"^dataset m: b: a mask of 16x16 for an image of 24x16; use"):
         load(replace(IMAGE, mask=MaskRef("m", "b", "d")), lambda name: small if name == "m" else TARGETS)
 
 
@@ -226,7 +226,7 @@ def test_a_reference_that_names_its_target_is_turned_with_it() -> None:
 
 
 @pytest.mark.parametrize("ref", [IMAGE, VIDEO, AUDIO], ids=["image", "video", "audio"])
-def test_twice_the_same(ref: SampleRef) -> None:
+def test_loading_twice_gives_the_same_sample(ref: SampleRef) -> None:
     augmentation = Augmentation(seed=1, transforms=read_transforms([{"method": "ColorJitter", "p": 1}], "here"))
     ref = replace(ref, augmentation=augmentation)
     first, second = load(ref, backend_of), load(ref, backend_of)
@@ -235,7 +235,7 @@ def test_twice_the_same(ref: SampleRef) -> None:
         assert (one is None and other is None) or torch.equal(one, other)
 
 
-def test_limits_are_handed_on() -> None:
+def test_limits_are_applied() -> None:
     for ref in (IMAGE, VIDEO):
         with pytest.raises(UnreadableMediaError, match=f"^dataset {ref.dataset}: {ref.path}: .* megapixels"):
             load(ref, backend_of, DecodeLimits(max_pixels=100))
@@ -251,7 +251,7 @@ def test_the_file_that_is_missing_or_bad_is_named() -> None:
             lambda name: bad if name == "bad" else TARGETS,
         )
     assert (caught.value.path, caught.value.dataset) == ("cat.png", "bad")
-    with pytest.raises(DataError, match=r"song\.wav: a reference to sound without a clip"):
+    with pytest.raises(DataError, match=r"song\.wav: a reference to audio without a clip"):
         load(replace(AUDIO, clip=None), backend_of)
 
 

@@ -1,4 +1,4 @@
-"""Video: which frames, which way up, in which colours; every frame says its number."""
+"""Video: the frames selected, their orientation and colors. Every test frame shows its number."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_variable_rate_is_followed_by_its_timestamps(kind: str) -> None:
     assert facts.duration == pytest.approx(1.9, abs=0.1)
 
 
-def test_where_a_variable_rate_runs_thin_the_last_frames_are_taken() -> None:
+def test_a_sparse_variable_rate_takes_the_last_frames() -> None:
     times = [*every(0.04, 20), 1.5, 2.5, 3.5]
     data = video("mp4", times)
     assert numbers(data, Clip(1.0, 0.36), 9) == list(range(14, 23))
@@ -130,14 +130,14 @@ def test_a_late_clip_does_not_read_what_comes_before(kind: str, begin: int) -> N
 
 
 @pytest.mark.parametrize("kind", ["mkv", "webm", "ts"])
-def test_frames_nobody_has_counted_are_counted(kind: str) -> None:
+def test_frames_are_counted_if_the_header_does_not(kind: str) -> None:
     data = video(kind, every(0.04, 33))
     with av.open(io.BytesIO(data)) as container:
         assert container.streams.video[0].frames == 0, "this container counts: choose another"
     assert probe_video(DictBackend({"a": data}), "a").frames == 33
 
 
-def test_a_containers_wrong_count_is_not_believed() -> None:
+def test_a_wrong_count_in_the_header_is_ignored() -> None:
     data = video("avi", every(0.04, 30))
     with av.open(io.BytesIO(data)) as container:
         assert container.streams.video[0].frames != 30, "this container counts right: choose another"
@@ -150,7 +150,7 @@ def test_a_containers_wrong_count_is_not_believed() -> None:
 )
 def test_a_video_shorter_than_the_clip_is_named(clip: Clip, count: int) -> None:
     data = video("mp4", every(0.04, 30))
-    with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: ends after 1\.\d\d s, and the clip needs .*frames from "):
+    with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: ends after 1\.\d\d s, but the clip needs .*frames from "):
         frames(data, clip, count)
 
 
@@ -178,7 +178,7 @@ def test_rotation_metadata(kind: str, rotation: float, mirrored: bool, turn: Ima
 
 
 def test_a_phones_portrait_matrix_turns_clockwise() -> None:
-    """The matrix phones write, put into the file by hand: what is right in the stored frame is below when shown."""
+    """The matrix that phones write, patched into the file: the right side of the stored frame is displayed below."""
     stored = np.zeros((48, 64, 3), np.uint8)
     stored[:, 48:] = 255
     data = bytearray(video("mp4", every(0.04, 3), frames=[stored] * 3))
@@ -190,8 +190,8 @@ def test_a_phones_portrait_matrix_turns_clockwise() -> None:
     assert shown[:40].mean() < 15
 
 
-def test_what_an_edit_list_cuts_off_is_not_there() -> None:
-    """Phones trim a video by saying where it begins; the frames before are in the file and not shown."""
+def test_frames_removed_by_an_edit_list_are_not_shown() -> None:
+    """Phones trim a video with an edit list; the frames before its start are in the file but not shown."""
     data = bytearray(video("mp4", every(0.04, 30)))
     begin = data.index(b"elst") + 4 + 4 + 4 + 4
     ticks = int.from_bytes(data[begin : begin + 4], "big")
@@ -254,7 +254,7 @@ def test_colours_are_right(size: tuple[int, int], colorspace: int | None, full: 
 @pytest.mark.parametrize(
     ("transfer", "low", "high"), [(16, 175, 195), pytest.param(18, 135, 155, marks=pytest.mark.full)], ids=["PQ", "HLG"]
 )
-def test_hdr_is_brought_to_sdr(transfer: int, low: int, high: int) -> None:
+def test_hdr_is_converted_to_sdr(transfer: int, low: int, high: int) -> None:
     """Half of PQ's range is 92 nits, 0.46 of the reference white of 203: level 186 in BT.709. HLG's half is its own."""
     found = np.asarray(frames(coloured((64, 48), 9, transfer), Clip(0, 0.04), 1)[0])
     assert low <= found.mean() <= high
@@ -277,8 +277,8 @@ def test_bad_files_are_named() -> None:
         "no index.mp4": data[: len(data) // 2],
         "sound.mp4": sound_only(),
     })  # fmt: skip
-    reasons = {"empty.mp4": "empty", "text.mp4": "cannot be decoded", "no index.mp4": "cut off|cannot be decoded",
-               "sound.mp4": "no video in it"}  # fmt: skip
+    reasons = {"empty.mp4": "empty", "text.mp4": "cannot be decoded", "no index.mp4": "truncated|cannot be decoded",
+               "sound.mp4": "contains no video"}  # fmt: skip
     for path, reason in reasons.items():
         with pytest.raises(UnreadableMediaError, match=f"^{path}: .*({reason})"):
             probe_video(backend, path)
@@ -298,7 +298,7 @@ def sound_only() -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["mkv", "ts", "webm"])
-def test_a_file_that_breaks_off_is_named_when_its_end_is_asked_for(kind: str) -> None:
+def test_a_truncated_file_is_named_when_its_end_is_read(kind: str) -> None:
     rng = np.random.default_rng(0)
     noise = rng.integers(0, 255, (50, 48, 64, 3), np.uint8)
     container, codec = KINDS[kind]
@@ -307,7 +307,7 @@ def test_a_file_that_breaks_off_is_named_when_its_end_is_asked_for(kind: str) ->
         frames(data[: len(data) // 2], Clip(1.2, 0.6, fps=25), 13)
 
 
-def test_a_frame_ffmpeg_had_to_make_up_is_not_trained_on() -> None:
+def test_a_concealed_frame_is_rejected() -> None:
     rng = np.random.default_rng(3)
     noise = rng.integers(0, 255, (10, 48, 64, 3), np.uint8)
     data = video("mp4", every(0.04, 10), frames=noise)
@@ -323,7 +323,7 @@ def test_a_frame_ffmpeg_had_to_make_up_is_not_trained_on() -> None:
     assert any(re.match(r"a\.mp4: the frame at 0\.\d\d s is damaged", one) for one in told), told
 
 
-def test_damage_in_the_middle_is_mostly_noticed_and_always_named() -> None:
+def test_damage_in_the_middle_is_mostly_detected_and_always_named() -> None:
     data = video("mp4", every(0.04, 30))
     start = data.index(b"mdat") + 8
     rng = np.random.default_rng(1)
@@ -344,7 +344,9 @@ def test_damage_in_the_middle_is_mostly_noticed_and_always_named() -> None:
 
 def test_a_frame_of_another_shape_names_its_file() -> None:
     data = video("mp4", every(0.04, 3))
-    with pytest.raises(UnreadableMediaError, match=r"^a\.mp4: a frame of 64x48 in a video of 36x48: it is damaged"):
+    with pytest.raises(
+        UnreadableMediaError, match=r"^a\.mp4: a frame of 64x48 in a video of 36x48: the file is damaged"
+    ):
         frames(data, Clip(0, 0.1), 1, size=(36, 48))
 
 
@@ -379,8 +381,8 @@ print(growth(0.4, 61), growth(0.8, 61))
 
 
 @pytest.mark.parametrize("rotation", [None, 90], ids=["upright", "turned"])
-def test_full_size_frames_are_let_go_of_one_by_one(tmp_path: Path, rotation: float | None) -> None:
-    """61 frames of 640x480 are 27 MiB as the decoder has them. Measured where nothing else needs memory."""
+def test_full_size_frames_are_released_one_by_one(tmp_path: Path, rotation: float | None) -> None:
+    """61 decoded frames of 640x480 are 27 MiB. Measured in a process of its own."""
     file, size = tmp_path / "a.mp4", "480x640" if rotation else "640x480"
     file.write_bytes(video_bytes(every(0.04, 72), size=(640, 480), codec="mpeg4", rotation=rotation))
     done = subprocess.run([sys.executable, "-c", MEASURED, str(file), size], capture_output=True, text=True, check=True)
@@ -389,7 +391,7 @@ def test_full_size_frames_are_let_go_of_one_by_one(tmp_path: Path, rotation: flo
     assert at_the_end < 12, "where the last frames of the file are taken, too"
 
 
-def test_a_pixel_shape_that_cannot_be_is_a_damaged_file() -> None:
+def test_an_impossible_pixel_aspect_ratio_is_damage() -> None:
     data = video("mkv", every(0.04, 5), pixel_shape=Fraction(4, 1))
     fit, bucket = whole(*SIZE, 1)
     with pytest.raises(UnreadableMediaError, match=r"^a: 256x48 is .* megapixels"):

@@ -121,7 +121,7 @@ def test_the_switch_decides_in_whole_runs(uvm: Uvm, tiny_model: TinyModel, tmp_p
     assert after.allocations == between.allocations, "no managed bytes at all"
     said = "\n".join(refused.said)
     assert "residency hints: off, memory.enable_uvm_hints is false" in said
-    assert "unified_memory was asked for and is not used: memory.enable_uvm_hints is false" in said
+    assert "cache type unified_memory is not used: memory.enable_uvm_hints is false" in said
 
 
 def test_the_way_is_measured_once_and_said(uvm: Uvm, tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_corrupt_entries_and_damaged_shards_are_named(tmp_path: Path) -> None:
         assert found.corrupt.size == SIZE
         assert found.corrupt_examples == ("1.png",)
         assert [shard.name for shard in found.damaged_shards] == [cut.name]
-        assert "bytes long instead of" in found.damaged_shards[0].reason
+        assert "bytes instead of" in found.damaged_shards[0].reason
         assert {*found.missing.keys} == {key(number) for number in range(4, 8)}
         assert found.present.entries == 3
         quick = audit(store, wanted(range(8)), check=False)

@@ -368,7 +368,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_half(tmp_path: Path) ->
         assert flushed % 20 == 0
         assert [path for path in (folder / "shards").iterdir() if path.suffix == ".tmp"] == []
         assert check_all(folder, range(1000)) == [*range(flushed)]
-        with pytest.raises(CacheFullError, match="room for"):
+        with pytest.raises(CacheFullError, match=r"found .* free\n *expected .* free"):
             store.check_room(1 << 21)
         # Room is made: what waited is written, and the work goes on where it stopped.
         done = remove(store, [key(number) for number in range(20)])
@@ -427,7 +427,7 @@ def test_a_folder_of_another_user_is_read_and_refuses_to_be_written(tmp_path: Pa
         os.setgid(65534)
         os.setuid(65534)
         assert check_all(folder, range(5)) == [*range(5)]
-        with pytest.raises(ReadOnlyCacheError, match="we may read and not write to"):
+        with pytest.raises(ReadOnlyCacheError, match="without write permission"):
             DiskStore.open(folder, writable=True)
 
     Child(work).join()

@@ -82,20 +82,20 @@ def test_damaged_entries_and_files(store: DiskStore) -> None:
         store.read(bad)
     (line,) = why_missing(lambda folder: store, [items[bad]])
     assert "1 " in line
-    assert "encoded again: their bytes on the disk had changed" in line
+    assert "encoded again: they were damaged on the disk" in line
     second.write_bytes(second.read_bytes()[:-64])
     store.refresh()
     lost = [
         items[key] for key in held[second.name] if items[key].origin.kind == items[held[second.name][0]].origin.kind
     ]
     (line,) = why_missing(lambda folder: store, lost)
-    assert line.endswith("or in 1 damaged file of the cache")
+    assert line.endswith("or lost in 1 damaged cache file")
 
 
 def test_a_cache_of_very_many_entries_is_not_searched(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(missing, "MOST_ENTRIES", 10)
     assert why_missing(lambda folder: store, [latent(ref(0), OTHER_VAE)]) == [
-        "1 latent encoded; the cache has too many entries to look for the reason"
+        "1 latent encoded; the cache is too large to determine the reason"
     ]
 
 

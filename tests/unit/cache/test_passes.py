@@ -149,7 +149,7 @@ class TestBatches:
         assert found.latents.encoded == 8
         assert run.encoders.batches[-8:] == [1] * 8
         assert found.latents.batch_size == 1
-        assert any("memory ran out at batches of 4: the smallest were of 1" in note for note in found.notes)
+        assert any("out of memory with batches of 4, so batches of 1 were used" in note for note in found.notes)
         assert contents(run.places.latents("d0"), run.places.text()).keys() == run.keys()
 
     def test_smaller_pictures_keep_the_larger_batch(self, tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -213,7 +213,7 @@ class TestBatches:
 
     def test_no_tiles_where_they_may_not_be(self, sdxl: Run) -> None:
         sdxl.encoders.before_encode = full_above(0)
-        with pytest.raises(EncodeMemoryError, match=r"(?s)a cache never mixes them.*model\.vae_tiling=true"):
+        with pytest.raises(EncodeMemoryError, match=r"(?s)made without tiling.*model\.vae_tiling=true"):
             built(sdxl, how=How(may_tile=False))
         assert contents(sdxl.places.latents("d0")) == {}
 
@@ -246,7 +246,7 @@ class TestBatches:
                 return entries
 
         sdxl.encoders.load_latents = Broken
-        with pytest.raises(CacheError, match=r"(?s)latents of .*infinite or undefined numbers"):
+        with pytest.raises(CacheError, match=r"(?s)latents of .*non-finite values"):
             built(sdxl)
         assert contents(sdxl.places.latents("d0")) == {}
 
@@ -313,7 +313,7 @@ class TestDamagedFiles:
         sdxl.encoders.encoded.clear()
         found = built(sdxl, check=True)
         assert found.latents.encoded == len(sdxl.encoders.encoded) == 1
-        assert any("1 damaged entry made again" in note for note in found.notes)
+        assert any("1 damaged entry was encoded again" in note for note in found.notes)
         assert same(contents(sdxl.places.latents("d0")), before)
         assert built(sdxl, check=True).encoded == 0
 
@@ -328,7 +328,7 @@ class TestDamagedFiles:
         checked: list[tuple[int, int]] = []
         found = built(sdxl, check=True, on_checked=lambda done, total: checked.append((done, total)))
         assert found.latents.encoded == 8
-        assert any("8 damaged entries made again" in note for note in found.notes)
+        assert any("8 damaged entries were encoded again" in note for note in found.notes)
         assert checked[-1][0] == checked[-1][1] > 0
         assert built(sdxl, check=True).encoded == 0
 
@@ -346,7 +346,7 @@ class TestLongCaptions:
         run = Run.of(tmp_path, "sdxl", tiny_model("sdxl", "base-1.0"), found, validation=prompts)
         notes = [note for note in built(run).notes if "tokens" in note]
         assert notes == [
-            "captions longer than 77 tokens, of which only the beginning is read: 12 samples: "
+            "captions longer than 77 tokens are truncated: 12 samples: "
             "03.png, 04.png, 05.png and 9 more; 1 validation prompt"
         ]
         assert "truncated" not in capfd.readouterr().err
@@ -426,7 +426,7 @@ class TestRoom:
                     say(str(run.encoders.batches.count(4)))
 
         message, batches = Child(work).join()
-        assert re.search(r"found +\d+ KiB free\n.*expected +room for \d+ KiB", message), message
+        assert re.search(r"found +\d+ KiB free\n.*expected +\d+ KiB free", message), message
         assert batches == "1"
 
 

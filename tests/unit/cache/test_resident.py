@@ -108,7 +108,7 @@ def test_the_coldest_stay_on_disk_and_the_report_says_how_much(disk: DiskStore) 
         report, stats = store.report, store.stats
     assert (report.entries, report.size) == (3, size)
     assert (report.on_disk, report.on_disk_size) == (COUNT - 3, whole - size)
-    assert "stay on disk: the plan gives this cache" in "\n".join(report.lines())
+    assert "stay on disk: the plan allows" in "\n".join(report.lines())
     assert (stats.hits, stats.disk_reads) == (3, COUNT - 3)
     assert LoadReport.from_json(json.loads(json.dumps(report.as_json()))) == report
 
@@ -135,7 +135,7 @@ def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) 
         [disk], visits, name="latents", role="latent_cache", kind="memory", where=Where(large), budget=1 << 40
     ) as store:
         assert (store.report.entries, store.report.on_disk) == (0, COUNT)
-        assert "main memory has 0 B to spare" in "\n".join(store.report.lines())
+        assert "stay on disk: 0 B of main memory" in "\n".join(store.report.lines())
         assert_right(store, 0)
 
 
@@ -214,9 +214,9 @@ def test_several_folders_make_one_store(disk: DiskStore, tmp_path: Path) -> None
     ("kind", "profile", "ranks", "no_managed", "place", "note"),
     [
         ("unified_memory", "superchip", 1, None, "managed_host", ""),
-        ("unified_memory", "superchip", 1, "no driver", "pinned_host", "cannot be had: no driver"),
-        ("unified_memory", "superchip", 2, None, "shared_host", "is not used here: one copy for 2 ranks"),
-        ("unified_memory", "discrete", 1, None, "pinned_host", "is not used here"),
+        ("unified_memory", "superchip", 1, "no driver", "pinned_host", "is not available: no driver"),
+        ("unified_memory", "superchip", 2, None, "shared_host", "is not used on this machine: one copy for 2 ranks"),
+        ("unified_memory", "discrete", 1, None, "pinned_host", "is not used on this machine"),
         ("unified_memory", "integrated", 1, None, "shared_host", "one pool"),
         ("unified_memory", "cpu", 1, None, "host", "no GPU"),
         ("memory", "superchip", 1, None, "pinned_host", ""),

@@ -122,5 +122,5 @@ def test_latents_of_another_vae_are_all_refused(made: Callable[..., Run], tmp_pa
     found = built(run)
     assert found.imported_latents is not None
     assert (found.imported_latents.imported, len(found.imported_latents.refused)) == (0, 6)
-    assert "was encoded anew to compare" in found.imported_latents.refused[0].reason
+    assert "was encoded again for comparison" in found.imported_latents.refused[0].reason
     assert found.latents.encoded == 6

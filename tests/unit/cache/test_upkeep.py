@@ -50,7 +50,7 @@ def test_small_shards_are_merged(tmp_path: Path) -> None:
     with filled(tmp_path, range(50), Flush(entries=5)) as store:
         done = compact(store, ShardSize(entries=24))
         assert (done.shards_before, done.shards_after) == (10, 3)
-        assert done.reason == "10 small shards merged"
+        assert done.reason == "10 small shards were merged"
         assert numbers_in(store, range(50)) == [*range(50)]
         origins = {found.key: found.origin for _, found in store.stored()}
         assert origins == {key(number): origin(number) for number in range(50)}
@@ -62,7 +62,7 @@ def test_small_shards_are_merged(tmp_path: Path) -> None:
 def test_large_shards_are_left_alone(tmp_path: Path) -> None:
     with filled(tmp_path, range(40), Flush(entries=20)) as store:
         before = names(tmp_path)
-        assert compact(store, ShardSize(entries=80)).reason == "there is nothing small to merge"
+        assert compact(store, ShardSize(entries=80)).reason == "there are no small shards to merge"
         assert names(tmp_path) == before
     with filled(tmp_path, range(40, 44), Flush(entries=2)) as store:
         done = compact(store, ShardSize(entries=80))
@@ -104,7 +104,7 @@ def test_only_one_process_merges_at_a_time(tmp_path: Path) -> None:
     child = Child(work)
     child.wait_for_word()
     with DiskStore.open(tmp_path, writable=True) as store:
-        assert compact(store).reason.startswith("another process merges shards")
+        assert compact(store).reason.startswith("another process is merging shards")
         child.kill()
         assert compact(store).shards_after == 1, "the lock went with its process"
 
@@ -184,7 +184,7 @@ def test_on_a_disk_without_locks_entries_are_added_and_never_removed(
     with filled(tmp_path, range(6), Flush(entries=2)) as store:
         left.write_bytes(b"perhaps of a living process")
         assert numbers_in(store, range(6)) == [*range(6)]
-        with pytest.raises(CacheBusyError, match="a disk without file locks"):
+        with pytest.raises(CacheBusyError, match="a file system without locks"):
             remove(store, [key(0)])
         assert "no locks" in compact(store).reason
     DiskStore.open(tmp_path, writable=True).close()

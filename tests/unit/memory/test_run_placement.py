@@ -177,7 +177,7 @@ def test_hints_the_driver_refuses_are_counted_and_said(
     two = stores(disk, index, Where(machine("gh200-numa"), 0, heap, hints=ASKED))
     for store in two:
         assert store.report.residence.place == "pinned_host"
-        assert "unified_memory was asked for and refused: cuMemAdvise_v2 failed" in store.report.lines()[1]
+        assert "cache type unified_memory is not available: cuMemAdvise_v2 failed" in store.report.lines()[1]
         store.close()
     assert (heap.hints.bytes, heap.hints.refused) == (0, 2)
     assert bench.fake.in_use == 0
@@ -186,7 +186,13 @@ def test_hints_the_driver_refuses_are_counted_and_said(
 @pytest.mark.parametrize(
     ("name", "hints", "speeds", "place", "said"),
     [
-        ("x86-h200", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "memory.enable_uvm_hints: true uses managed memory"),
+        (
+            "x86-h200",
+            FOLLOW_CACHES,
+            OVER_PCIE,
+            "pinned_host",
+            "set memory.enable_uvm_hints: true to use managed memory",
+        ),
         ("x86-h200", ASKED, OVER_PCIE, "managed_host", "memory.enable_uvm_hints is true"),
         ("gh200-numa", FOLLOW_CACHES, COHERENT, "managed_host", "gathered over the link"),
         ("gh200-numa", FOLLOW_CACHES, OVER_PCIE, "pinned_host", "51 GB/s, 10% hidden, against 55 GB/s, 98% hidden"),
@@ -440,7 +446,7 @@ def test_a_whole_run_with_managed_caches_learns_what_one_without_learns(
     run(without, heard)
     assert "residency hints: off, memory.enable_uvm_hints is false" in heard.said
     assert "batches: in_place, no GPU: batches are read in place" in heard.said
-    said = "texts-0: unified_memory was asked for and is not used: memory.enable_uvm_hints is false"
+    said = "texts-0: cache type unified_memory is not used: memory.enable_uvm_hints is false"
     assert said in heard.said
 
     def where(config: RunConfig, *_: Any) -> Where:

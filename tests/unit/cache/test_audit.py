@@ -152,7 +152,7 @@ def test_an_audit_is_json(tmp_path: Path) -> None:
 
 
 def test_a_header_damaged_since_the_index_was_written(tmp_path: Path) -> None:
-    """An audit must not call missing what a build would call there."""
+    """An audit must not report entries as missing that a build considers present."""
     put(tmp_path, [origin(number) for number in range(8)])
     with DiskStore.open(tmp_path, writable=True) as store:
         store.save_index()

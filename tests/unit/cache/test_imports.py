@@ -1,4 +1,4 @@
-"""Caches written here the way ai-toolkit writes them: same names, same metadata, same tensors."""
+"""Import of caches that are written here like those of ai-toolkit: same names, metadata and tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def latents_of(sample: SampleRef) -> Entry:
-    """A stand-in for an encoder: what it makes follows from the content and the shape, and is repeatable."""
+    """A substitute for an encoder. Its output is a deterministic function of content and shape."""
     generator = torch.Generator().manual_seed(int(sample.digest[-8:], 16))
     shape = (4, sample.bucket.height // 8, sample.bucket.width // 8)
     return {"latents": torch.randn(shape, generator=generator)}
@@ -134,7 +134,7 @@ def test_what_an_entry_holds_besides_is_added(tmp_path: Path) -> None:
 
 
 def test_flips_are_understood(tmp_path: Path) -> None:
-    """They flip and then cut, we cut and then flip: their left is our right."""
+    """ai-toolkit flips and then crops; gracetune crops and then flips, so left and right of the crop are swapped."""
     fit = Fit((100, 80), (80, 64), 10, 0)
     flipped = replace(ref(1), fit=fit, augmentation=Augmentation(flip_x=True))
     cache_latents(tmp_path, flipped, crop_x=80 - 64 - 10, flip_x=True)

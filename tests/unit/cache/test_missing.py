@@ -1,4 +1,4 @@
-"""Why entries are encoded, told from what the store holds."""
+"""The reasons for encoding entries, derived from the content of the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(words: str, encoder: EncoderId = TEXT, *pictures: SampleRef) -> TextIte
 
 @pytest.fixture
 def store(tmp_path: Path) -> DiskStore:
-    """Twenty latents and two texts, one shard for every ten."""
+    """Twenty latents and two texts, ten entries per shard."""
     opened = DiskStore.open(tmp_path / "cache", writable=True)
     with opened.writer(Flush(entries=10)) as writer:
         for number in range(20):
@@ -102,7 +102,7 @@ def test_a_cache_of_very_many_entries_is_not_searched(store: DiskStore, monkeypa
 def test_edit_pairs_that_share_their_instruction_are_compared_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """300 pairs of one instruction: each is compared with what was made of its own reference, not with all."""
+    """300 pairs with one instruction: each is compared only with the entries of its own reference."""
     calls = 0
 
     def count(*origins: Origin) -> tuple[Difference, ...]:

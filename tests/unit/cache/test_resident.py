@@ -51,7 +51,7 @@ def disk(tmp_path: Path) -> Iterator[DiskStore]:
 
 
 def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = None, **visits: float) -> ResidentStore:
-    """`visits`: k3=2.0 makes entry 3 visited twice, all others once."""
+    """`visits`: with k3=2.0, entry 3 is visited twice and all others once."""
     wanted = {key: Visits(visits.get(f"k{number}", 1.0)) for number, key in enumerate(KEYS)}
     return load_resident(
         [disk], wanted, name="latents", role="latent_cache", kind=kind, where=Where(this_machine()), budget=budget
@@ -59,7 +59,7 @@ def load(disk: DiskStore, kind: CacheType = "memory", *, budget: int | None = No
 
 
 def entry_of(store: ResidentStore, key: Key) -> Mapping[str, torch.Tensor]:
-    """As batches get it: from memory where it is there, else from disk."""
+    """Read an entry as batches do: from memory if possible, else from disk."""
     found = store.look_up(key)
     return store.read(key) if found is None else found
 
@@ -126,7 +126,7 @@ def test_a_budget_is_never_passed(disk: DiskStore, budget: int) -> None:
 
 
 def test_main_memory_keeps_its_reserve_whatever_the_plan_gives(disk: DiskStore) -> None:
-    """A machine whose tenth, which nobody may touch, is more than this one has."""
+    """A modelled machine whose reserve, a tenth of its memory, exceeds the memory of this machine."""
     here = this_machine()
     host = here.host.model_copy(update={"cpu_mem_total": 1 << 60, "cgroup": None})
     large = here.model_copy(update={"host": host})
@@ -342,7 +342,7 @@ def _go_on(process: subprocess.Popen[str]) -> None:
 
 
 def test_a_rank_hears_why_rank_0_could_not_load(disk: DiskStore, tmp_path: Path) -> None:
-    """Rank 0 here, its failure real: a store that was closed under it."""
+    """Rank 0 runs in this process and really fails, because its store was closed."""
     from concurrent.futures import ThreadPoolExecutor
 
     from gracetune.cache.errors import CacheError

@@ -88,7 +88,7 @@ def test_offsets_outside_of_the_slab_are_a_mistake(tmp_path: Path) -> None:
 
 
 def cached_pages(path: Path) -> int:
-    """Of the file, in the kernel's page cache."""
+    """The number of the file's pages in the kernel's page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = path.stat().st_size
     with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as mapped:
@@ -383,7 +383,7 @@ def test_a_file_in_the_cache_that_is_not_ours_stays(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_with_a_left_over_of_ours_becomes_a_cache(tmp_path: Path) -> None:
-    """Of a process that was killed while it made the folder a cache."""
+    """The leftover comes from a process that was killed while creating the cache."""
     left = tmp_path / f"gracetune-{'0' * 32}.tmp"
     left.write_bytes(b"{")
     filled(tmp_path, range(1))

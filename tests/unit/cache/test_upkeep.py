@@ -174,7 +174,7 @@ def test_a_failed_attempt_to_remove_keeps_the_store_in_use(tmp_path: Path) -> No
 def test_on_a_disk_without_locks_entries_are_added_and_never_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as some network mounts; the machines tests run on have none, so the kernel's answer is made up."""
+    """Some network mounts have no locks. Test machines have no such mount, so the kernel's error is simulated."""
 
     def no_locks(descriptor: int, mode: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -222,7 +222,7 @@ def test_what_another_release_wrote_or_cannot_be_read_now_is_not_removed(
 
 
 class TestAHeaderDamagedSinceTheIndexWasWritten:
-    """The index knows the shard, so nobody would look at its header."""
+    """The index contains the shard, so its header is normally not read."""
 
     @pytest.fixture
     def victim(self, tmp_path: Path) -> Path:
@@ -290,7 +290,7 @@ class TestAnEmptyStore:
 
     @pytest.mark.parametrize("somebody_was_quicker", [False, True])
     def test_who_waited_for_it_opens_the_new_one(self, tmp_path: Path, somebody_was_quicker: bool) -> None:
-        """Its lock was asked for before the folder was renamed, and given after."""
+        """The lock was requested before the folder was renamed and granted afterwards."""
         folder = tmp_path / "0"
 
         def work(say: Callable[[str], None]) -> None:
